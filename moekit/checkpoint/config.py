@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,42 +10,92 @@ from typing import Any
 import torch
 
 from moekit.checkpoint.files import Checkpoint, named
-from moekit.checkpoint.formats import Format
 from moekit.checkpoint.names import ExpertNames, layers_in, names_in, no_experts
-from moekit.checkpoint.probe import format_of
-from moekit.checkpoint.schema import EXPERTS, INNER, NESTED, TOP_K
+from moekit.checkpoint.schema import (
+    ACTIVATIONS,
+    EXPERTS,
+    HIDDEN,
+    INNER,
+    NESTED,
+    TOP_K,
+    WEIGHT_ON_INPUT,
+    check_understood,
+)
 from moekit.checkpoint.schemes import no_scheme, scheme_for
+from moekit.checkpoint.stored import layer_formats
 from moekit.errors import WeightsError
+from moekit.formats.format import Format
 from moekit.problem import DTYPES, MoEProblem
 from moekit.problem.activation import Activation
+from moekit.untrusted.arguments import shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerGroup:
+    """Layers whose experts are alike.
+
+    Attributes:
+        layers: Their numbers.
+        format: How each matrix is stored.
+        scheme: The scheme of moekit that computes with the weights as they are stored and
+            quantizes activations as the checkpoint intends. If None, there is no such scheme, and
+            `load_experts` needs ``dequantize=True`` or a scheme that the caller names.
+    """
+
+    layers: tuple[int, ...]
+    format: Format
+    scheme: str | None
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    activation: Activation
+
+    def __str__(self) -> str:
+        a, runs = self.activation, _runs(self.layers)
+        limit = "" if a.limit is None else f" (limit {a.limit:g})"
+        return (
+            f"layers {runs}: {self.format}, scheme {self.scheme or '(none: dequantize=True)'}, "
+            f"{self.num_experts} experts, top {self.top_k}, hidden {self.hidden_size}, "
+            f"intermediate {self.intermediate_size}, {a.name}{limit}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Detected:
     """The experts of a checkpoint, as `detect` returns them.
 
+    The fields of `LayerGroup` are also here. They describe all layers if these are alike, and
+    otherwise the first group.
+
     Attributes:
         names: What the checkpoint calls the experts' tensors.
-        format: How it stores each matrix.
-        scheme: The scheme of moekit that computes with the weights as they are stored and
-            quantizes activations as the checkpoint intends. If None, there is no such scheme, and
-            `load_experts` needs ``dequantize=True`` or a scheme that the caller names.
-        layers: The layers with routed experts.
+        groups: The layers with routed experts, by what they have in common.
     """
 
     model_type: str
     names: ExpertNames
-    format: Format
-    scheme: str | None
-    layers: tuple[int, ...]
-    num_experts: int
-    top_k: int
-    hidden_size: int
-    intermediate_size: int
+    groups: tuple[LayerGroup, ...]
     dtype: torch.dtype
-    activation: Activation
     has_bias: bool
     apply_router_weight_on_input: bool
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers with routed experts."""
+        return tuple(sorted(layer for group in self.groups for layer in group.layers))
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in LayerGroup.__dataclass_fields__:
+            raise AttributeError(name)
+        return getattr(self.groups[0], name)
+
+    def __str__(self) -> str:
+        lines = [f"{self.model_type or 'model'}, {str(self.dtype).removeprefix('torch.')}"]
+        lines += [f"  experts: {self.names.down}"]
+        return "\n".join([*lines, *(f"  {group}" for group in self.groups)])
+
+    __repr__ = __str__
 
 
 def detect(path: str | Path | Checkpoint, names: ExpertNames | None = None) -> Detected:
@@ -56,38 +106,57 @@ def detect(path: str | Path | Checkpoint, names: ExpertNames | None = None) -> D
         names: What the tensors are called; needed for model types that `NAMES` lacks.
 
     Raises:
-        WeightsError: A size is not in the config, or the experts are not in the files.
+        WeightsError: A size is not in the config, a field of it is not understood, or the experts
+            are not in the files.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     with named(checkpoint):
-        config, model_type = _text_config(checkpoint), model_type_of(checkpoint)
-        # The first layers may be dense, and the tensors may have one of several names.
-        probe = names_in(checkpoint, names or model_type, None)
-        layers = layers_in(checkpoint, probe)
-        if not layers:
-            raise WeightsError(no_experts(checkpoint, probe))
-        hidden, inner = _size(config, "hidden_size"), _size(config, *INNER)
-        format = format_of(checkpoint, probe, layers[0], 0, hidden, inner)
-        return Detected(
-            model_type=model_type,
-            names=probe,
-            format=format,
-            scheme=scheme_for(format, inner),
-            layers=layers,
-            num_experts=_size(config, *EXPERTS),
-            top_k=_size(config, *TOP_K),
-            hidden_size=hidden,
-            intermediate_size=inner,
-            dtype=_dtype(config, checkpoint.config),
-            activation=_activation_function(config, model_type),
-            has_bias=bool(probe.down_bias),
-            apply_router_weight_on_input=model_type == "llama4_text",
-        )
+        return _detect(checkpoint, names, None, {})
+
+
+def _detect(
+    checkpoint: Checkpoint, names: ExpertNames | None, layer: int | None, given: Mapping[str, Any]
+) -> Detected:
+    """Describe all layers, or one. ``given`` are fields of the problem that the caller states."""
+    config, model_type = _text_config(checkpoint), model_type_of(checkpoint)
+    check_understood(config, given)
+    # The first layers may be dense, and the tensors may have one of several names.
+    probe = names_in(checkpoint, names or model_type, layer)
+    layers = layers_in(checkpoint, probe)
+    # Draft layers (multi-token prediction) come after the decoder's.
+    depth = config.get("num_hidden_layers") or 0
+    layers = tuple(n for n in layers if n < depth) or layers
+    if not layers or (layer is not None and layer not in layers_in(checkpoint, probe)):
+        raise WeightsError(no_experts(checkpoint, probe, layer or 0))
+    groups: list[dict[str, Any]] = []
+    for each in layers if layer is None else (layer,):
+        fields = dict(_sizes(config, each, given), activation=_activation(config, each, given))
+        sizes = fields["hidden_size"], fields["intermediate_size"]
+        fields["format"] = layer_formats(checkpoint, probe, each, *sizes).common
+        alike = next((group for group in groups if group["fields"] == fields), None)
+        if alike is None:
+            groups.append(alike := {"fields": fields, "layers": []})
+        alike["layers"].append(each)
+    return Detected(
+        model_type=model_type,
+        names=probe,
+        groups=tuple(_group(found["layers"], **found["fields"]) for found in groups),
+        dtype=_dtype(config, checkpoint.config),
+        has_bias=bool(probe.down_bias),
+        apply_router_weight_on_input=model_type == "llama4_text"
+        or bool(config.get(WEIGHT_ON_INPUT)),
+    )
+
+
+def _group(layers: Collection[int], format: Format, **fields: Any) -> LayerGroup:
+    scheme = scheme_for(format, fields["intermediate_size"])
+    return LayerGroup(layers=tuple(layers), format=format, scheme=scheme, **fields)
 
 
 def problem_from_config(
     path: str | Path | Checkpoint,
     *,
+    layer: int | None = None,
     names: ExpertNames | None = None,
     dequantize: bool = False,
     **given: Any,
@@ -99,25 +168,37 @@ def problem_from_config(
 
     Args:
         path: A file, a directory, or an open `Checkpoint`.
+        layer: The layer that the problem is for; needed where layers differ.
         names: What the tensors are called; needed for model types that `NAMES` lacks.
         dequantize: The weights will be loaded with ``dequantize=True``, so the scheme is "none".
         given: Fields of `MoEProblem` that the checkpoint does not know, such as ``parallel``,
             ``device`` or ``max_num_tokens``, or that replace what it says, such as ``quant``.
 
     Raises:
-        WeightsError: No scheme of moekit computes with the stored weights.
+        WeightsError: No scheme of moekit computes with the stored weights, layers differ, or a
+            field of the config is not understood.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
-    found = detect(checkpoint, names)
-    described = {k: v for k, v in vars(found).items() if k in MoEProblem.__dataclass_fields__}
     with named(checkpoint):
+        found = _detect(checkpoint, names, layer, given)
+        first, *others = found.groups
+        described = {**vars(found), **vars(first)}
+        described = {k: v for k, v in described.items() if k in MoEProblem.__dataclass_fields__}
         problem = MoEProblem(**{**described, "quant": "none", **given})
+        # What differs between layers must be stated, or of no interest.
+        stated = {*given, *("format", "scheme") * (dequantize or "quant" in given), "layers"}
+        if any(vars(other)[name] != v for other in others for name, v in vars(first).items()
+               if name not in stated):  # fmt: skip
+            raise WeightsError(
+                "layers differ, and a problem describes one: pass layer=... (or dequantize=True, "
+                "where only formats differ): " + "; ".join(map(str, found.groups))
+            )
         if dequantize or "quant" in given:
             return problem
-        scheme = scheme_for(found.format, found.intermediate_size, problem.parallel.tp_size)
+        tp_size = problem.parallel.tp_size
+        scheme = scheme_for(first.format, first.intermediate_size, tp_size)
         if scheme is None:
-            tp_size = problem.parallel.tp_size
-            raise WeightsError(no_scheme(found.format, found.intermediate_size, tp_size))
+            raise WeightsError(no_scheme(first.format, first.intermediate_size, tp_size))
         return problem.replace(quant=scheme)
 
 
@@ -152,16 +233,41 @@ def model_type_of(checkpoint: Checkpoint) -> str:
     return _text_config(checkpoint).get("model_type") or ""
 
 
-def _size(config: Mapping[str, Any], *keys: str) -> int:
-    for key in keys:
-        value = config.get(key)
-        if isinstance(value, list) and len(set(value)) == 1:  # a value for each layer
-            value = value[0]
+def _sizes(config: Mapping[str, Any], layer: int, given: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sizes of a layer's experts."""
+    keys = dict(hidden_size=HIDDEN, intermediate_size=INNER, num_experts=EXPERTS, top_k=TOP_K)
+    return {
+        field: given.get(field) or _size(config, layer, field, names)
+        for field, names in keys.items()
+    }
+
+
+def _size(config: Mapping[str, Any], layer: int, field: str, names: Collection[str]) -> int:
+    for name in names:
+        value = _of_layer(config, layer, name, field)
         if isinstance(value, int) and value:
             return value
     raise WeightsError(
-        f"config.json of model type {config.get('model_type')!r} has none of {', '.join(keys)}; "
+        f"config.json of model type {config.get('model_type')!r} has none of "
+        f"{', '.join(reversed(list(names)))}; "
         "describe the problem with MoEProblem(...)"
+    )
+
+
+def _of_layer(config: Mapping[str, Any], layer: int, name: str, field: str) -> Any:
+    """Return a field of the config, or of a list with a value for each layer, this layer's."""
+    value = config.get(name)
+    if not isinstance(value, list):
+        return value
+    if value and all(each == value[0] for each in value):
+        return value[0]
+    if len(value) == config.get("num_hidden_layers") and layer < len(value):
+        return value[layer]
+    if not value:
+        return None
+    raise WeightsError(
+        f"config.json of model type {config.get('model_type')!r} has {name}={shown(value)}, which "
+        f"is not a value for each layer: pass {field}=..., as these experts have it"
     )
 
 
@@ -173,15 +279,43 @@ def _dtype(*configs: Mapping[str, Any]) -> torch.dtype:
     return torch.bfloat16
 
 
-def _activation_function(config: Mapping[str, Any], model_type: str) -> Activation:
-    limit = config.get("swiglu_limit")
-    if model_type == "gpt_oss":
-        return Activation("swigluoai", alpha=config.get("swiglu_alpha"), limit=limit)
-    said = config.get("hidden_act") or config.get("mlp_hidden_act") or "silu"
-    if said not in _ACTIVATIONS:
+def _activation(config: Mapping[str, Any], layer: int, given: Mapping[str, Any]) -> Activation:
+    if (said := given.get("activation")) is not None:
+        return said if isinstance(said, Activation) else Activation(said)
+    model_type, alpha = config.get("model_type"), config.get("swiglu_alpha") or None
+    limits = (_of_layer(config, layer, f"swiglu_limit{s}", "activation") for s in ("", "s"))
+    limit = next((float(limit) for limit in limits if limit), None)
+    if model_type == "gpt_oss" or (alpha and limit):
+        return Activation("swigluoai", alpha=alpha, limit=limit)
+    name = next((config[key] for key in ACTIVATIONS if config.get(key)), "silu")
+    if name not in _ACTIVATIONS:
         raise WeightsError(
-            f"config.json names the activation {said!r}, but moekit maps only "
+            f"config.json names the activation {name!r}, but moekit maps only "
             f"{', '.join(_ACTIVATIONS)}; describe the problem with MoEProblem(...)"
         )
-    kind = _ACTIVATIONS[said]
-    return Activation(kind, limit=float(limit)) if limit and kind == "silu" else Activation(kind)
+    kind = _ACTIVATIONS[name]
+    if alpha or (limit and kind != "silu"):
+        raise WeightsError(
+            f"config.json of model type {model_type!r} has activation {name!r} with "
+            f"swiglu_alpha={alpha} and swiglu_limit={limit}, which moekit does not know: pass "
+            "activation=moekit.Activation(...), as the model computes it"
+        )
+    # Step's models clamp the result of silu, others its argument.
+    return Activation("swiglustep" if limit and model_type == "step3p5" else kind, limit=limit)
+
+
+def _runs(numbers: Collection[int]) -> str:
+    """Return ascending numbers as "0, 3-60"."""
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in _ranges(numbers))
+
+
+def _ranges(numbers: Collection[int]) -> Iterator[tuple[int, int]]:
+    first = last = None
+    for n in numbers:
+        if last is None or n != last + 1:
+            if first is not None and last is not None:
+                yield first, last
+            first = n
+        last = n
+    if first is not None and last is not None:
+        yield first, last

@@ -170,20 +170,27 @@ def _entry(file: Path, name: str, tensor: Any, data: int) -> Entry:
         raise ValueError(f"{shown(name)}: the name has {len(name)} characters, above {MAX_NAME}")
     if not isinstance(tensor, dict):
         raise ValueError(f"{name} must be an object (got {shown(tensor)})")
-    shape: Any = tensor.get("shape")
-    offsets: Any = tensor.get("data_offsets")
-    dtype = tensor.get("dtype")
+    dtype: Any = tensor.get("dtype")
     if not isinstance(dtype, str):
         raise ValueError(f"{name}.dtype must be a string (got {shown(dtype)})")
-    for field, found in (("shape", shape), ("data_offsets", offsets)):
-        if not isinstance(found, list) or any(type(n) is not int or n < 0 for n in found):
-            raise ValueError(f"{name}.{field} must be integers of at least 0 (got {shown(found)})")
+    shape, offsets = _integers(name, tensor, "shape"), _integers(name, tensor, "data_offsets")
     if len(shape) > _MAX_DIMS:
         raise ValueError(f"{name}.shape must have at most {_MAX_DIMS} numbers (got {len(shape)})")
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ValueError(f"{name}.data_offsets must be [begin, end] (got {shown(offsets)})")
-    entry = Entry(file, dtype, tuple(shape), data + offsets[0], offsets[1] - offsets[0])
+    begin, end = offsets
     known = DTYPES.get(dtype)
-    if known and math.prod(shape) * known.itemsize != entry.nbytes:
-        raise ValueError(f"{name} has {entry.nbytes} bytes for shape {shown(entry.shape)}")
-    return entry
+    if known and math.prod(shape) * known.itemsize != end - begin:
+        raise ValueError(f"{name} has {end - begin} bytes for shape {shown(tuple(shape))}")
+    return Entry(file, dtype, tuple(shape), data + begin, end - begin)
+
+
+def _integers(name: str, tensor: dict[str, Any], field: str) -> list[int]:
+    found = tensor.get(field)
+    if type(found) is list:
+        for n in found:
+            if type(n) is not int or n < 0:
+                break
+        else:
+            return found
+    raise ValueError(f"{name}.{field} must be integers of at least 0 (got {shown(found)})")

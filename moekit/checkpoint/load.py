@@ -15,7 +15,6 @@ from torch import Tensor
 
 from moekit.checkpoint.config import model_type_of
 from moekit.checkpoint.files import Checkpoint, available_memory, empty, listed, named
-from moekit.checkpoint.formats import stored
 from moekit.checkpoint.names import ExpertNames
 from moekit.checkpoint.progress import Report
 from moekit.checkpoint.progress import progress as show_progress
@@ -290,8 +289,10 @@ def _input_scales(share: Share, faults: list[str]) -> dict[str, Tensor]:
         experts = every if "{expert}" in template else (0,)
         names = [share.name(template, e, suffix) for e in experts]
         read = torch.cat([share.checkpoint.read(name).float().flatten() for name in names])
-        if not bool((torch.isfinite(read) & (read > 0)).all()):
-            faults.append(f"{stored(template, suffix)} is not finite and positive everywhere")
+        wrong = (~(torch.isfinite(read) & (read > 0))).nonzero().flatten().tolist()
+        for index in wrong[:_COUNTED]:
+            name = share.name(template, index, suffix)
+            faults.append(f"{name} is {float(read[index]):g}, expected a finite number above 0")
         return read
 
     w13 = [scales(template) for template in dict.fromkeys(p.template for p in share.w13)]

@@ -12,7 +12,9 @@ from moekit.checkpoint.files import Checkpoint
 from moekit.errors import WeightsError
 
 _MODEL = "model.layers.{layer}."
-_SHOWN = 10  # prefixes in an error
+_SHOWN = 10  # sets of names in an error
+# Parts of the names of draft layers, which predict further tokens.
+_DRAFTS = frozenset({"mtp", "nextn", "draft", "eagle", "draft_model", "mtp_layers"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,35 +136,54 @@ NAMES: Mapping[str, ExpertNames] = MappingProxyType(
 def names_in(checkpoint: Checkpoint, names: ExpertNames | str, layer: int | None) -> ExpertNames:
     """Return the names that ``checkpoint`` uses.
 
-    If the layer's experts are not under the given names, this tries the other ways in which the
-    same models are saved: under another prefix than ``model.``, and with one tensor for each
-    expert instead of one for all, or the reverse. If nothing fits, it returns the given names.
+    Checkpoints save the same models under other prefixes than ``model.``, and with one tensor for
+    each expert instead of one for all, or the reverse. All spellings that the files have are
+    candidates. Draft layers (multi-token prediction) do not count beside the decoder's.
 
     Args:
         names: The names, or a model type of `NAMES`.
         layer: The layer to look at. None: the first layer with experts under any of the names.
 
+    Returns:
+        The only candidate, or the given names if there is none.
+
     Raises:
-        WeightsError: The model type is unknown, or several models are in the checkpoint.
+        WeightsError: The model type is unknown, or there are several candidates.
     """
     if checkpoint.metadata and not isinstance(names, ExpertNames):
         return _of_gguf(checkpoint, layer)
-    candidates = [names] if isinstance(names, ExpertNames) else _of_type(names)
+    spelled = _spellings(names) if isinstance(names, ExpertNames) else _of_type(names)
+    sites = [
+        (spelling, *site) for spelling in spelled for site in _sites(checkpoint, spelling.down)
+    ]
+    sites = [site for site in sites if not _is_draft(site[1])] or sites
     if layer is None:
-        layer = min((n for c in candidates for _, n in _sites(checkpoint, c.down)), default=0)
-    for found in candidates:
-        prefixes = sorted(prefix for prefix, n in _sites(checkpoint, found.down) if n == layer)
-        if _prefix(found.down) in prefixes:
-            return found
-        if len(prefixes) > 1:
-            raise WeightsError(
-                f"{checkpoint.path}: several models have a layer {layer} with experts, under "
-                f"{', '.join(map(repr, prefixes[:_SHOWN]))}: choose one with "
-                "ExpertNames(...).under(prefix)"
-            )
-        if prefixes:
-            return found.under(prefixes[0])
-    return candidates[0]
+        layer = min((n for _, _, n in sites), default=0)
+    found = {
+        s if prefix == _prefix(s.down) else s.under(prefix) for s, prefix, n in sites if n == layer
+    }
+    if isinstance(names, ExpertNames) and names in found:
+        return names  # they were chosen
+    usual = {each for each in found if _prefix(each.down) == _prefix(spelled[0].down)}
+    found = usual or found
+    if len(found) > 1:
+        downs = sorted(each.down for each in found)
+        raise WeightsError(
+            f"{checkpoint.path}: layer {layer} has several sets of experts: "
+            f"{', '.join(downs[:_SHOWN])}; pass the names of one, as names="
+            f"{_constructor(min(found, key=lambda each: each.down))}"
+        )
+    return found.pop() if found else spelled[0]
+
+
+def _is_draft(prefix: str) -> bool:
+    return bool(_DRAFTS & set(prefix.split(".")))
+
+
+def _constructor(names: ExpertNames) -> str:
+    given = [f"{role}={text!r}" for role, text in names.templates().items()]
+    given += [f"transposed={names.transposed}"] + ["interleaved=True"] * names.interleaved
+    return f"moekit.checkpoint.ExpertNames({', '.join(given)})"
 
 
 def layers_in(checkpoint: Checkpoint, names: ExpertNames) -> tuple[int, ...]:
@@ -214,16 +235,26 @@ def _of_type(model_type: str) -> list[ExpertNames]:
             f"{', '.join(NAMES)}); pass them as moekit.checkpoint.ExpertNames(gate=..., up=..., "
             "down=...)"
         )
-    known = NAMES[model_type]
-    if model_type == "nemotron_h":
-        return [known]
-    module = known.down.removeprefix(_MODEL).partition(".")[0]
-    modules = dict.fromkeys((module, "mlp"))
-    return [
-        known,
-        *(_projections(m) for m in modules),
-        *(_fused(f"{_MODEL}{m}.experts", None, known.interleaved) for m in modules),
-    ]
+    return _spellings(NAMES[model_type])
+
+
+def _spellings(names: ExpertNames) -> list[ExpertNames]:
+    """Return the names, and those of the same experts in one tensor each or in one for all."""
+    start, experts, _ = names.down.partition(".experts.")
+    if not experts and names.down.startswith(_MODEL):  # granite: block_sparse_moe.output_linear
+        start, experts = f"{_MODEL}{names.down.removeprefix(_MODEL).partition('.')[0]}", ".experts."
+    if not experts or not names.gate_up + names.gate:
+        return [names]
+    head, _, module = start.rpartition(".")
+    stems = dict.fromkeys(f"{head}.{each}.experts" for each in (module, "mlp"))
+    found = [names]
+    for stem in stems:
+        found.append(per_expert(stem, "gate_proj", "up_proj", "down_proj"))
+    for stem in stems:
+        found.append(_fused(stem, None, names.interleaved))
+    if names.gate_up:  # given names of a stack have their own layout
+        found = [each for each in found if each.down != names.down or each is names]
+    return list(dict.fromkeys(found))
 
 
 def _of_gguf(checkpoint: Checkpoint, layer: int | None) -> ExpertNames:

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from moekit.checkpoint.files import Checkpoint, listed
-from moekit.checkpoint.formats import BIAS, Format, Part, stored
 from moekit.checkpoint.load import collect, loaded_shapes, local_experts
 from moekit.checkpoint.names import ExpertNames, per_expert
 from moekit.checkpoint.read import Reader
 from moekit.checkpoint.share import Share
 from moekit.checkpoint.stacks import Splitter
 from moekit.errors import WeightsError
+from moekit.formats.format import BIAS, Format, Part, stored
 from moekit.problem import MoEProblem
 from moekit.problem.weights import ExpertWeights
 from moekit.untrusted.arguments import accept, instance, shown
@@ -128,7 +128,9 @@ class PushedExperts:
         for which in ("w13", "w2"):
             for piece, expert in itertools.product(share.of(which), share.experts):
                 unit = (expert, which if self._in_order else "")
-                roles = set(share.roles(piece)) - {"input_scale"}  # experts share the largest one
+                roles = set(share.roles(piece, expert)) - {
+                    "input_scale"
+                }  # experts share the largest one
                 names = {share.locate(piece, role, expert).name for role in roles}
                 units.setdefault(unit, set()).update(names)
         return units

@@ -3,8 +3,8 @@
 A rank's share may begin within a stored block, while its own blocks are counted from its first row
 and column. (`neuron_ranges` and `MoEProblem.local_neurons` avoid that where they can.) Along each
 axis, `sources` returns the stored entry of each position. A new entry that covers one stored entry
-takes its scale. One that covers several takes the largest of their scales, and 8-bit values under
-a smaller scale are rounded again.
+takes its scale. One that covers several takes the largest of their scales, without signs, and 8-bit
+values under a smaller scale are rounded again.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Regrid:
                     stored = stored.index_select(dim, cells[:, 0])
                 continue
             covered = stored.index_select(dim, cells.flatten())
-            stored = torch.unflatten(covered, dim, tuple(cells.shape)).amax(dim + 1)
+            stored = torch.unflatten(covered, dim, tuple(cells.shape)).abs().amax(dim + 1)
         return stored
 
 
@@ -116,5 +116,6 @@ def requantize(
         new = new_scale[new_rows[part]][:, new_columns]
         if torch.equal(old, new):
             continue
-        values = (q[part].float() * (old / new).to(q.device)).clamp_(-quant.qmax, quant.qmax)
+        ratio = torch.where(new == 0, 0, old / new).to(q.device)
+        values = (q[part].float() * ratio).clamp_(-quant.qmax, quant.qmax)
         q[part] = (values.round_() if quant.dtype == "int8" else values).to(q.dtype)

@@ -1,4 +1,4 @@
-"""Types and ranges of the fields of config.json and hf_quant_config.json that moekit reads.
+"""The fields of config.json and hf_quant_config.json: their types and ranges, and what they mean.
 
 They are checked once, so the code that uses the fields can trust them. A field that is null counts
 as missing.
@@ -6,18 +6,40 @@ as missing.
 
 from __future__ import annotations
 
-from moekit.untrusted.arguments import FLAG, Kind, either, items, real, record, size, table, text
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
 
-# The fields of sizes, whose names differ between model types.
-INNER = ("moe_intermediate_size", "expert_intermediate_size", "intermediate_size")
-TOP_K = ("num_experts_per_tok", "moe_topk", "moe_k")
+from moekit.errors import WeightsError
+from moekit.formats.methods import QUANTIZATION
+from moekit.untrusted.arguments import (
+    FLAG,
+    Kind,
+    either,
+    items,
+    matching,
+    real,
+    record,
+    shown,
+    size,
+    text,
+)
+
+# The fields of sizes, whose names differ between model types; the first that is there counts.
+HIDDEN = ("moe_latent_size", "moe_hidden_size", "hidden_size")
+INNER = (
+    "moe_intermediate_size", "expert_intermediate_size", "expert_ffn_hidden_size",
+    "intermediate_size",
+)  # fmt: skip
+TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+ACTIVATIONS = ("mlp_hidden_act", "hidden_act", "hidden_activation", "activation_function")
+WEIGHT_ON_INPUT = "moe_apply_router_weight_on_input"
 
 # Far above every model in use, and small enough that loops up to them take no time.
 MAX_EXPERTS = 1 << 14
 _MAX_LAYERS = 1 << 14
 _MAX_SIZE = 1 << 22
-_MAX_TARGETS = 10_000
 
 
 def _per_layer(kind: Kind) -> Kind:
@@ -27,56 +49,17 @@ def _per_layer(kind: Kind) -> Kind:
 _TEXT = text(1000)
 _SIZE = _per_layer(size(0, _MAX_SIZE))
 _COUNT = _per_layer(size(0, MAX_EXPERTS))
-_GROUP = either(size(1, _MAX_SIZE), size(-1, -1))
-_BLOCK = items(size(1, _MAX_SIZE), 2, 2)
-_LIMIT = real(above=1e-6, most=1e6)
-
-_OPERAND = record(
-    {
-        "num_bits": size(1, 64),
-        "type": _TEXT,
-        "strategy": _TEXT,
-        "group_size": _GROUP,
-        "block_structure": either(_BLOCK, _TEXT),
-        "dynamic": either(FLAG, _TEXT),
-    }
-)
-
-QUANTIZATION = record(
-    {
-        "quant_method": _TEXT,
-        "quant_algo": _TEXT,
-        "activation_scheme": _TEXT,
-        "version": _TEXT,
-        "checkpoint_format": _TEXT,
-        "group_size": _GROUP,
-        "weight_block_size": _BLOCK,
-        "sym": FLAG,
-        "desc_act": FLAG,
-        "static_groups": FLAG,
-        "config_groups": table(
-            record(
-                {
-                    "targets": items(_TEXT, 0, _MAX_TARGETS),
-                    "weights": _OPERAND,
-                    "input_activations": _OPERAND,
-                }
-            ),
-            most=_MAX_TARGETS,
-        ),
-    }
+_LIMIT = either(
+    real(above=1e-6, most=1e6), matching("0", lambda v: v == 0 and type(v) in (int, float))
 )
 
 _FIELDS: dict[str, Kind] = {
-    "model_type": _TEXT,
-    "dtype": _TEXT,
-    "torch_dtype": _TEXT,
-    "hidden_act": _TEXT,
-    "mlp_hidden_act": _TEXT,
-    "swiglu_limit": _LIMIT,
+    **dict.fromkeys(("model_type", "dtype", "torch_dtype", "expert_dtype", *ACTIVATIONS), _TEXT),
+    **dict.fromkeys(("swiglu_limit", "swiglu_limits"), _per_layer(_LIMIT)),
     "swiglu_alpha": _LIMIT,
     "num_hidden_layers": size(0, _MAX_LAYERS),
-    **dict.fromkeys(("hidden_size", *INNER), _SIZE),
+    WEIGHT_ON_INPUT: FLAG,
+    **dict.fromkeys((*HIDDEN, *INNER), _SIZE),
     **dict.fromkeys((*TOP_K, *EXPERTS), _COUNT),
     "quantization_config": QUANTIZATION,
     "compression_config": QUANTIZATION,
@@ -89,3 +72,48 @@ for _ in range(2):
     CONFIG = record({**_FIELDS, **dict.fromkeys(NESTED, CONFIG)})
 
 HF_QUANT_CONFIG = record({"quantization": QUANTIZATION})
+
+# Names of fields that may change what an expert computes, and of those among them that describe
+# the router, shared experts, attention or training.
+_OF_EXPERTS = re.compile(
+    "expert|moe|mlp|ffn|glu|latent|intermediate|softcap|clamp|clip|limit|(^|_)act(_|ivation|$)|"
+    "hidden_size|hidden_dim|^per_layer_config$"
+)
+_OF_OTHERS = re.compile(
+    "router|rout|loss|dropout|share|layers?(_|$)(?!config)|layer_|_freq|interval|period|attn|"
+    "attention|mamba|vision|initializer|mtp|capacity|group|renorm|norm_|logit|dense_inter|qkv|time_step|"
+    "policy|selection|expert_bias|qk_|rel_|zero_expert|enable_moe|is_moe|_factor$|mlp_ratio|"
+    "mlp_bias|double_wide|intermediate_size_mlp|ffn_dim|ep_size|num_moe|moe_start|moe_end|"
+    "sparse_step|^ffn_hidden_size$|use_moe"
+)
+
+
+def check_understood(config: Mapping[str, Any], given: Collection[str] = ()) -> None:
+    """Raise WeightsError for a field that may change numbers and that moekit does not understand.
+
+    Args:
+        given: The fields of `MoEProblem` that the caller states. They replace what the config says.
+    """
+    for name, value in config.items():
+        if name in _FIELDS or name in NESTED or value in (None, False, 0, "", [], {}):
+            continue
+        if not _OF_EXPERTS.search(name) or (_OF_OTHERS.search(name) and name != "per_layer_config"):
+            continue
+        if name == "per_layer_config" and not _of_experts_within(value):
+            continue
+        size_like = re.search("size|dim|latent|intermediate|layer", name)
+        instead = ("hidden_size", "intermediate_size") if size_like else ("activation",)
+        if not set(instead) <= set(given):
+            raise WeightsError(
+                f"config.json of model type {config.get('model_type')!r} has {name}={shown(value)},"
+                " which moekit does not understand and which may change what experts compute: pass "
+                f"{' and '.join(f'{field}=...' for field in instead)}, as the model computes them"
+            )
+
+
+def _of_experts_within(value: object) -> bool:
+    """Return whether a field of fields by layer has one that experts depend on."""
+    if not isinstance(value, dict):
+        return True
+    each = [entry for entry in value.values() if isinstance(entry, dict)]
+    return any(_OF_EXPERTS.search(n) and not _OF_OTHERS.search(n) for entry in each for n in entry)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import prod
 
-from moekit.checkpoint.formats import Format
 from moekit.checkpoint.scales import cuts_a_cell, neuron_ranges, refines
+from moekit.formats.format import Format
 from moekit.problem.quant import SCHEMES, OperandQuant, QuantScheme
 
 

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from moekit.checkpoint.files import Checkpoint
-from moekit.checkpoint.formats import BIAS, Format, Part, filled, stored
-from moekit.checkpoint.gguf_blocks import BlockFormat, part_of
 from moekit.checkpoint.names import ExpertNames, layers_in, names_in, no_experts
-from moekit.checkpoint.probe import format_of
 from moekit.checkpoint.scales import neuron_ranges
 from moekit.checkpoint.schemes import cuts_groups, mismatch, scheme_for
+from moekit.checkpoint.stored import LayerFormats, layer_formats
+from moekit.formats.format import BIAS, Format, Part, filled, stored
 from moekit.problem import MoEProblem
 
 
@@ -72,6 +71,8 @@ class Share:
         format: How the matrices are stored. None: as the checkpoint's tensors show.
 
     Attributes:
+        formats: The format of each matrix.
+        format: The format that they have in common, see `LayerFormats`.
         neurons: The rank's neurons; see `neuron_ranges`.
         w13: The pieces of gate, then those of up; or pieces of both if their rows alternate.
         w2: The pieces of w2.
@@ -92,7 +93,12 @@ class Share:
         self.experts, self.dequantize = list(experts), dequantize
         self.names = names_in(checkpoint, names, layer)
         H, I = problem.hidden_size, problem.intermediate_size
-        self.format = format or format_of(checkpoint, self.names, layer, self.experts[0], H, I)
+        self.formats = (
+            LayerFormats.all(format)
+            if format
+            else layer_formats(checkpoint, self.names, layer, H, I)
+        )
+        self.format = self.formats.common
         self.neurons = self._neurons()
         self.w13, self.w2 = self._w13(), self._w2()
 
@@ -161,10 +167,11 @@ class Share:
         activation = self.problem.quant.activation
         return activation is not None and activation.static
 
-    def roles(self, piece: Piece) -> list[str]:
+    def roles(self, piece: Piece, expert: int) -> list[str]:
         """Return the roles of the stored tensors that the piece's matrix needs."""
-        parts = [role for role in self.format.parts if role != "input_scale" or self.static]
-        return [*parts, "bias"] if piece.bias else parts
+        parts = self.formats.of(piece.template, expert).parts
+        roles = [role for role in parts if role != "input_scale" or self.static]
+        return [*roles, "bias"] if piece.bias else roles
 
     def locate(self, piece: Piece, role: str, expert: int) -> Stored:
         """Return which tensor holds a part of the piece's matrix."""
@@ -172,12 +179,8 @@ class Share:
             template, part = piece.bias, BIAS
             name = self.name(template, expert)
         else:
-            template, part = piece.template, self.format.parts[role]
+            template, part = piece.template, self.formats.of(piece.template, expert).parts[role]
             name = self.name(template, expert, part.suffix)
-            # Blocks that are dequantized may differ in type.
-            blocks = self.dequantize and isinstance(self.format, BlockFormat)
-            if blocks and name in self.checkpoint:
-                part = part_of(self.checkpoint.block(name))
         shape = part.shape(piece.n, piece.k)
         if "{expert}" in template:
             return Stored(part, name, [], shape)
@@ -235,6 +238,8 @@ class Share:
                 f"the experts are stored as {format}, which does not fit quant={scheme.name!r}: "
                 f"{why}; use {' or '.join(instead)}"
             )
+        if self.static and "input_scale" not in format.parts:
+            return f"the checkpoint has no scales of activations, which {scheme.name} needs"
         weight = scheme.weight
         if weight is not None and cuts_groups(format, weight, inner, tp):
             other = scheme_for(format, inner, tp)
@@ -249,6 +254,7 @@ class Share:
         """List tensors of this rank's experts that are missing, or of another shape or dtype."""
         checkpoint, found = self.checkpoint, []
         dtypes: dict[str, str] = {}
+        weights = [format.weight for format in self.formats.distinct]
         for part, name, _, shape in self.wanted(sorted(set(self.experts))):
             if name not in checkpoint:
                 found.append(f"{name} is missing")
@@ -259,7 +265,7 @@ class Share:
             elif dtype not in part.dtypes:
                 allowed = " or ".join(map(str, part.dtypes))
                 found.append(f"{name} is {dtype}, expected {allowed}")
-            elif part is self.format.weight:
+            elif part in weights:
                 dtypes.setdefault(str(dtype), name)
         if len(dtypes) > 1 and not self.dequantize:
             mixed = ", ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
@@ -270,12 +276,13 @@ class Share:
         """Yield every tensor to read: those of ``experts``, and the input scales of all experts."""
         every = range(self.problem.num_experts)
         for piece in {piece.template: piece for piece in self.pieces}.values():
-            for role in self.roles(piece):
-                for expert in every if role == "input_scale" else experts:
-                    stored = self.locate(piece, role, expert)
-                    yield stored
-                    if stored.expert:
-                        break  # it holds all experts
+            inputs = every if self.static else range(0)
+            mine = set(experts)
+            for expert in dict.fromkeys((*experts, *inputs)):
+                for role in self.roles(piece, expert) if expert in mine else ("input_scale",):
+                    yield self.locate(piece, role, expert)
+                if "{expert}" not in piece.template:
+                    break  # its tensors hold all experts
 
     def _name_faults(self) -> list[str]:
         """List unknown names under the experts' prefixes, and names that several files have."""
@@ -283,10 +290,20 @@ class Share:
         known = {stored.name for stored in self.wanted(E)}
         prefixes = set()
         for template in {piece.template for piece in self.pieces}:
-            known |= {self.name(template, e, suffix) for e in E for suffix in self.format.ignored}
-            stem = template.replace("{layer}", str(self.layer))
-            prefixes.add(stem.partition("{expert}")[0].removesuffix("weight"))
-        present = {name for prefix in prefixes for name in checkpoint.names(prefix)}
+            known |= {
+                self.name(template, e, suffix)
+                for e in E
+                for suffix in self.formats.of(template, e).ignored
+            }
+            stem, each, _ = template.replace("{layer}", str(self.layer)).partition("{expert}")
+            prefixes.add((stem.removesuffix("weight"), bool(each)))
+        # Beside the experts, whose names go on with a number, there may be tensors of the router.
+        present = {
+            name
+            for prefix, each in prefixes
+            for name in checkpoint.names(prefix)
+            if not each or name.removeprefix(prefix)[:1].isdecimal()
+        }
         found = [f"{name} is unexpected" for name in sorted(present - known)]
         for name in sorted(present & checkpoint.duplicates.keys()):
             files = ", ".join(sorted(file.name for file in checkpoint.duplicates[name]))

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moekit.checkpoint.formats import Part
 from moekit.checkpoint.share import fits
 from moekit.errors import WeightsError
+from moekit.formats.format import Part
 from moekit.problem import MoEProblem
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moekit.checkpoint.formats import Format
 from moekit.checkpoint.pushed import PushedExperts
 from moekit.contract import PackedWeights
 from moekit.errors import WeightsError
+from moekit.formats.format import Format
 from moekit.layer.layer import FusedMoE as Layer
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime.workspace import settle

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from moekit.checkpoint.declared import SKIPPED, declared_format, format_of_scheme
-from moekit.checkpoint.formats import Format
 from moekit.checkpoint.schemes import mismatch, no_scheme, scheme_for
 from moekit.errors import InvalidProblem, WeightsError
+from moekit.formats.declared import declared_format, format_of_scheme
+from moekit.formats.format import Format
+from moekit.formats.method import SKIPPED
 from moekit.problem.quant import QuantScheme, scheme
 from moekit.untrusted.arguments import accept, instance, optional, shown
 

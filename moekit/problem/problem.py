@@ -219,11 +219,11 @@ class MoEProblem:
 
     @property
     def _cut_block(self) -> int:
-        """The block of rows of w13 that ``I / tp_size`` would cut, 0 if it cuts none."""
-        weight, tp_size = self.quant.weight, self.parallel.tp_size
-        if tp_size == 1 or weight is None or weight.group[0] <= 1:
+        """The block of rows that the end of gate, or of a rank's share, would cut; 0 if none."""
+        weight, share = self.quant.weight, self.intermediate_size // self.parallel.tp_size
+        if weight is None or weight.group[0] <= 1 or not share % weight.group[0]:
             return 0
-        return weight.group[0] if self.intermediate_size // tp_size % weight.group[0] else 0
+        return weight.group[0]
 
     @property
     def w13_rows(self) -> int:

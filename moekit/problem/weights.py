@@ -288,6 +288,7 @@ _OF_QUANTIZED = tuple(
 )
 
 
+_TINY = torch.finfo(torch.float32).tiny
 # Elements of weights that are converted at once: temporaries take up to 32 bytes each.
 _AT_ONCE = 2**24
 
@@ -322,8 +323,8 @@ def _raise(faults: list[str]) -> None:
         raise WeightsError("expert weights do not fit: " + "; ".join(faults))
 
 
-def _positive(scale: Tensor, *, or_zero: bool = False) -> bool:
-    return bool((torch.isfinite(scale) & ((scale >= 0) if or_zero else (scale > 0))).all())
+def _positive(scale: Tensor) -> bool:
+    return bool((torch.isfinite(scale) & (scale > 0)).all())
 
 
 def _scale_faults(
@@ -347,11 +348,8 @@ def _scale_faults(
         return [f"{name}_scale has shape {tuple(scale.shape)}, expected {wanted}"]
     if scale.dtype not in DTYPES.values():
         return [f"{name}_scale is {scale.dtype}, expected fp32 numbers"]
-    # e4m3 scales are zero for groups of very small values.
-    or_zero = operand.scale_dtype == "float8_e4m3fn"
-    if not _positive(scale, or_zero=or_zero):
-        wrong = "negative or not finite" if or_zero else "not finite and positive"
-        return [f"{name}_scale holds values that are {wrong}"]
+    if not bool(torch.isfinite(scale).all()):
+        return [f"{name}_scale holds values that are not finite"]
     if operand.microscaled and not bool((torch.frexp(scale.float()).mantissa == 0.5).all()):
         return [f"{name}_scale holds values that are not powers of two, which the scheme requires"]
     return []
@@ -417,7 +415,7 @@ def _merge_gate_up(weights: ExpertWeights, operand: OperandQuant) -> tuple[Tenso
     if not (operand.per_tensor and tuple(scale.shape) == (w13.shape[0], 2)):
         return w13, _three_dims(scale, w13, operand)
     halves = torch.unflatten(w13.float(), 1, (2, -1)) * scale.float()[:, :, None, None]
-    merged = scale.float().amax(dim=1).view(-1, 1, 1)
+    merged = scale.float().abs().amax(dim=1).clamp(min=_TINY).view(-1, 1, 1)
     requantized, _ = quant.quantize(halves.flatten(1, 2), operand, merged)
     return requantized, merged
 

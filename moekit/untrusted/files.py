@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from importlib.abc import Traversable
 
 MAX_JSON = 1 << 24  # bytes; the largest config.json in use has fewer than a tenth
-_DIGITS = 40
 _MAX_VALUES = 4_000_000  # in one file; a header has about eight for each tensor
 
 
@@ -76,7 +75,6 @@ def parse_json(data: bytes) -> Any:
             object_pairs_hook=_object,
             parse_constant=_no_number,
             parse_float=_finite,
-            parse_int=_integer,
         )
     except RecursionError:
         raise ValueError("its values are nested too deeply") from None
@@ -99,12 +97,6 @@ def _finite(text: str) -> float:
     if not math.isfinite(value := float(text)):
         raise ValueError(f"{shown(text)} is too large for a number")
     return value
-
-
-def _integer(text: str) -> int:
-    if len(text) > _DIGITS:  # parsing takes time with the square of the digits
-        raise ValueError(f"{shown(text)} is too large for a number")
-    return int(text)
 
 
 # -- writing ---------------------------------------------------------------------------------

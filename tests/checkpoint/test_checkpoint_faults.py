@@ -189,11 +189,9 @@ def put(name: str, value: Callable[[Tensor], Tensor]) -> Change:
         (
             "fp8",
             put("2.up_proj.weight_scale", lambda t: t * float("nan")),
-            "2.up_proj.weight_scale holds values that are not finite and positive",
+            "2.up_proj.weight_scale holds values that are not finite",
         ),
-        ("fp8", put("0.down_proj.weight_scale", lambda t: -t), "0.down_proj.weight_scale holds"),
         ("fp8", put("3.up_proj.weight_scale", lambda t: t / 0), "3.up_proj.weight_scale holds"),
-        ("gptq", put("1.gate_proj.scales", lambda t: t * 0), "1.gate_proj.scales holds"),
         (
             "fp8",
             put("3.up_proj.input_scale", lambda t: t * 2),
@@ -202,7 +200,7 @@ def put(name: str, value: Callable[[Tensor], Tensor]) -> Change:
         (
             "fp8",
             put("3.down_proj.input_scale", lambda t: t * float("inf")),
-            "down_proj.input_scale is not finite and positive everywhere",
+            "3.down_proj.input_scale is inf, expected a finite number above 0",
         ),
         (
             "gptq",
@@ -282,7 +280,7 @@ def nothing(tensors: dict[str, Tensor]) -> None:
         ),
         (
             "fp8",
-            dict(activation_scheme="dynamic", quant_method="compressed-tensors",
+            dict(activation_scheme=None, quant_method="compressed-tensors",
                  config_groups={"a": {"targets": ["Linear"], "weights": {},
                                       "input_activations": {"num_bits": 4, "type": "float"}}}),
             nothing,
@@ -338,7 +336,7 @@ def test_weights_may_be_used_with_other_activations(made: dict[str, files.Layer]
         weights = load_experts(path, None, 1, problem)
         weights.check(problem)
         got = weights.canonical(problem).dequantize(problem.quant)
-        assert torch.equal(got.w2, made["fp8"].down)
+        assert torch.equal(got.w2[..., :64], made["fp8"].down) and not got.w2[..., 64:].any()
 
 
 def test_a_group_cut_by_tensor_parallelism(tmp_path: Path) -> None:

@@ -181,10 +181,6 @@ def test_blocks_are_never_cut(inner: int, tp_size: int, blocks) -> None:
     made, seen = blocks(inner), []
     whole = problem_from_config(made.path, device="cpu")
     assert whole.quant.name == "fp8_block"
-    gate_up, down = values(load_experts(made.path, None, 0, whole), whole)
-    stored = inner % 128 == 0  # otherwise a block covers rows of gate and of up on a single rank
-    assert torch.equal(down, made.down)
-    assert torch.equal(gate_up, torch.cat([made.gate, made.up], 1)) is stored
     whole = whole.replace(dtype=torch.float32)
     x, routing = torch.randn(6, 256), moekit.route(torch.randn(6, 2), top_k=2, renormalize=False)
     total = torch.zeros(6, 256)
@@ -284,35 +280,50 @@ def test_small_groups_are_exact_or_refused(name: str, tmp_path: Path) -> None:
         load_experts(made.path, None, 0, problem)
 
 
-def test_a_block_of_gate_and_up(blocks) -> None:
-    """I = 320 on one rank: halves of blocks of gate and up get the larger of their scales.
-
-    Every element changes by at most half a step.
-    """
+def test_blocks_of_gate_and_up_are_padded_on_one_rank(blocks) -> None:
+    """I = 320: gate and up have whole blocks each, so every stored number stays."""
     made = blocks(320)
     problem = problem_from_config(made.path, device="cpu")
+    assert problem.local_intermediate_size == 384
     weights = load_experts(made.path, None, 0, problem)
-    (got, w2), want = values(weights, problem), torch.cat([made.gate, made.up], 1)
-    each = weights.w13_scale.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :640, :256]
-    half_step = torch.maximum(want.abs() * 2**-4, each * 2**-10)
-    assert ((got - want).abs() <= half_step * 1.0001).all()
-    assert torch.equal(w2, made.down) and 0 < (got - want).norm() < 0.03 * want.norm()
-    assert torch.equal(got[:, :256], want[:, :256])  # with their own scales
+    weights.check(problem)
+    w13, w2 = values(weights, problem)
+    for half, want in zip(w13.chunk(2, dim=1), (made.gate, made.up), strict=True):
+        assert torch.equal(half[:, :320], want) and not half[:, 320:].any()
+    assert torch.equal(w2[:, :, :320], made.down) and not w2[:, :, 320:].any()
 
 
-def test_block_values_with_the_larger_scale_keep_their_bits(tmp_path: Path) -> None:
-    def pack(values: Tensor) -> files.Packed:
-        """Pack blocks that differ by powers of two, so that merging them is exact."""
-        scale = torch.full((-(-values.shape[0] // 128), -(-values.shape[1] // 128)), 2.0**-6)
-        scale[0] *= 2
-        each = files.spread(scale, *values.shape, 128, 128)
-        weight = (values / each).clamp(1, 448).to(files.FP8)
-        return {"weight": weight, "weight_scale_inv": scale}, weight.float() * each
+@pytest.mark.parametrize("signs", [False, True])
+def test_a_stored_block_of_gate_and_up(signs: bool, tmp_path: Path) -> None:
+    """In one tensor with I = 192, a block of scales covers rows of gate and of up.
 
-    layer = files.write(tmp_path, pack, FP8_BLOCK, E=2, H=256, I=320)
+    Its rows of up share a block with further rows of up, under the larger scale: blocks whose
+    scales differ by powers of two, and any sign, stay exact.
+    """
+    hidden, inner, experts = 128, 192, 2
+    rows, stem = 2 * inner, "model.layers.0.mlp.experts"
+    scale = 2.0 ** torch.tensor([-6.0, -5.0, -6.0])[:, None]
+    scale[0] = -scale[0] if signs else scale[0]
+    weight = torch.randint(2, 8, (experts, rows, hidden)).to(files.FP8)
+    both = weight.float() * scale.repeat_interleave(128, 0)
+    down = torch.randn(experts, hidden, inner).to(files.FP8)
+    files.save(
+        tmp_path,
+        {
+            f"{stem}.gate_up_proj": weight,
+            f"{stem}.gate_up_proj_scale_inv": scale.expand(experts, 3, 1).contiguous(),
+            f"{stem}.down_proj": down,
+            f"{stem}.down_proj_scale_inv": torch.ones(experts, 1, 2),
+        },
+        dict(
+            model_type="qwen3_moe", num_experts=experts, num_experts_per_tok=1, hidden_size=hidden,
+            moe_intermediate_size=inner, quantization_config=FP8_BLOCK,
+        ),
+    )  # fmt: skip
     problem = problem_from_config(tmp_path, device="cpu")
-    got = values(load_experts(tmp_path, None, 0, problem), problem)
-    assert all(map(torch.equal, got, shares(layer, problem)))
+    w13, _ = values(load_experts(tmp_path, None, 0, problem), problem)
+    for half, want in zip(w13.chunk(2, dim=1), both.chunk(2, dim=1), strict=True):
+        assert torch.equal(half[:, :inner], want) and not half[:, inner:].any()
 
 
 def test_4_bit_groups_are_refined(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import moekit  # noqa: E402
 from moekit import MoEProblem, ParallelConfig  # noqa: E402
 from moekit.backends.reference import oracle  # noqa: E402
 from moekit.checkpoint import Checkpoint, detect, load_experts, problem_from_config  # noqa: E402
-from moekit.checkpoint.gguf_blocks import _DECODERS, dequantize  # noqa: E402
+from moekit.formats.gguf import _DECODERS, dequantize  # noqa: E402
 from moekit.errors import WeightsError  # noqa: E402
 from moekit.testing import assert_close  # noqa: E402
 
@@ -147,7 +147,7 @@ def test_dequantized_is_rounded_once(dtype: torch.dtype, rng: Any, tmp_path: Pat
 @pytest.mark.parametrize(
     ("kind", "scheme"),
     [
-        ("Q4_0", "int4_w4a16_g32_zp"),
+        ("Q4_0", "int4_w4a16_g32"),
         ("Q8_0", "int8_w8a16_g32"),
         ("MXFP4", "mxfp4_w4a16"),
     ],
@@ -156,11 +156,6 @@ def test_blocks_that_a_scheme_holds(
     kind: str, scheme: str, parallel: ParallelConfig, rng: Any, tmp_path: Path
 ) -> None:
     path, tensors = write(tmp_path, rng, (kind,) * 3)
-    if kind == "Q8_0":  # -128 has no negative
-        for data, _ in tensors.values():
-            q = data.reshape(*data.shape[:-1], -1, 34)[..., 2:]
-            q[q == 128] = 129
-        files.write(path, tensors, **FIELDS)
     assert detect(path).scheme == scheme
     problem = problem_from_config(path, parallel=parallel)
     assert problem.quant.name == scheme
@@ -244,17 +239,6 @@ def test_gpt_oss(rng: Any, tmp_path: Path) -> None:
 def test_grok_has_ggmls_gelu(rng: Any, tmp_path: Path) -> None:
     path, _ = write(tmp_path, rng, MIXED, arch="grok")
     assert detect(path).activation.name == "gelu_tanh"
-
-
-def test_a_block_that_no_scheme_holds(rng: Any, tmp_path: Path) -> None:
-    path, tensors = write(tmp_path, rng, ("Q8_0",) * 3)
-    data, _ = tensors["blk.0.ffn_down_exps.weight"]
-    data[0, 0, :3] = 0, 0xBC, 0x80  # -1.0, then -128
-    files.write(path, tensors, **FIELDS)
-    with pytest.raises(WeightsError, match="-128 and has a negative scale.*dequantize=True"):
-        load_experts(path, None, 0, problem_from_config(path))
-    problem = problem_from_config(path, dequantize=True, dtype=torch.float32)
-    assert load_experts(path, None, 0, problem, dequantize=True).w2[0, 0, 0] == 128
 
 
 # -- wrong uses --------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from pathlib import Path
 import hostile_checkpoints as hostile
 import pytest
 
-from moekit.checkpoint.targets import Matcher
 
 
 @pytest.fixture(scope="module")
@@ -61,37 +60,3 @@ def test_links_as_in_a_hub_cache(folder: Path, tmp_path: Path) -> None:
         shutil.copy(file, blobs / str(number))
         (snapshot / file.name).symlink_to(Path("../../blobs") / str(number))
     hostile.load(snapshot)
-
-
-def test_a_config_with_many_targets() -> None:
-    """The steps are those of all expressions together."""
-    matches = Matcher().matches
-    assert all(not matches(rf".*layers\.{n}\..*_proj$", SUBJECT) for n in range(4, 1000))
-    with pytest.raises(ValueError, match="forever"):
-        for _ in range(1000):
-            matches(".*.*.*.*x", SUBJECT)
-
-
-SUBJECT = "model.layers.3.mlp.experts.17.up_proj"
-
-
-@pytest.mark.parametrize(
-    ("pattern", "matched"),
-    [
-        (r"model\.layers\.[0-9]+\.mlp\.experts\.\d+\.(gate|up|down)_proj$", True),
-        (r".*mlp\.experts\..*", True),
-        (r"^(?!.*shared).*experts.*_proj", True),
-        (r"^(?!.*experts).*_proj", False),
-        (r".*self_attn.*", False),
-        (r"(?P<a>model)(?:\.layers){1}\.\d{1,2}\..*?", True),
-        (r"[^a-l]odel[.]layers[.][^3]", False),
-        (r"\w+\.\w+\b.*\Aq?", False),
-        (r".*experts$", False),
-        (r"mlp", False),
-        (r"(m\w+)(\.).*\2\w+_proj", True),
-        (r"(?:\w\.)*model(\.layers)?", True),
-        (r"model\.layers\.(\d|1\d|2[0-7])\.mlp\.experts.*(?:gate|up)_proj", True),
-    ],
-)
-def test_targets_match_as_regular_expressions(pattern: str, matched: bool) -> None:
-    assert Matcher().matches(pattern, SUBJECT) is matched

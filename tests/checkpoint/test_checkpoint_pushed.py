@@ -16,10 +16,10 @@ from torch import Tensor
 
 from moekit import ExpertWeights, MoEProblem, ParallelConfig
 from moekit.checkpoint import Checkpoint, detect, load_experts, problem_from_config
-from moekit.checkpoint.declared import declared_format, format_of_scheme
 from moekit.checkpoint.pushed import PushedExperts
 from moekit.checkpoint.schemes import scheme_for
 from moekit.errors import WeightsError
+from moekit.formats.declared import declared_format, format_of_scheme
 from moekit.problem.quant import SCHEMES
 
 pytest.importorskip("safetensors")
@@ -442,8 +442,8 @@ def test_a_wrong_scale_makes_its_matrix_load_again(layer) -> None:
     )
     stem = "model.layers.0.mlp.experts.1.down_proj"
     weight, scale = made.tensors[f"{stem}.weight"], made.tensors[f"{stem}.weight_scale"]
-    pushed.push("weight_scale", "w2", 1, -scale)
-    with pytest.raises(WeightsError, match="not finite and positive; load all w2 tensors of the"):
+    pushed.push("weight_scale", "w2", 1, scale / 0)
+    with pytest.raises(WeightsError, match="are not finite; load all w2 tensors of the"):
         pushed.push("weight", "w2", 1, weight)
     push_all(pushed, made, 4)
     assert_equal(pushed.finish(), load_experts(made.path, None, 0, pushed.problem))
@@ -467,7 +467,7 @@ def test_a_wrong_bias_is_reported_with_the_tensor_that_completes_its_matrix() ->
     ("config", "message"),
     [
         ("fp8", "config='fp8': it must be a quantization_config"),
-        (dict(quant_method="bitsandbytes"), "has the quant_method 'bitsandbytes', expected fp8 or"),
+        (dict(quant_method="bitsandbytes"), "has the quant_method 'bitsandbytes', expected .* or fp8"),
         (dict(quant_method="gptq", bits=3, group_size=32), "bits is 3, expected 4 or 8"),
         (dict(quant_method="fp8", weight_block_size=128), "weight_block_size"),
         (
@@ -493,8 +493,8 @@ def test_configs_that_moekit_does_not_know(config: dict[str, Any], message: str)
 @pytest.mark.parametrize(
     "ignore",
     ["layers.3.mlp.experts", "layers.3.mlp.experts.0.w1", "re:.*3", "layers.3.mlp", "layers.3",
-     r"re:layers\.3\..*experts\.\d+\.down_proj$", "layers.3.*", "*.3.mlp.experts*",
-     r"re:layers\.3\..*experts\.\d+\.w[123]$", "layers.3.mlp.experts.*"],
+     r"re:layers\.3\..*experts\.\d+\.(gate|up|down)_proj$", "layers.3.*", "*.3.mlp.experts*",
+     "layers.3.mlp.experts.*"],
 )  # fmt: skip
 def test_modules_that_a_config_leaves_out(ignore: str) -> None:
     said = FP8 | dict(modules_to_not_convert=["lm_head", "*.mlp.gate", "re:.*mlp.gate$", ignore])
@@ -506,8 +506,8 @@ def test_modules_that_a_config_leaves_out(ignore: str) -> None:
 
 @pytest.mark.parametrize(
     "target",
-    [r"re:.*mlp\.experts\.\d+\.down_proj$", r"re:.*experts.*", "down_proj",
-     r"re:.*experts\.\d+\.w[123]$", "w2"],
+    [r"re:.*mlp\.experts\.\d+\.(gate|up|down)_proj$", r"re:.*experts.*",
+     r"re:.*experts\.\d+\.w[123]$"],
 )  # fmt: skip
 def test_a_config_group_of_the_experts(target: str) -> None:
     """Its targets name an expert's Linear as checkpoints do."""
@@ -515,6 +515,15 @@ def test_a_config_group_of_the_experts(target: str) -> None:
     groups["b"] = ct(4, group=32)["config_groups"]["group_0"] | {"targets": [target]}
     found = declared_format(ct(4) | {"config_groups": groups}, 128, 256, "layers.3.mlp.experts")
     assert (found.dtype, found.group) == ("int4", (1, 32))
+
+
+@pytest.mark.parametrize("target", [r"re:.*mlp\.experts\.\d+\.down_proj$", "down_proj", "w2"])
+def test_matrices_of_two_config_groups(target: str) -> None:
+    """The description of down does not speak for gate and up."""
+    groups = {"a": ct(8)["config_groups"]["group_0"] | {"targets": ["Linear"]}}
+    groups["b"] = ct(4, group=32)["config_groups"]["group_0"] | {"targets": [target]}
+    with pytest.raises(WeightsError, match="(gate_proj|w1) and (down_proj|w2) of .* differently"):
+        declared_format(ct(4) | {"config_groups": groups}, 128, 256, "layers.3.mlp.experts")
 
 
 def test_a_tensor_after_the_last_one_is_named() -> None:

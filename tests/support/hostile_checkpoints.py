@@ -270,7 +270,7 @@ _OF_CONFIG: dict[str, dict[str, tuple[Any, ...]]] = {
         "num_hidden_layers": ("x", [3], -1, 10**12),
         **dict.fromkeys(("model_type", "hidden_act", "dtype"), _NO_TEXTS),
         "text_config": (5, [], "x"),
-        "swiglu_limit": ("x", -1, [], True),
+        "swiglu_limit": ("x", -1, {}, True),
         "quantization_config": (5, [], "fp8", True),
     },
     "fp8": {
@@ -306,31 +306,11 @@ _OF_CONFIG: dict[str, dict[str, tuple[Any, ...]]] = {
         ),
     },
     "modelopt": {"quantization_config.quant_algo": (5, {}, [])},
-    "gpt_oss": {"swiglu_limit": ("7", -1, [7.0], True), "swiglu_alpha": ("x", {}, 0)},
+    "gpt_oss": {"swiglu_limit": ("7", -1, ["7"], True), "swiglu_alpha": ("x", {}, -1)},
 }  # fmt: skip
-_FOREVER, _GROUPS = "could take forever", "to repeat a group that has repetitions or choices"
+_NO_EXPRESSION = "is no regular expression"
 _PATTERNS = {
-    "(a+)+$": _GROUPS,  # Python's re would take forever for these
-    r"(?:.*)*(?:.*)*(?:.*)*x": _GROUPS,
-    r"((model|layers|mlp|experts|[a-z0-9._])+)+\$": _GROUPS,
-    "(?:a|a)*(?:a|a)*b": _GROUPS,
-    "(a?){30}" + "a" * 30: _GROUPS,
-    "((.{0,99}){0,99}){0,99}": _GROUPS,
-    r"[\]]([]a]*)+x": _GROUPS,
-    r"\(\)(?P<a>(?:a*))+$": _GROUPS,
-    ".*" * 12 + "X": _FOREVER,
-    "a?" * 30 + "a" * 30: _FOREVER,
-    "(a|a)" * 30 + "b": _FOREVER,
-    "(?=" * 40 + ".*" * 40 + ")" * 40 + "x{0,900}" * 20 + "y": _FOREVER,
-    "(?x)(a+) +$": "flags, comments, conditions and lookbehind are not supported",
-    "(a+)(?#c)+$": "comments",
-    "(a)?(?(1)b|c)": "conditions",
-    "(?<=a)b": "lookbehind",
-    "(": "is not supported",
-    "[": "is not supported",
-    "*": "is not supported",
-    "a{9999}{9999}": "is not supported",
-    "a{99999999999}": "is not supported",
+    **dict.fromkeys(("(", "[", "*", "a{9999}{9999}", "a{99999999999}"), _NO_EXPRESSION),
     "x" * 1001: "a text of at most 1000",
 }
 
@@ -348,7 +328,7 @@ def _configs() -> Iterator[Case]:
     for pattern, said in _PATTERNS.items():
         where = "quantization_config.config_groups.group_0.targets"
         change = field(where, [f"re:{pattern}"])
-        yield Case(f"targets = {pattern[:40]}", "ct", change, ("targets", said))
+        yield Case(f"targets = {pattern[:40]}", "ct", change, (said,))
     large = text("config.json", " " * (17 << 20) + "{}")
     yield Case("config: 17 MB", "bf16", large, ("config.json", "more than"))
     yield Case("config: a FIFO", "bf16", fifo("config.json"), ("config.json", "no regular file"))
@@ -486,7 +466,7 @@ def _tensors() -> Iterator[Case]:
     }  # fmt: skip
     for base, suffix in scales.items():
         name = f"{DOWN}.{suffix}"
-        for value in (_NAN, _INF, -_INF, -1.0, 0.0):
+        for value in (_NAN, _INF, -_INF):
             change = tensor(name, put(0, value))
             yield Case(f"{base}: {suffix} = {value}", base, change, (DOWN,))
     for value in (_NAN, _INF, -1.0, 0.0):

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from moekit import ExpertWeights
-from moekit.checkpoint.formats import scale_values
+from moekit.formats.format import scale_values
 from moekit_vllm.weights.parameters import (
     backend,
     clear_padding,

@@ -1,6 +1,6 @@
-"""The formats in which checkpoints store an expert matrix: tensors, layout and scales.
+"""What describes a stored expert matrix: its tensors, their layout and their scales.
 
-A matrix is that of a Linear: N outputs by K inputs.
+Matrices are laid out as in nn.Linear: N outputs by K inputs.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from moekit.problem.int4 import AWQ_ORDER, IN_ORDER, repack_rows, unpack_rows
+from moekit.problem.int4 import IN_ORDER, repack_rows, unpack_rows
 from moekit.problem.quant import E2M1, INT4_ZERO, OperandQuant, unpack_int4
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-_SCALES = (*FLOATS, torch.float8_e8m0fnu, torch.uint8)
-_BYTES, _WORDS = (torch.uint8,), (torch.int32,)
+SCALES = (*FLOATS, torch.float8_e8m0fnu, torch.uint8)
+WORDS = (torch.int32,)
 
 Grid = tuple[int, int]
 """Rows and columns of the matrix that one entry covers; -1 for all of them."""
@@ -74,7 +74,8 @@ class Format:
 
     Args:
         name: The format's name, for errors.
-        dtype: As in `OperandQuant`; "" for unquantized weights.
+        dtype: As in `OperandQuant`; "" for unquantized weights; "several" if the name stands for
+            several formats.
         zero_points: There is a zero point for each scale.
         act_order: The columns of a group may be any, as the part g_idx says. (A checkpoint may
             have a g_idx for groups of adjacent columns, too.)
@@ -111,7 +112,7 @@ class Format:
     @property
     def biased(self) -> bool:
         """Return whether int8 values are stored plus 128."""
-        return self.dtype == "int8" and self.weight.dtypes == _WORDS
+        return self.dtype == "int8" and self.weight.dtypes == WORDS
 
     @property
     def packed(self) -> bool:
@@ -128,7 +129,7 @@ class Format:
         return replace(self, parts={role: part.flipped() for role, part in self.parts.items()})
 
     def __str__(self) -> str:
-        if not self.dtype:
+        if self.dtype in ("", "several"):
             return self.name
         rows, columns = ("all" if g < 0 else g for g in self.group)
         zeros = " with zero points" if self.zero_points else ""
@@ -146,8 +147,8 @@ class Format:
         """
         if self.packs_rows:
             return repack_rows(stored, self.order)
-        if self.dtype and stored.dtype == torch.int32:
-            return stored.view(torch.int8 if self.dtype == "int8" else torch.uint8)
+        if self.dtype and (self.packed or stored.dtype == torch.int32):
+            return stored.flatten(1).view(torch.int8 if self.dtype == "int8" else torch.uint8)
         return stored.flatten(1)
 
     def core_scale(self, stored: Tensor, factor: Tensor | None) -> Tensor:
@@ -200,138 +201,3 @@ def fp4_pairs(device: torch.device) -> Tensor:
     nibble = torch.tensor([*E2M1, *(-v for v in E2M1)], dtype=torch.float32, device=device)
     byte = torch.arange(256, device=device)
     return torch.stack((nibble[byte & 15], nibble[byte >> 4]), dim=1)
-
-
-# -- the formats in use ----------------------------------------------------------------------
-
-
-def plain() -> Format:
-    """Return the format of unquantized weights."""
-    return Format(name="unquantized", parts={"weight": Part("weight", FLOATS)})
-
-
-def eight_bits(
-    name: str,
-    dtype: torch.dtype,
-    group: Grid,
-    scale: str,
-    activation: OperandQuant | None,
-    *,
-    scale_dtype: str = "float32",
-    input_scale: str = "",
-) -> Format:
-    """Return a format of fp8 or int8 with scales in the same layout, and of inputs if asked for."""
-    parts = {"weight": Part("weight", (dtype,)), "scale": Part(scale, _SCALES, group)}
-    if input_scale:
-        parts["input_scale"] = Part(input_scale, FLOATS, (-1, -1))
-    return Format(
-        name=name,
-        dtype=str(dtype).removeprefix("torch."),
-        scale_dtype=scale_dtype,
-        activation=activation,
-        parts=parts,
-        ignored=("input_scale", "activation_scale"),
-    )
-
-
-def _in_out(suffix: str, dtypes: tuple[torch.dtype, ...], grid: Grid) -> Part:
-    """Return a part that GPTQ and AWQ store as (in, out)."""
-    return Part(suffix, dtypes, grid, "KN", fixed=True)
-
-
-def gptq(
-    bits: int, group: int, *, zero_points: bool, zero_offset: int, act_order: bool, g_idx: bool
-) -> Format:
-    """Return GPTQ's: qweight (K / 8, N), qzeros (G, N / 8), scales (G, N), maybe g_idx (K,)."""
-    parts = {
-        "weight": _in_out("qweight", _WORDS, (1, 32 // bits)),
-        "scale": _in_out("scales", FLOATS, (1, group)),
-    }
-    if bits == 4:
-        parts["zeros"] = _in_out("qzeros", _WORDS, (8, group))
-    if g_idx:
-        parts["g_idx"] = Part("g_idx", _WORDS, axes="K")
-    return Format(
-        name="GPTQ",
-        dtype=f"int{bits}",
-        zero_points=zero_points,
-        act_order=act_order,
-        parts=parts,
-        ignored=("qzeros", "g_idx"),
-        zero_offset=zero_offset,
-    )
-
-
-def awq(group: int) -> Format:
-    """Return AWQ's: qweight (K, N / 8), qzeros (G, N / 8), scales (G, N)."""
-    parts = {
-        "weight": _in_out("qweight", _WORDS, (8, 1)),
-        "scale": _in_out("scales", FLOATS, (1, group)),
-        "zeros": _in_out("qzeros", _WORDS, (8, group)),
-    }
-    return Format(name="AWQ", dtype="int4", zero_points=True, parts=parts, order=AWQ_ORDER)
-
-
-def pack_quantized(
-    bits: int, group: int, activation: OperandQuant | None, *, zero_points: bool, act_order: bool
-) -> Format:
-    """Return the format of compressed-tensors' packed integers.
-
-    weight_packed (N, K / 8), weight_scale (N, G), weight_zero_point (N / 8, G), weight_g_idx (K,),
-    and weight_shape, which holds (N, K).
-    """
-    parts = {
-        "weight": Part("weight_packed", _WORDS, (1, 32 // bits)),
-        "scale": Part("weight_scale", FLOATS, (1, group)),
-        "shape": Part("weight_shape", (torch.int64, torch.int32), axes="", tail=(2,)),
-    }
-    if zero_points:
-        parts["zeros"] = Part("weight_zero_point", _WORDS, (8, group))
-    if act_order:
-        parts["g_idx"] = Part("weight_g_idx", _WORDS, axes="K")
-    return Format(
-        name="compressed-tensors pack-quantized",
-        dtype=f"int{bits}",
-        zero_points=zero_points,
-        act_order=act_order,
-        activation=activation,
-        parts=parts,
-        ignored=("weight_g_idx", "input_scale"),
-    )
-
-
-def mxfp4_blocks() -> Format:
-    """Return gpt-oss's: blocks (N, K / 32, 16), scales (N, K / 32), whatever the plain layout."""
-    parts = {
-        "weight": Part("blocks", _BYTES, (1, 32), tail=(16,), fixed=True),
-        "scale": Part("scales", _SCALES, (1, 32), fixed=True),
-    }
-    return Format(name="mxfp4", dtype="float4_e2m1", scale_dtype="float8_e8m0fnu", parts=parts)
-
-
-def fp4_bytes(
-    name: str,
-    weight: str,
-    group: int,
-    global_scale: str = "",
-    activation: OperandQuant | None = None,
-) -> Format:
-    """Return the format of mxfp4 or nvfp4 of compressed-tensors or ModelOpt.
-
-    Two fp4 values a byte, (N, K / 2), and scales (N, K / group).
-    """
-    scale = (*FLOATS, torch.float8_e4m3fn) if global_scale else _SCALES
-    parts = {
-        "weight": Part(weight, _BYTES, (1, 2)),
-        "scale": Part("weight_scale", scale, (1, group)),
-    }
-    if global_scale:
-        parts["global_scale"] = Part(global_scale, FLOATS, (-1, -1))
-    return Format(
-        name=name,
-        dtype="float4_e2m1",
-        scale_dtype="float8_e4m3fn" if global_scale else "float8_e8m0fnu",
-        activation=activation,
-        parts=parts,
-        ignored=("input_scale", "input_global_scale"),
-    )

@@ -14,11 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moekit.checkpoint.formats import FLOATS, Format, Part, fp4_pairs, scale_values
-from moekit.checkpoint.gguf_header import TYPES
 from moekit.errors import WeightsError
-from moekit.problem.quant import INT4_ZERO, pack_int4
+from moekit.formats.format import Format, Part, fp4_pairs, scale_values
+from moekit.formats.matrix import Matrix
+from moekit.formats.method import Method
+from moekit.problem.quant import pack_int4
 
+# Types of tensors: number -> (name, elements of a block, bytes of a block), as in ggml.h.
+TYPES: dict[int, tuple[str, int, int]] = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40),
+    10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292), 16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136), 24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4),
+    27: ("I64", 1, 8), 28: ("F64", 1, 8), 29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36),
+}  # fmt: skip
 _SIZES = {name: (elements, nbytes) for name, elements, nbytes in TYPES.values()}
 
 
@@ -176,9 +189,8 @@ def _pairs_in_order(q: Tensor) -> Tensor:
 class BlockFormat(Format):
     """GGUF blocks, which hold weights and scales in one tensor.
 
-    A layer's matrices may be of different types, because llama.cpp quantizes some more finely.
-    Those of one type that a scheme of moekit holds, Q4_0 as int4 with zero points, Q8_0 and MXFP4,
-    have its ``dtype``. Others can only be dequantized.
+    Those that a scheme of moekit holds, Q4_0, Q8_0 and MXFP4, have its
+    ``dtype``. Others can only be dequantized.
     """
 
     @property
@@ -190,61 +202,38 @@ class BlockFormat(Format):
 
     def core_weight(self, stored: Tensor) -> Tensor:
         """Return bytes (n, K / 2), or int8 (n, K), of blocks (n, k', bytes)."""
-        blocks = stored.reshape(-1, stored.shape[-1])
-        if self.dtype == "int8":
-            return _positive_int8(blocks).reshape(len(stored), -1)
-        q = _pairs_in_order(blocks[:, 1 if self.dtype == "float4_e2m1" else 2 :])
-        if self.dtype == "int4":
-            # moekit's scales are positive: (q - 8) * d = ((15 - q) - 7) * -d.
-            scale = _fp16(blocks[:, :2])
-            q = torch.where(scale < 0, 255 - q, q)
-            q = torch.where(scale == 0, 0x88, q)
+        q = stored.flatten(0, -2)[:, 1 if self.dtype == "float4_e2m1" else 2 :]
+        q = q.view(torch.int8) if self.dtype == "int8" else _pairs_in_order(q)
         return q.reshape(len(stored), -1)
 
     def core_scale(self, stored: Tensor, factor: Tensor | None) -> Tensor:
-        """Return positive fp32 scales (n, k') of blocks."""
+        """Return fp32 scales (n, k') of blocks."""
         if self.dtype == "float4_e2m1":
             return scale_values(stored[..., 0])
-        scale = _fp16(stored[..., :2].flatten(0, 1)).view(stored.shape[:2]).abs()
-        return torch.where(scale == 0, 1.0, scale)  # all values are zero, see `core_weight`
-
-    def core_zeros(self, stored: Tensor) -> Tensor:
-        """Return zero points (n, k') uint8 of blocks."""
-        negative = (stored[..., 1] > 0x80) | ((stored[..., 1] == 0x80) & (stored[..., 0] > 0))
-        return INT4_ZERO - negative.to(torch.uint8)
-
-
-def _positive_int8(blocks: Tensor) -> Tensor:
-    """Return the int8 numbers of Q8_0 blocks for scales without their signs; zeros for 0."""
-    q, scale = blocks[:, 2:].view(torch.int8), _fp16(blocks[:, :2])
-    if bool(((q == -128) & (scale < 0)).any()):
-        raise WeightsError(
-            "a Q8_0 block holds -128 and has a negative scale, which int8 with a positive scale "
-            "cannot represent: use dequantize=True"
-        )
-    return q * scale.sign().to(torch.int8)
+        return _fp16(stored[..., :2].flatten(0, 1)).view(stored.shape[:2])
 
 
 # Blocks that a scheme of moekit holds.
 _COMPUTED: Mapping[str, dict[str, Any]] = {
     "MXFP4": {"dtype": "float4_e2m1", "scale_dtype": "float8_e8m0fnu"},
     "Q8_0": {"dtype": "int8"},
-    "Q4_0": {"dtype": "int4", "zero_points": True},
+    "Q4_0": {"dtype": "int4"},
 }
 
 
-def block_format(types: tuple[str, ...]) -> Format:
-    """Return the format of a layer whose matrices have these types; "" for unquantized ones."""
-    names = sorted({name or "unquantized" for name in types})
-    said = _COMPUTED.get(names[0], {}) if len(names) == 1 else {}
-    roles = ("weight", *("scale",) * bool(said), *("zeros",) * ("zero_points" in said))
-    parts = dict.fromkeys(roles, part_of(types[-1]))
-    return BlockFormat(name=f"GGUF {', '.join(names)}", parts=parts, **{"dtype": "blocks", **said})
+class Gguf(Method):
+    """Blocks of ggml's types."""
+
+    def read(self, matrix: Matrix) -> Format | None:
+        if not matrix.block:
+            return None
+        said, part = _COMPUTED.get(matrix.block, {}), part_of(matrix.block)
+        roles = ("weight", *("scale",) * bool(said))
+        parts = dict.fromkeys(roles, part)
+        return BlockFormat(name=f"GGUF {matrix.block}", parts=parts, **{"dtype": "blocks", **said})
 
 
 def part_of(name: str) -> Part:
-    """Return the part that holds a matrix of ggml's type ``name``; "" for an unquantized one."""
-    if not name:
-        return Part("weight", FLOATS)
+    """Return the part that holds a matrix of ggml's type ``name``."""
     elements, nbytes = _SIZES[name]
     return Part("weight", (torch.uint8,), (1, elements), tail=(nbytes,))

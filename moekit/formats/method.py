@@ -1,0 +1,107 @@
+"""The protocol of a checkpoint format: how one quantizer writes and describes expert matrices."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from moekit.errors import WeightsError
+from moekit.formats.format import Format
+from moekit.formats.matrix import Matrix, Tensors
+from moekit.untrusted.arguments import shown
+
+# Fields that may change numbers. Others, such as a calibration's data set, are of no interest.
+_NUMBERS = re.compile(
+    "bit|group|sym|zero|pack|format|fmt|type|scal|block|act|dynamic|layer|module|rotat|transform|"
+    "spars|algo|clip|hadamard|smooth|extra|order|static|scheme|convert|ignore|exclude|quant"
+)
+_COMMON = frozenset({"quant_method", "kv_cache_scheme", "kv_cache_quant_algo"})
+# Lists of modules that are not quantized, by their names in configs and in vLLM's objects.
+SKIPPED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "exclude")
+
+
+class Method(ABC):
+    """One format: does the config declare it, do the tensors show it, which parts has it.
+
+    Attributes:
+        names: The values of quant_method that declare it.
+        fields: The fields of its configs that are understood or known not to matter.
+    """
+
+    names: tuple[str, ...] = ()
+    fields: frozenset[str] = frozenset()
+
+    @abstractmethod
+    def read(self, matrix: Matrix) -> Format | None:
+        """Return the format in which ``matrix`` is stored; None if it is not this one's.
+
+        Raises:
+            WeightsError: It is, in a variant that moekit does not support.
+        """
+
+    def declare(self, config: Mapping[str, Any], module: str, n: int, k: int) -> Tensors:
+        """Return the tensors of a matrix (n, k) as a quantizer with this config writes them."""
+        raise WeightsError(f"quantization_config of {self.names[0]} does not name its tensors")
+
+    def of_module(self, config: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:
+        """Return the fields that hold for a Linear; None if it is not quantized."""
+        return None if any(names_module(e, module) for e in skipped(config)) else config
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        """Raise WeightsError for a field that may change numbers and is not understood."""
+        known = self.fields | _COMMON | frozenset(SKIPPED)
+        for name, value in config.items():
+            if (
+                name not in known
+                and _NUMBERS.search(name)
+                and value not in (None, False, "", [], {})
+            ):
+                raise WeightsError(
+                    f"quantization_config.{name} is {shown(value)}, which moekit does not "
+                    f"understand for {self.names[0]}: if it does not change the experts' numbers, "
+                    "remove it from the config; else convert the checkpoint"
+                )
+
+
+def tensors_of(format: Format, n: int, k: int) -> Tensors:
+    """Return the shape and dtype of each tensor of a matrix (n, k) in ``format``, by suffix."""
+    found = {}
+    for role, part in format.parts.items():
+        powers = role == "scale" and format.scale_dtype == "float8_e8m0fnu"
+        shape = () if part.grid == (-1, -1) else part.shape(n, k)
+        found[part.suffix] = (shape, torch.uint8 if powers else part.dtypes[0])
+    return found
+
+
+def skipped(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the entries of lists of modules that are not quantized."""
+    for key in SKIPPED:
+        entries = config.get(key)
+        yield from (e for e in entries if isinstance(e, str)) if isinstance(entries, list) else ()
+
+
+def names_module(entry: str, module: str) -> bool:
+    """Return whether an entry names the module, or one that it is in.
+
+    An entry is a name, its last parts, an expression after "re:", or a pattern with wildcards.
+    """
+    if entry.startswith("re:"):
+        return matches(entry[3:], module)
+    if "*" in entry:
+        return fnmatchcase(module, entry)
+    return f".{entry.strip('.')}." in f".{module}."
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Return ``bool(re.match(pattern, module))``. Raises WeightsError for no expression."""
+    try:
+        return re.match(pattern, module) is not None
+    except (re.error, OverflowError, RecursionError) as error:
+        raise WeightsError(
+            f"quantization_config holds {shown(pattern)}, which is no regular expression ({error})"
+        ) from error
