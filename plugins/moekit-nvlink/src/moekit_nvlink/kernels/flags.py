@@ -28,16 +28,13 @@ A rank that the previous kernel gives up in this time may be waited for once mor
 
 Memory is written again only when nobody reads it:
 
-    x, ids, weights, sources, counts   A rank sends the rows of call n + 1 after its combine of call
+    x, ids, weights, counts            A rank sends the rows of call n + 1 after its combine of call
                                        n, which waited for the flag COMBINE of all ranks. A rank
                                        raises that flag when its experts, which read x, are done,
                                        and its sums for other ranks, which read their ids.
     y (read by other ranks)            Experts write y of call n + 1 after they have acquired the
                                        flag ROWS of all ranks, which each rank raises after its
                                        combine of call n.
-    back (written by other ranks)      A rank pushes rows of call n + 1 after it has acquired the
-                                       flag ROWS of their owner, who raised it after its combine of
-                                       call n had read ``back``.
 
 Calls in flight at the same time have separate buffers and flags.
 """
