@@ -80,7 +80,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
         format=ActivationFormat.STANDARD,
         devices=("cuda>=8.0",),
         requires=("triton", "moekit_kernels"),
-        install_hint="pip install moekit-nvlink",
+        install_hint="pip install 'triton>=3.6' ./plugins/moekit-kernels",
         priority=_PRIORITY,
         prefer=_prefer,
         moves_tokens=True,
