@@ -2,7 +2,7 @@
 
     python plugins/moekit-nvlink/tests/nvlink_compile.py [--quick] [80 | 86 | 89 | 90 | 100 | 120]
 
-Needs a triton wheel with the NVIDIA backend, as PyPI's; the version is that of PYTHONPATH. One line
+Needs a triton wheel with the NVIDIA backend, as PyPI's; PYTHONPATH chooses the version. One line
 for each kernel and layer: registers and bytes of stack a thread, shared memory, and how many copies
 from global to shared memory run asynchronously (cp.async). Exits with 1 if a kernel does not
 compile, spills more than a few values that are used once, needs more shared memory than a block of
@@ -105,7 +105,7 @@ def main() -> int:
             for launch in launches[seen:]:
                 made = launch.compile(_CAPABILITY)
                 wrong = made.stack > _STACK_LIMIT or made.shared > _SHARED[_CAPABILITY]
-                # Its bits are those of the experts' sum.
+                # Its bits must equal the experts' sum.
                 wrong |= launch.kernel.__name__ == "reduce_rows" and "fma.rn.f32" in made.ptx
                 bad += wrong
                 print(

@@ -11,7 +11,7 @@ which every rank waits is a deadlock; since programs run one after another, it i
 GPU holds a single program at a time.
 
 A program has two threads here: one makes all scalar stores and atomics, as thread 0 does in
-compiled kernels, and one stands for all others, which also make those of several values.
+compiled kernels, and one stands for all others, which also make the accesses of several values.
 """
 
 from __future__ import annotations

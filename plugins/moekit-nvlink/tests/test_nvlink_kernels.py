@@ -81,7 +81,7 @@ class Call:
             check(problem.local_experts, arrived)
 
     def _check_batched(self, mine: range, arrived) -> None:
-        """An expert's rows are those of its tokens, by batch and token."""
+        """An expert's rows are its tokens, by batch and token."""
         assert arrived.topk_ids is None and len(arrived.x) == len(mine)
         for local, expert in enumerate(mine):
             want = torch.cat([
@@ -92,7 +92,7 @@ class Call:
             assert torch.equal(arrived.x[local, : len(want)], want)
 
     def _check_rows(self, mine: range, arrived) -> None:
-        """A batch's rows are those of its tokens with an expert here; the others have none."""
+        """A batch's rows are its tokens with an expert here; the others have none."""
         for b, (x, routing) in enumerate(zip(self.xs, self.routings, strict=True)):
             here = (routing.topk_ids >= mine.start) & (routing.topk_ids < mine.stop)
             used, local = here.any(1), torch.where(here, routing.topk_ids - mine.start, -1)

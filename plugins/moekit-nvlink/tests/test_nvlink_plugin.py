@@ -149,7 +149,7 @@ def test_memory_is_no_more_than_deepep_takes(ranks: int, quant: str) -> None:
 
 @pytest.mark.parametrize("batched", [False, True])
 def test_layers_of_another_top_k_do_not_share_buffers(batched: bool) -> None:
-    """Regions begin at multiples of 256 bytes, so those of few tokens have equal offsets."""
+    """Regions begin at multiples of 256 bytes, so buffers for few tokens have equal offsets."""
     small = {"parallel": moekit.ParallelConfig(ep_size=2), "max_num_tokens": 4}
     layouts = [Layout.of(layer(top_k=k, **small), batched) for k in (2, 4)]
     assert layouts[0].nbytes == layouts[1].nbytes and layouts[0] != layouts[1]

@@ -9,9 +9,8 @@ from moekit.plugin import Footprint, MoEProblem
 
 _ALIGN = 256
 _PHASES = 2  # of a call before its combine: see `kernels.flags`
-# Of calls with so many tokens of this rank, experts may leave the sum to the combine
-# (`kernels.reduce`), which takes them in so many chunks. Layers of 1024 tokens gain nothing between
-# two H100.
+# From this many tokens of a rank on, experts may leave the sum to the combine (`kernels.reduce`),
+# which takes them in _CHUNKS chunks. Layers of 1024 tokens gain nothing between two H100.
 REDUCED_FROM, _CHUNKS = 2048, 8
 # A program's step has code for each rank; two and four ranks were measured.
 _REDUCED_RANKS = 8
@@ -48,7 +47,7 @@ class Ranks:
 
     @property
     def count_2(self) -> int:
-        """Return the least power of 2 that is no less than ``count``."""
+        """Return ``count`` rounded up to a power of 2."""
         return 1 << (self.count - 1).bit_length()
 
 
@@ -60,7 +59,7 @@ class Layout:
     expert, slot), with ``slots`` for each expert. ``entries`` is the number of rows that a token
     gets back from other ranks: one for each share of the experts, or one for each assignment.
     ``top_k``: layers with another one must not share a buffer, even if all offsets are equal. A
-    row's ids lie elsewhere then, and ids of an earlier call would be taken for those of this one.
+    row's ids lie elsewhere then, and ids of an earlier call would be taken for this one's.
 
     x: rows as they travel, at most hidden_size * itemsize bytes; scale: fp32; ids: int32 local
     experts; weights: fp32; y: the experts' output; counts: int32, by batch and expert; flags:

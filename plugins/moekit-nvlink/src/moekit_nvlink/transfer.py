@@ -30,7 +30,7 @@ from .settings import Settings
 
 Step = Callable[[], None]
 
-# A rank is given up after so many looks at its flag, each about a microsecond.
+# A wait for a rank ends after this many looks at its flag, each about a microsecond.
 _SPINS = 100_000_000
 
 _dispatch_rows, _receive_rows = Launcher(dispatch_rows), Launcher(receive_rows)
@@ -56,7 +56,7 @@ class Tile:
     stages: int = 1
 
     few, few_programs, medium = 512, 128, 2048
-    # Of `reduce_rows`: programs of a multiprocessor, which so many registers let it hold.
+    # For `reduce_rows`: programs of a multiprocessor, and the registers that let it hold them.
     reduce_each, reduce_registers = 8, 64
     # Triton keeps one step less in shared memory, of which a block has 99 KB at least (8.6, 8.9).
     step_bytes, shared_bytes = 32768, 147456
@@ -81,7 +81,7 @@ class Tile:
 
     @classmethod
     def of_combine(cls, tokens: int, columns: int, size: int, entries: int, most: int) -> Tile:
-        """Return the tile for ``entries`` rows a token of so many columns, ``size`` bytes each."""
+        """Return the tile for ``entries`` rows a token: ``columns`` values of ``size`` bytes."""
         widest = triton.next_power_of_2(columns)
         if tokens <= cls.few:
             share = triton.next_power_of_2(max(1, tokens * columns // cls.few_programs))
@@ -97,7 +97,7 @@ class Tile:
 
     @classmethod
     def of_reduce(cls, columns: int, size: int, most: int) -> Tile:
-        """Return the tile for rows of so many columns, ``size`` bytes each: 16 bytes a thread."""
+        """Return the tile for rows of ``columns`` values of ``size`` bytes: 16 bytes a thread."""
         tile = min(2048 // size, triton.next_power_of_2(columns))
         return cls(most, 2048 // (tile * size), tile, 4)
 
