@@ -218,7 +218,7 @@ def _add_layers(parser: argparse.ArgumentParser) -> None:
     _add_ranks(parser)
 
 
-def layers_sweep(args: argparse.Namespace, command: str) -> LayersSweep:
+def layers_sweep(args: argparse.Namespace, command: str = "") -> LayersSweep:
     """Return the sweep that the options of `bench --layers` describe."""
     default = [name for name in names(_LAYER_EXPERTS) if name in registry().experts]
     experts = default if args.experts is None else names(args.experts)

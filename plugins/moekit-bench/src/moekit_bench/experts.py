@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,7 +69,6 @@ def run_cell(
     replays: int = 10,
     host: bool = True,
     graph: bool = True,
-    log: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Result]:
     """Check and time every call on ``case``, in turns; a call that fails gets its reason.
 
@@ -91,7 +90,6 @@ def run_cell(
         rows = sampled_rows(case.tokens, _CHECKED_TOKENS, device)
         want = oracle_rows(case.problem, case.weights, x, routing, rows)
         for name, call in calls.items():
-            log(name)
             _, reason = attempt(device, prepare, name, call)
             results[name] = Result(name=name, reason=reason)
         timings = take_turns(ready, replays, host=host)
@@ -183,8 +181,7 @@ class ExpertsSweep(Sweep):
         self._group, self._weights = (cell.shape, cell.scheme), None
         self._calls.clear()
         release(self.device)
-        problem, title = self.problems[self._group], " ".join(self._group)
-        self.progress.doing(f"{title}: weights")
+        problem = self.problems[self._group]
         weights, reason = attempt(
             self.device, random_weights, problem, self.device, self.settings.seed
         )
@@ -193,7 +190,6 @@ class ExpertsSweep(Sweep):
             return
         self._weights = weights
         for each in self.implementations:
-            self.progress.doing(f"{title}: making {each.name}")
             call: Any = None
             reason = each.left_out
             if problem.parallel.ep_size > 1 and each.kind == BASELINE:
@@ -205,9 +201,8 @@ class ExpertsSweep(Sweep):
             else:
                 self._calls[each.name] = call
         # The largest call first: a workspace that grows between captures is kept once more.
-        for name, call in self._calls.items():
+        for call in self._calls.values():
             if isinstance(call, KernelCall):
-                self.progress.doing(f"{title}: warming up {name}")
                 # The cell that needs so much reports a failure.
                 attempt(self.device, call.warmup, max(self.tokens))
 
@@ -219,7 +214,6 @@ class ExpertsSweep(Sweep):
             self._calls,
             replays=s.replays,
             graph=not s.no_graph,
-            log=lambda name: self.progress.doing(f"{cell}: {name}"),
         )
         limit = None
         if any(r.us is not None for r in results.values()):

@@ -181,7 +181,6 @@ class RanksSweep(Sweep):
     def measure_cell(self, cell: Cell) -> Cell:
         problem, results = self.problem(cell.scheme, cell.tokens), list[Result]()
         for spec in self.dispatchers:
-            self.progress.doing(f"{cell}: {spec.name}")
             if why := spec.unsupported(problem):
                 self.refuse(spec.name, "; ".join(why), cell, cell.tokens)
             else:

@@ -40,15 +40,15 @@ def markdown(run: Run, choices: Sequence[Choice] = ()) -> str:
         choices: What would be chosen now in each cell, if that is to be shown.
     """
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
-    where = f"{run.ranks} × {run.device['name']}" if run.ranks > 1 else run.device["name"]
+    several = run.ranks > 1
+    where = f"{run.ranks} × {run.device['name']}" if several else run.device["name"]
     lines = [f"# moekit bench, {run.mode}, {run.date}", "", f"    {run.command}", ""]
     lines += [
         f"{where}; {versions}",
         "",
         f"Microseconds {_SUBJECTS[run.mode]}, medians of {run.settings.replays} turns"
-        f"{' and of the ranks' if run.ranks > 1 else ''}; roofline fractions in brackets. Times "
-        "marked `e` are eager (no graph), in **bold** the fastest, and struck-out ones gave wrong "
-        f"results. {_ceilings(run)}",
+        f"{' and of the ranks' * several}. Times marked `e` are eager (no graph), in **bold** the "
+        f"fastest, and struck-out ones gave wrong results.{_ceilings(run)}",
     ]
     chosen = dict(zip(run.cells, choices, strict=False))
     for cells in _grouped(run.cells, lambda c: (c.shape, c.scheme, c.routing)).values():
@@ -92,9 +92,10 @@ def _ceilings(run: Run) -> str:
     if run.mode != "experts":
         return ""
     if run.ceilings is None:
-        return "No ceilings are known for this device (--ceilings gives them), so no fractions."
+        return " No ceilings are known for this device (--ceilings gives them), so no fractions."
     rates = ", ".join(f"{k} {v / 1e12:.4g} TFLOP/s" for k, v in run.ceilings.flops.items())
-    return f"Ceilings: {rates}, read {run.ceilings.read / 1e12:.3g} TB/s."
+    read = f"{run.ceilings.read / 1e12:.3g} TB/s"
+    return f" Roofline fractions in brackets are of {rates}, and {read} of reads."
 
 
 def _heading(cell: Cell, run: Run) -> str:

@@ -15,22 +15,16 @@ from .timer import DeviceLost
 
 
 class Progress:
-    """A line on standard error for each cell, and on a terminal what is being done; or silence."""
+    """A line on standard error for each cell, or silence."""
 
     def __init__(self, total: int, *, silent: bool = False) -> None:
         self._total, self._silent = total, silent
         self._done, self._begin = 0, time.monotonic()
-        self._clear = "\x1b[K" if sys.stderr.isatty() else ""
 
-    def doing(self, text: str) -> None:
-        """Show what is done for the cell that is being measured."""
-        if self._clear:
-            self.say(text, end="\r")
-
-    def say(self, text: str, end: str = "\n") -> None:
+    def say(self, text: str) -> None:
         if not self._silent:
             # One write, because other devices' threads print at the same time.
-            print(f"{self._clear}{text}{end}", end="", file=sys.stderr, flush=True)
+            print(f"{text}\n", end="", file=sys.stderr, flush=True)
 
     def done(self, text: str, cells: int = 1) -> None:
         self._done += cells

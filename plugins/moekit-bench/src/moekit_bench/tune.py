@@ -18,7 +18,7 @@ from moekit.plugin import DeviceSpec, MoEProblem, check_writable, registry, repl
 
 from . import options, regret, report
 from .bench import add_experts_sweep, experts_sweep, layers_sweep
-from .environment import command, made_with
+from .environment import made_with
 from .implementations import AUTO, Implementation, backends
 from .internals import Key
 from .layers import LayersSweep
@@ -51,9 +51,9 @@ def main(argv: Sequence[str]) -> int:
             "their table, or --regret"
         )
     if args.ep > 1:
-        return _on_ranks(args, argv)
+        return _on_ranks(args)
     if args.regret:
-        return _regret(args, argv)
+        return _regret(args)
     return _select(args, argv) if args.select else _all(args, argv)
 
 
@@ -232,9 +232,9 @@ def _able(problem: MoEProblem, dispatcher: str, found: Sequence[Implementation])
     return [name for name in names if moekit.explain(problem, dispatcher, name).chosen]
 
 
-def _regret(args: argparse.Namespace, argv: Sequence[str]) -> int:
+def _regret(args: argparse.Namespace) -> int:
     found = [*backends([AUTO], args.dispatcher), *_backends(args)]
-    sweep = experts_sweep(args, found, command("tune", *argv))
+    sweep = experts_sweep(args, found, "")
     sweep.end = options.end(args)
     sweep.measure()
     choices = sweep.choices()
@@ -245,7 +245,7 @@ def _regret(args: argparse.Namespace, argv: Sequence[str]) -> int:
 # -- over ranks -------------------------------------------------------------------------------
 
 
-def _on_ranks(args: argparse.Namespace, argv: Sequence[str]) -> int:
+def _on_ranks(args: argparse.Namespace) -> int:
     _check_ranks(args)
     args.ranks = None if "RANK" in os.environ else args.ep
     choices, complete, heading, end = list[regret.Choice](), True, "The choice", options.end(args)
@@ -255,7 +255,7 @@ def _on_ranks(args: argparse.Namespace, argv: Sequence[str]) -> int:
         args.experts = ",".join(unnamed)
     for layer in names(args.shapes):
         args.layer = layer
-        sweep = layers_sweep(args, command("tune", *argv))
+        sweep = layers_sweep(args, "")
         sweep.end = end
         if args.regret:
             sweep.measure()
