@@ -5,7 +5,7 @@ r"""Time Hugging Face models with moekit's experts and with transformers' own im
         --batches 1 --repeats 5
     python benchmarks/hf_generate.py --tiny          # on any machine, to try the script
 
-Models have real shapes, few layers and random bf16 weights. Times are those of whole forward
+Models have real shapes, few layers and random bf16 weights. Times are of whole forward
 passes, host included: the prefill of one prompt, and a decoding step of B sequences, each started
 on an idle device. "experts" is one layer's experts alone in a CUDA graph (four routings), without
 the host. All are medians. Error: the relative RMS error of each token's logits against the same
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--experts", help="moekit's experts backend; default: what it chooses")
     parser.add_argument("--quant", default="none", help="moekit quantizes its experts to this")
     parser.add_argument(
-        "--baselines", "--peers", dest="baselines",
+        "--baselines",
         help="of transformers' implementations; default: all that it has",
     )  # fmt: skip
     parser.add_argument("--tiny", action="store_true")
@@ -270,7 +270,7 @@ def captured_experts(model: Any, tokens: int) -> Step:
     prepared = Prepared(experts, calls, device)
     if prepared.graph is None:
         raise RuntimeError(prepared.note)
-    return lambda: prepared.graph.replay()  # keeps the inputs, too, which the graph reads
+    return lambda: prepared.graph.replay()  # also keeps the inputs, which the graph reads
 
 
 def relative(got: Tensor, want: Tensor) -> float:

@@ -11,7 +11,7 @@ module    transformers' experts module through moekit, with router weights in bf
           return them; graphed: as a CUDA graph; batched_mm: by transformers' own implementation
 
 Without CUDA nothing is launched: apply returns at once, and there is neither batched_mm nor a
-bound. The times are then those of Python and torch's operators, whose number stands in brackets.
+bound. The times are then of Python and torch's operators, whose number stands in brackets.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def read_all(read: Callable[[Path], None], files: list[Path], threads: int) -> N
 
 
 def seconds(function: Callable[[], None]) -> tuple[float, float]:
-    """Return the seconds that passed, and those of the CPU."""
+    """Return the seconds that passed, and the seconds of CPU time."""
     before, start = os.times(), time.perf_counter()
     function()
     wall, after = time.perf_counter() - start, os.times()

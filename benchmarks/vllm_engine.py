@@ -3,10 +3,10 @@
     python benchmarks/vllm_engine.py --model qwen3-30b --batches 1,32,256 --prefill 8192
 
 Each turn is an engine in a new process, with MOEKIT_VLLM=off or require. Decode is the time
-of a step of the whole batch: a long completion minus that of one token. Prefill is the time of
-one prompt and its first token. Each time is printed when it is measured, and the report has the
-fastest turn of each. On a GPU the engine captures CUDA graphs of the batches' sizes. With --profile
-each kind's kernels follow that take the longest, by torch's profiler in another run.
+of a step of the whole batch: a long completion minus a completion of one token. Prefill is the
+time of one prompt and its first token. Each time is printed when it is measured, and the report
+has the fastest turn of each. On a GPU the engine captures CUDA graphs of the batches' sizes. With
+--profile each kind's kernels follow that take the longest, by torch's profiler in another run.
 """
 
 from __future__ import annotations

@@ -38,6 +38,9 @@ _PLOT = re.compile(r"<!-- plot: (\S+) (.+?) -->")
 
 
 def on_config(config: Any) -> None:
+    version = re.search(r'__version__ = "(.+)"', (ROOT / "moekit" / "version.py").read_text())
+    assert version
+    config.site_name = f"moekit {version[1]}"
     for section in config.nav:
         if isinstance(section, dict) and "Packages" in section:
             section["Packages"] = [page for page in PAGES if page.startswith("packages/")]

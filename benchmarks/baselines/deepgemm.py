@@ -85,7 +85,7 @@ def make(problem, weights, device):
         source[place.view(-1)] = (torch.arange(place.numel(), device=device) // top_k).int()
         while len(maps) >= _KEEP:
             del maps[next(iter(maps))]
-        # The routing is held, too, so that no other one gets its id.
+        # The routing is held so that no other one gets its id.
         maps[id(routing)] = routing, (source, experts, place)
         return source, experts, place
 

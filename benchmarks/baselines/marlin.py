@@ -1,6 +1,6 @@
 """The operator `moe_wna16_marlin_gemm` of the vLLM wheel, for int4 with groups and int8 weights.
 
-moe_align_block_size and moe_sum are that library's, too; weights are symmetric. The library is
+moe_align_block_size and moe_sum also come from that library; weights are symmetric. The library is
 loaded alone from the folder that MOEKIT_VLLM_PATH names (the wheel's vllm/), else from an
 installed vllm. The layout of the packed weights is explained in moekit_marlin/layout.py.
 """

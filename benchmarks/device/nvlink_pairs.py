@@ -5,7 +5,7 @@
 
 pairs    every installed dispatcher that moves tokens, bf16 and fp8 blocks: both parts in a graph,
          and each part between events in a graph
-ways     nvlink_ht and nvlink_ll with combine by pull and by push, with 16, 32 and 64 programs
+ways     nvlink_ht and nvlink_ll with 16, 32 and 64 programs
 dedup    nvlink_ht with a row for each token and rank, and with a row for each assignment (as many
          tokens of one expert each)
 tiles    nvlink_ht with its own tiles, then others, one part changed at a time
@@ -329,15 +329,14 @@ def pairs(name: str, tokens: Sequence[int]) -> None:
 
 
 def ways(name: str, tokens: Sequence[int]) -> None:
-    for combine in ("pull", "push"):
-        for programs in map(int, os.environ[PROGRAMS].split(",")):
-            way = {"MOEKIT_NVLINK_COMBINE": combine, "MOEKIT_NVLINK_SMS": str(programs)}
-            label = f"{name} {combine} {programs}"
-            for each in tokens:
-                for scheme in ("none", "fp8_block"):
-                    with mock.patch.dict(os.environ, way), made(label, name, each, scheme) as pair:
-                        if pair is not None:
-                            pair.line(label, scheme)
+    for programs in os.environ[PROGRAMS].split(","):
+        label = f"{name} {programs}"
+        for each in tokens:
+            for scheme in ("none", "fp8_block"):
+                way = mock.patch.dict(os.environ, {"MOEKIT_NVLINK_SMS": programs})
+                with way, made(label, name, each, scheme) as pair:
+                    if pair is not None:
+                        pair.line(label, scheme)
 
 
 def tiles(name: str, tokens: Sequence[int]) -> None:

@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from moekit_bench import layers, regret
-from moekit_bench.codec import from_json, merge
 from moekit_bench.layers import measure_layers
 from moekit_bench.ranks import Task
-from moekit_bench.records import LayerSettings, LayersRun
-from moekit_bench.sweep import Cell
+from moekit_bench.records import Cell, Result, Settings, merge
 from tuned_tables import PROBLEM, fakes, make_table, no_tables, write_table
 
 import moekit
@@ -80,44 +78,34 @@ def run(capsys, *argv: str) -> tuple[int, str, str]:
 
 def test_a_sweep(tuned, capsys, tmp_path) -> None:
     file, report = tmp_path / "l.json", tmp_path / "l.md"
-    options = "--dispatchers naive --tokens 1,9 --quant none,fp8_block --overlap".split()
+    options = "--dispatchers naive --tokens 1,9 --quant none,fp8_block".split()
     code, out, err = run(capsys, *options, "--json", str(file), "--markdown", str(report))
     data = json.loads(file.read_text())
     assert code == 0 and out == "" and "[4/4" in err
-    assert (data["what"], data["ranks"]) == ("layers", 2)
+    assert (data["mode"], data["ranks"]) == ("layers", 2)
     assert {(c["scheme"], c["tokens"]) for c in data["cells"]} == {
         (s, t) for s in ("none", "fp8_block") for t in (1, 9)
     }
     for cell in data["cells"]:
-        (r,) = cell["pairs"]
+        (r,) = cell["results"]
         assert (r["dispatcher"], r["experts"], r["reason"]) == ("naive", "torch", "")
-        assert r["right"] and r["us"] == r["eager_us"] > 0 and r["graph_us"] is None
+        assert r["right"] and r["us"] == r["eager_us"] > 0 and "graph_us" not in r
         assert 0 < r["error"] < (2e-2 if cell["scheme"] == "none" else 0.12)
         assert r["spread_us"][0] <= r["spread_us"][1] and r["stated_bytes"] > 0
-        o = r["overlap"]
-        assert all(o[n] > 0 for n in o if n.endswith("_us")) and len(o) == 10
-        assert max(o[n] for n in o if n.startswith("error_")) < 1e-2
     text = report.read_text()
-    assert "| naive | torch | **" in text and "| T | fastest |" in text
-    assert "Two micro-batches of 9" not in text and "Two micro-batches of T tokens" in text
-    assert moekit_main(["bench", "--layers", "--from", str(file)]) == 0
-    assert capsys.readouterr().out == text
+    assert "| naive + torch | **" in text and "| T | fastest |" in text
 
 
 def test_batch_invariant_mode_beside_the_default(tuned, capsys, tmp_path) -> None:
     file = tmp_path / "l.json"
     options = "--dispatchers naive --experts torch --tokens 3 --quant none --batch-invariant"
     code, out, _ = run(capsys, *options.split(), "--json", str(file))
-    pairs = {r["experts"]: r for r in json.loads(file.read_text())["cells"][0]["pairs"]}
+    pairs = {r["experts"]: r for r in json.loads(file.read_text())["cells"][0]["results"]}
     assert code == 0 and set(pairs) == {"torch", "torch (batch-invariant)"}
     assert all(r["right"] and r["us"] > 0 for r in pairs.values())
-    assert "| naive | torch (batch-invariant) | " in out
+    assert "| naive + torch (batch-invariant) | " in out
     fastest = out.split("| T | fastest |")[1].splitlines()[2]
     assert "batch-invariant" not in fastest, "it does other work, and is no choice"
-    assert moekit_main(["tune", "--select", "--from", str(file)]) == 0
-    assert "batch-invariant" not in capsys.readouterr().out
-    (made,) = table.read(next(tuned.glob("*.json"))).values()
-    assert set(made) == {("naive", "torch")}
 
 
 def test_wrong_failing_and_refused(tuned, capsys, tmp_path, bad_ones) -> None:
@@ -125,34 +113,13 @@ def test_wrong_failing_and_refused(tuned, capsys, tmp_path, bad_ones) -> None:
     names = "halving,failing,naive,deepep_ll" if _known("deepep_ll") else "halving,failing,naive"
     options = ["--dispatchers", names, "--tokens", "4", "--quant", "none", "--json", str(file)]
     code, out, _ = run(capsys, *options)
-    halving, failing, right = json.loads(file.read_text())["cells"][0]["pairs"]
+    halving, failing, right = json.loads(file.read_text())["cells"][0]["results"]
     assert code == 1
     assert not halving["right"] and halving["error"] == pytest.approx(0.5, rel=0.05)
-    assert failing["us"] is None and "on purpose" in failing["reason"]
+    assert "us" not in failing and "on purpose" in failing["reason"]
     assert right["right"] and "~~" in out and "on purpose" in out
     refused = {r["name"] for r in json.loads(file.read_text())["refused"]}
     assert refused == ({"deepep_ll"} if _known("deepep_ll") else set())
-
-
-def test_times_on_shared_devices_are_no_times(tuned, capsys, tmp_path) -> None:
-    """The errors count; no table and no regret is made of the times."""
-    file = tmp_path / "l.json"
-    options = "--dispatchers naive --tokens 3 --quant none --overlap --share-devices --json".split()
-    code, out, _ = run(capsys, *options, str(file))
-    data = json.loads(file.read_text())
-    assert code == 0 and "| T | fastest |" in out, "on the CPU nothing is shared"
-    assert data["settings"]["share_devices"] is False
-    data["settings"]["share_devices"] = True
-    file.write_text(json.dumps(data))
-    assert moekit_main(["bench", "--layers", "--from", str(file)]) == 0
-    out = capsys.readouterr().out
-    (pair,) = data["cells"][0]["pairs"]
-    error = f"{pair['error']:.1e}"
-    assert f"| naive | torch | {error} |  |" in out and "there are no times" in out
-    assert "**" not in out.partition("## none")[2] and "saved" not in out and "fastest" not in out
-    for action in ("--select", "--regret"):
-        assert moekit_main(["tune", action, "--from", str(file)]) == 2
-        assert "2 ranks took turns on fewer devices (--share-devices)" in capsys.readouterr().err
 
 
 def compose_without_naive_on_one_rank(rank, world_size):
@@ -184,13 +151,13 @@ def test_time_that_is_over_starts_nothing(tuned, capsys) -> None:
 
 
 def test_a_layer_that_is_left_is_not_complete(tuned, capsys, monkeypatch) -> None:
-    record = layers.LayersSweep.record
+    measure_cell = layers.LayersSweep.measure_cell
 
-    def last(sweep, *cell):
+    def last(sweep, cell):
         sweep.end = 0.0
-        return record(sweep, *cell)
+        return measure_cell(sweep, cell)
 
-    monkeypatch.setattr(layers.LayersSweep, "record", last)
+    monkeypatch.setattr(layers.LayersSweep, "measure_cell", last)
     argv = "--dispatchers naive --tokens 1,2 --quant none --seconds 1000"
     code, _, err = run(capsys, *argv.split())
     assert code == 1 and "the time is over; 1 of 2 cells are left" in err
@@ -228,9 +195,9 @@ def layer_problem(ranks: int, **changes):
 
 
 def layer_task(*names: str) -> Task:
-    settings = LayerSettings(layer="", inputs=2, replays=2)
-    dispatcher, cell = moekit.registry().dispatcher("naive"), Cell("", "none", "uniform", 7)
-    return Task(dispatcher, layer_problem(2), cell, settings, names)
+    dispatcher = moekit.registry().dispatcher("naive")
+    cell = Cell(shape="", scheme="none", routing="uniform", tokens=7)
+    return Task(dispatcher, layer_problem(2), cell, Settings(inputs=2, replays=2), names)
 
 
 def oracle_of(rank, world_size, task):
@@ -284,45 +251,16 @@ def test_tune_select_fills_the_table_and_regret_reads_it(tuned: Path, capsys) ->
     assert file.read_text() != before
 
 
-def test_regret_measures_again(tuned: Path, capsys, tmp_path) -> None:
-    file = tmp_path / "l.json"
-    options = ["--dispatcher", "naive", "--tokens", "4", "--limit", "1e9", "--json", str(file)]
+def test_regret_measures_again(tuned: Path, capsys) -> None:
+    options = ["--dispatcher", "naive", "--tokens", "4", "--limit", "1e9"]
     assert moekit_main([*TUNE, "--regret", *options]) == 0
     out = capsys.readouterr().out
     assert "naive + torch" in out and "worst regret 0.0 %" in out
-    assert moekit_main(["tune", "--regret", "--from", str(file)]) == 0
-    assert "naive + torch" in capsys.readouterr().out
 
 
-def test_a_recorded_run_fills_the_table(tuned: Path, capsys, tmp_path) -> None:
-    file = tmp_path / "l.json"
-    options = ["--dispatchers", "naive", "--tokens", "1,4", "--quant", "none", "--json", str(file)]
-    assert run(capsys, *options)[0] == 0
-    assert moekit_main(["tune", "--select", "--from", str(file)]) == 0
-    assert "| 4 |" in capsys.readouterr().out
-    data = json.loads(file.read_text())
-    (key,) = made = table.read(next(tuned.glob("*.json")))
-    times = made[key]["naive", "torch"]
-    cells = {c["tokens"]: c["pairs"][0]["us"] for c in data["cells"]}
-    assert {t: r.us for t, r in times.items()} == {t: round(us, 3) for t, us in cells.items()}
-    assert key.ranks == 2 and times[1].date == data["date"] and "torch 2" in times[1].made_with
-    # Who does not take part at the largest T is a choice at the others.
-    data["cells"][0]["pairs"].append(
-        {"dispatcher": "small", "experts": "torch", "us": 0.1, "right": True, "copied": 0.0}
-    )
-    file.write_text(json.dumps(data))
-    assert moekit_main(["tune", "--select", "--from", str(file)]) == 0
-    assert "| small + torch | 0.1 | 0.0 % |" in capsys.readouterr().out
-    file.write_text("[]")
-    assert moekit_main(["tune", "--select", "--from", str(file)]) == 2
-    assert "no JSON object" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("more", [["--gpus", "3"], ["--regret", "--from", "x.json"]])
-def test_tune_wrong_questions(tuned: Path, capsys, more) -> None:
-    what = [] if "--regret" in more else ["--select"]
-    assert moekit_main([*TUNE, *what, *more]) == 2
-    assert "leave out --gpus; and with --from, which tells the ranks" in capsys.readouterr().err
+def test_tune_wrong_questions(tuned: Path, capsys) -> None:
+    assert moekit_main([*TUNE, "--select", "--gpus", "3"]) == 2
+    assert "--ep 2 measures on 2 devices: leave out --gpus" in capsys.readouterr().err
 
 
 def movers(*experts: str) -> Registry:
@@ -371,29 +309,21 @@ def test_regret_of_combinations(tuned: Path) -> None:
     ]
 
 
-def test_regret_of_a_record(tuned: Path, monkeypatch) -> None:
+def test_regret_of_a_cell(tuned: Path, monkeypatch) -> None:
     monkeypatch.setattr(select, "registry", lambda: movers("a", "b"))
     write_table(
         tuned / "x.json",
         make_table({"rows+a": {16: 10.0}, "rows+b": {16: 20.0}}, MOVING),
     )
-    pairs = [
-        {"dispatcher": "rows", "experts": e, "us": us, "right": right}
+    results = tuple(
+        Result(name=f"rows + {e}", dispatcher="rows", experts=e, us=us, right=right)
         for e, us, right in (("a", 15.0, True), ("b", 10.0, True), ("torch", 1.0, False))
-    ]
-    sizes = ("num_experts", "top_k", "hidden_size", "intermediate_size")
-    data = {
-        "device": {"type": "cpu", "name": "some CPU", "capability": None},
-        "ranks": 4,
-        "layer": {n: getattr(MOVING, n) for n in sizes},
-        "settings": {"layer": "given", "dtype": "float32", "inputs": 2, "replays": 5},
-        "cells": [{"scheme": "none", "tokens": 16, "pairs": pairs}],
-    }
-    run = from_json(LayersRun, data)
-    (cell,) = regret.of_layers(run)
-    assert (cell.pick, cell.us) == ("rows + a", 15.0)
-    assert cell.regret == pytest.approx(50.0)
-    assert run.problem("none", 16) == MOVING.replace(max_num_tokens=16)
+    )
+    cell = Cell(shape="x", scheme="none", routing="uniform", tokens=16, results=results)
+    choice = regret.of_layer(MOVING.replace(max_num_tokens=16), cell)
+    assert (choice.pick, choice.us) == ("rows + a", 15.0)
+    assert choice.regret == pytest.approx(50.0)
+    assert choice.title == "x none on 4 ranks"
 
 
 def compose_by_own_table(rank, world_size, folder):

@@ -1,6 +1,6 @@
 """Two micro-batches in flight with shared experts beside them: right numbers, on another stream.
 
-Over every dispatcher that runs here: GPUs, and gloo. What it saves: benchmarks/layer_dispatch.py.
+Over every dispatcher that runs here: GPUs, and gloo.
 """
 
 from __future__ import annotations

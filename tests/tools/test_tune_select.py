@@ -51,7 +51,7 @@ def test_measured_times_count_before_priorities(tuned: Path) -> None:
 
 
 def test_expected_times_and_gains(tuned: Path) -> None:
-    """Times are those of the problem's own shape and device; gains those of the nearest one."""
+    """Times belong to the problem's own shape and device; gains to the nearest one."""
     write_table(tuned / "x.json", make_table({"a": (300, 0.5), "b": (99.5, 0.5)}))
     found = fakes("a", "b", "new", priority=50)
     explanation = moekit.explain(PROBLEM, backends=found)

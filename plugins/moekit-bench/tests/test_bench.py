@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import textwrap
@@ -11,7 +10,7 @@ from pathlib import Path
 import moekit_bench as bench
 import pytest
 import torch
-from moekit_bench import Case, Ceilings, Work, experts, experts_report, take_turns
+from moekit_bench import Case, Ceilings, Work, experts, take_turns
 from moekit_bench.accuracy import oracle_rows, relative_error, sampled_rows
 from moekit_bench.limits import arithmetic, bytes_per_expert, parse_ceilings
 
@@ -20,7 +19,6 @@ from moekit.backends.reference import oracle
 from moekit.cli.main import main
 
 CPU = torch.device("cpu")
-EXPERTS = Path(__file__).parent / "recordings" / "experts.json"
 SIZES = "4:2:32:48"
 FAST = ["--device", "cpu", "--tokens", "2,5", "--shapes", SIZES, "--replays", "2", "--inputs", "2"]
 ROOT = Path(__file__).parents[3]
@@ -268,7 +266,7 @@ def test_json_has_the_documented_keys(capsys, tmp_path, baselines):
     data = json.loads(file.read_text())
     documented = (ROOT / "docs" / "bench.md").read_text()
     for record in (data, data["device"], data["ceilings"], data["settings"], data["refused"][0],
-                   data["cells"][0], data["cells"][0]["contestants"][0]):  # fmt: skip
+                   data["cells"][0], data["cells"][0]["results"][0]):  # fmt: skip
         assert record
         assert [key for key in record if f"`{key}`" not in documented] == []
     assert data["format"] == 1 and "--experts torch" in data["command"]
@@ -279,14 +277,14 @@ def test_json_has_the_documented_keys(capsys, tmp_path, baselines):
 
     # A baseline that fails or is wrong has its reason, and the others are measured.
     for cell in data["cells"]:
-        rows = {row["name"]: row for row in cell["contestants"]}
+        rows = {row["name"]: row for row in cell["results"]}
         assert set(rows) == {"torch", "good", "doubled", "broken"}
-        assert rows["torch"]["kind"] == "moekit" and rows["good"]["kind"] == "peer"
+        assert rows["torch"]["kind"] == "moekit" and rows["good"]["kind"] == "baseline"
         assert rows["torch"]["right"] and rows["good"]["right"]
         assert rows["good"]["error"] < 5e-3 and rows["good"]["reason"] == ""
         assert rows["doubled"]["error"] == pytest.approx(1, abs=0.01)
         assert not rows["doubled"]["right"] and "wrong" in rows["doubled"]["reason"]
-        assert rows["broken"]["us"] is None and "IndexError" in rows["broken"]["reason"]
+        assert "us" not in rows["broken"] and "IndexError" in rows["broken"]["reason"]
         for row in (rows["torch"], rows["good"]):
             assert row["fraction"] == pytest.approx(cell["limit_us"] / row["us"])
     refused = {r["name"]: r["reason"] for r in data["refused"]}
@@ -294,46 +292,24 @@ def test_json_has_the_documented_keys(capsys, tmp_path, baselines):
     assert "no_such_library" in refused["unloadable"]
     assert "_helper" not in refused
 
-    # The summary counts right results only, and knows the best baseline.
-    summary = {row["name"]: row for row in data["summary"]}
-    assert set(summary) == {
-        "torch",
-        "good",
-        experts_report.BEST_MOEKIT,
-        experts_report.BEST_BASELINE,
-    }
-    fractions = [r["fraction"] for c in data["cells"] for r in c["contestants"]
-                 if r["name"] == "torch"]  # fmt: skip
-    torch_row = summary["torch"]
-    assert torch_row["fraction_geomean"] == pytest.approx(math.prod(fractions) ** (1 / 4))
-    assert torch_row["fraction_worst"] == pytest.approx(min(fractions))
-    assert set(torch_row["fraction_worst_cell"]) == {"shape", "routing", "tokens"}
-    assert summary["good"]["speed_vs_best_peer_worst"] == 1
-    assert "~~" in text.read_text() and "acme is not installed" in text.read_text()
-
-    code = main(["bench", "--from", str(file)])
-    assert code == 0 and capsys.readouterr().out == text.read_text()
-
-    # Half the rates double every limit and fraction.
-    again = tmp_path / "again.json"
-    argv = ["bench", "--from", str(file), "--ceilings", "bf16=1,read=5", "--json", str(again)]
-    assert main(argv) == 0
-    assert "Ceilings: bf16 1 TFLOP/s, read 0.005 TB/s" in capsys.readouterr().out
-    for old, new in zip(data["cells"], json.loads(again.read_text())["cells"], strict=True):
-        assert new["limit_us"] == pytest.approx(2 * old["limit_us"])
-        for a, b in zip(old["contestants"], new["contestants"], strict=True):
-            assert b["fraction"] == (a["us"] and pytest.approx(2 * a["fraction"]))
-    best = json.loads(again.read_text())["summary"][0]
-    assert best["fraction_geomean"] == pytest.approx(2 * data["summary"][0]["fraction_geomean"])
+    # Only right results of baselines count against moekit's.
+    written = text.read_text()
+    assert "~~" in written and "acme is not installed" in written
+    summary = written.split("## Against baselines")[1].splitlines()
+    speeds = [c["good"]["us"] / c["torch"]["us"] for c in
+              ({r["name"]: r for r in cell["results"]} for cell in data["cells"])]  # fmt: skip
+    mean = math.prod(speeds) ** (1 / len(speeds))
+    assert f"| none | good | 4 | {mean:.3f} | {min(speeds):.3f} |" in summary
+    assert not any("doubled" in line for line in summary if line.startswith("|"))
 
 
 def test_by_default_every_backend_that_can_is_measured(capsys, tmp_path):
     file = tmp_path / "run.json"
     code, out, _ = run(capsys, "--tokens", "3", "--quant", "none,int8_w8a16", "--json", str(file))
     data = json.loads(file.read_text())
-    assert code == 0 and "| T | limit | " in out and "No ceilings are known" in out
+    assert code == 0 and "| torch | **" in out and "No ceilings are known" in out
     for cell in data["cells"]:
-        assert "torch" in [row["name"] for row in cell["contestants"]]
+        assert "torch" in [row["name"] for row in cell["results"]]
     assert "only when named" in {r["name"]: r["reason"] for r in data["refused"]}["reference"]
 
 
@@ -343,22 +319,18 @@ def test_batch_invariant_mode_is_timed_beside_the_default(capsys, tmp_path):
     code, out, err = run(capsys, *argv)
     assert code == 0, err
     recorded = json.loads(file.read_text())
-    kinds = {r["name"]: r["kind"] for cell in recorded["cells"] for r in cell["contestants"]}
+    kinds = {r["name"]: r["kind"] for cell in recorded["cells"] for r in cell["results"]}
     assert kinds == {
         "torch": "moekit", "torch (batch-invariant)": "batch-invariant",
         "auto": "moekit", "auto (batch-invariant)": "batch-invariant",
         "torch:3|torch": "moekit",
     }  # fmt: skip
-    assert all(r["right"] for cell in recorded["cells"] for r in cell["contestants"])
-    us = {r["name"]: r["us"] for r in recorded["cells"][0]["contestants"]}
+    assert all(r["right"] for cell in recorded["cells"] for r in cell["results"])
+    us = {r["name"]: r["us"] for r in recorded["cells"][0]["results"]}
     ratio = us["torch (batch-invariant)"] / us["torch"]
     lines = out.split("Time in batch-invariant mode, over the default's:")[1].splitlines()
-    assert lines[2] == "| T | torch | auto |" and f"| {ratio:.2f} |" in lines[4]
+    assert lines[2] == "|  | T=2 | T=5 |" and lines[4].startswith(f"| torch | {ratio:.2f} |")
     assert "torch:3|torch (batch-invariant): is not batch-invariant: its members" in out
-    best = [row for row in recorded["summary"] if row["name"] == "best of moekit in each cell"]
-    assert len(best) == 1
-    code, again, _ = run(capsys, "--from", str(file))
-    assert code == 0 and "Time in batch-invariant mode" in again
 
 
 def test_outputs_that_are_partial_sums_have_no_batch_invariant_mode(capsys):
@@ -374,16 +346,14 @@ def test_one_rank_of_several(capsys, tmp_path, baselines):
     data = json.loads(file.read_text())
     (cell,) = data["cells"]
     assert code == 0 and "E 4 (those of one of 4 ranks)" in out and data["settings"]["ep"] == 4
-    assert (cell["ep"], cell["active_experts"]) == (4, 1)
+    assert cell["active_experts"] == 1
     assert 120 < cell["rows"] < 280, "a quarter of 800 assignments"
-    assert [row["name"] for row in cell["contestants"]] == ["torch"]
-    assert 0 < cell["contestants"][0]["error"] < 2e-2
+    assert [row["name"] for row in cell["results"]] == ["torch"]
+    assert 0 < cell["results"][0]["error"] < 2e-2
     assert (
         "which experts are other ranks'"
         in {r["name"]: r["reason"] for r in data["refused"]}["good"]
     )
-    assert main(["tune", "--regret", "--from", str(file)]) == 0
-    assert "| 400 | " in capsys.readouterr().out
 
 
 def test_a_cell_without_a_right_result_is_exit_code_1(capsys, baselines):
@@ -409,7 +379,7 @@ def test_a_cell_without_a_right_result_is_exit_code_1(capsys, baselines):
         ["--shapes", "²:2:32:48"],
         ["--json", str(ROOT)],
         ["--markdown", "/dev/null/x.md"],
-        ["--from", "/no/such/file.json"],
+        ["--ceilings", "bf16=nan,read=1"],
         ["--baselines", str(BASELINES / "quack.py"), "--only-baselines", "quark"],
     ],
     ids=lambda w: " ".join(w)[-30:],
@@ -423,14 +393,6 @@ def test_wrong_questions(capsys, wrong):
     ("wrong", "said"),
     [
         (["--device", "meta"], "torch sees no META device here; leave out --device to use"),
-        (
-            ["--ceilings", "measure", "--from", str(EXPERTS)],
-            "--ceilings measure measures this machine, and --from FILE was recorded before",
-        ),
-        (
-            ["--ceilings", "bf16=nan,read=1", "--from", str(EXPERTS)],
-            "ceilings must be TFLOP/s by arithmetic",
-        ),
         (["--device", "sm90"], "--device must be a device of torch on this machine (got 'sm90')"),
         (["--experts", "torch,torch"], "torch is named twice: name it once in --experts"),
         (["--quant", "fp9"], "--quant 'fp9': fp9 is unknown; choose from none, fp8_tensor"),
@@ -443,17 +405,13 @@ def test_what_is_wrong_is_said_before_anything_is_measured(capsys, wrong, said):
     assert not list(ROOT.parent.glob(f".{ROOT.name}.*")), "a partial file is left"
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "least"),
-    [("--replays", "0", 1), ("--inputs", "²", 1), ("--seed", "9" * 20, -(2**31))],
-)
+@pytest.mark.parametrize(("option", "value"), [("--replays", "0"), ("--inputs", "²")])
 @pytest.mark.parametrize("command", [["bench"], ["bench", "--dispatch"]])
-def test_options_that_count(capsys, command, option, value, least):
+def test_options_that_count(capsys, command, option, value):
     with pytest.raises(SystemExit) as caught:
         main([*command, option, value])
     assert caught.value.code == 2
-    said = f"{option}: expected a whole number from {least} to {2**31 - 1} (got {value!r})"
-    assert said in capsys.readouterr().err
+    assert f"argument {option}: invalid positive value: {value!r}" in capsys.readouterr().err
 
 
 def test_the_command_is_named_where_modes_contradict(capsys):
@@ -469,18 +427,6 @@ def test_shapes_are_listed(capsys):
     assert all(name in out for name in bench.SHAPES) and "openai/gpt-oss-20b" in out
 
 
-def test_plot_is_written(capsys, tmp_path):
-    folder = tmp_path / "plots"
-    code, _, err = run(capsys, "--experts", "torch", "--plot", str(folder), "--routing",
-                       "uniform,zipf")  # fmt: skip
-    assert code == 0
-    if importlib.util.find_spec("matplotlib") is None:
-        assert "no plots: plots need matplotlib" in err and not folder.exists()
-        pytest.skip("matplotlib is not installed")
-    (file,) = folder.iterdir()
-    assert file.name == "4x2x32x48_none.png" and file.read_bytes().startswith(b"\x89PNG")
-
-
 def test_the_shipped_baselines_load(capsys, tmp_path):
     """On a machine without GPU torch runs, and the others say why they cannot."""
     if torch.cuda.is_available():
@@ -490,39 +436,8 @@ def test_the_shipped_baselines_load(capsys, tmp_path):
     code, _, _ = run(capsys, *options, "--json", str(file))
     assert code == 0
     data = json.loads(file.read_text())
-    (row,) = data["cells"][0]["contestants"]
+    (row,) = data["cells"][0]["results"]
     assert row["name"] == "torch_grouped_mm" and row["right"]
     refused = {r["name"]: r["reason"] for r in data["refused"]}
     assert set(refused) == {"vllm_triton", "deepgemm_bare", "quack", "marlin_bare"}
     assert not any("does not load" in reason for reason in refused.values())
-
-
-@pytest.mark.parametrize("text", ["# no JSON", "[1]", '{"cells": [{}]}', "[" * 10**6])
-@pytest.mark.parametrize("command", ["bench", "bench --dispatch", "tune --regret", "tune --select"])
-def test_a_file_that_is_no_recording(tmp_path, capsys, text, command):
-    file = tmp_path / "recording.json"
-    file.write_text(text)
-    assert main([*command.split(), "--from", str(file)]) == 2
-    assert str(file) in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("command", "recording", "key", "value", "said"),
-    [
-        ("bench", "experts", "us", 10**400, "is too large for a number"),
-        ("bench --dispatch", "dispatch", "buffer_bytes", 10**400, "is too large for a number"),
-        ("bench --ceilings bf16=7,read=4", "experts", "dtype", "fp3", "dtype='fp3': it must be"),
-        ("tune --regret", "experts", "dtype", "fp3", "dtype='fp3': it must be"),
-        ("tune --regret", "layers", "dtype", "fp3", "dtype='fp3': it must be"),
-    ],
-    ids=["number", "whole number", "limits", "choice of experts", "choice of layers"],
-)
-def test_a_recording_of_impossible_values(tmp_path, capsys, command, recording, key, value, said):
-    def replaced(fields):
-        return {name: value if name == key else each for name, each in fields.items()}
-
-    file = tmp_path / "recording.json"
-    text = EXPERTS.with_name(f"{recording}.json").read_text()
-    file.write_text(json.dumps(json.loads(text, object_hook=replaced)))
-    assert main([*command.split(), "--from", str(file)]) == 2
-    assert said in capsys.readouterr().err

@@ -11,12 +11,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from moekit_bench import dispatch_report
-from moekit_bench.codec import merge
+from moekit_bench import report
 from moekit_bench.dispatch import measure_dispatch
 from moekit_bench.ranks import Task
-from moekit_bench.records import DispatcherCell, DispatchSettings
-from moekit_bench.sweep import Cell
+from moekit_bench.records import Cell, Run, Settings, merge
 from moekit_bench.timer import first_fault, from_all_ranks
 
 import moekit
@@ -89,8 +87,8 @@ def problem_for(ranks, **changes):
 
 
 def task_of(spec, problem, tokens):
-    settings = DispatchSettings(sizes="", inputs=2, replays=1)
-    return Task(spec, problem, Cell("", problem.quant.name, "uniform", tokens), settings)
+    cell = Cell(shape="", scheme=problem.quant.name, routing="uniform", tokens=tokens)
+    return Task(spec, problem, cell, Settings(inputs=2, replays=1))
 
 
 def run(capsys, *argv: str) -> tuple[int, str, str]:
@@ -104,25 +102,21 @@ def test_a_sweep(capsys, tmp_path):
     options = ["--dispatchers", "naive", "--tokens", "1,16", "--quant", "none,fp8_block"]
     places = ["--json", str(files[0]), "--markdown", str(files[1])]
     code, out, err = run(capsys, *options, *places)
-    data, report = json.loads(files[0].read_text()), files[1].read_text()
+    data, text = json.loads(files[0].read_text()), files[1].read_text()
     assert code == 0 and out == "" and "[4/4" in err
     assert data["ranks"] == 2 and data["versions"]["moekit-naive"]
-    cells = {(c["scheme"], c["tokens"]): c["dispatchers"][0] for c in data["cells"]}
+    cells = {(c["scheme"], c["tokens"]): c["results"][0] for c in data["cells"]}
     assert set(cells) == {(s, t) for s in ("none", "fp8_block") for t in (1, 16)}
     for (scheme, tokens), r in cells.items():
         assert r["name"] == "naive" and r["right"] and r["reason"] == ""
-        assert all(r[name] > 0 for name in TIMES) and r["graph_us"] is r["host_us"] is None
+        assert all(r[name] > 0 for name in TIMES) and "graph_us" not in r
         assert r["spread_us"][0] <= r["us"] <= r["spread_us"][1]
-        assert 0 < r["link_rows"] <= tokens <= r["rows"] <= 2 * tokens
-        row = 256 if scheme == "none" else 128 + 4
-        gbs = r["link_rows"] * row / r["dispatch_us"] / 1e3
-        assert r["dispatch_link_gbs"] == pytest.approx(gbs)
-        gbs = r["rows"] * 256 / r["combine_us"] / 1e3
-        assert r["combine_deepep_gbs"] == pytest.approx(gbs)
-        assert 0 < r["error"] < 1e-2 and r["num_sms"] is None and r["buffer_bytes"] == 0
-    assert "## fp8_block, uniform" in report and "| 16 | naive |" in report
-    assert main(["bench", "--dispatch", "--from", str(files[0])]) == 0
-    assert capsys.readouterr().out == report
+        assert 0 < r["link_rows"] <= tokens and r["combine_row_bytes"] == 256
+        assert r["dispatch_row_bytes"] == (256 if scheme == "none" else 128 + 4)
+        gbs = r["link_rows"] * r["dispatch_row_bytes"] / r["dispatch_us"] / 1e3
+        assert f" {gbs:.3g} |" in text
+        assert 0 < r["error"] < 1e-2 and "num_sms" not in r and r["buffer_bytes"] == 0
+    assert "## 8:2:128, fp8_block, uniform" in text and "| 16 | naive |" in text
 
 
 def test_wrong_failing_and_refused(capsys, tmp_path, bad_ones):
@@ -131,10 +125,10 @@ def test_wrong_failing_and_refused(capsys, tmp_path, bad_ones):
     names = "doubling,failing,narrow,naive"
     code, out, _ = run(capsys, "--dispatchers", names, "--tokens", "4", "--json", str(file))
     data = json.loads(file.read_text())
-    doubling, failing, right = data["cells"][0]["dispatchers"]
+    doubling, failing, right = data["cells"][0]["results"]
     assert code == 1
     assert not doubling["right"] and doubling["error"] == pytest.approx(1.0, rel=0.05)
-    assert failing["us"] is None and "on purpose" in failing["reason"]
+    assert "us" not in failing and "on purpose" in failing["reason"]
     assert right["right"] and f"**{right['us']:.0f}**" in out.replace("e**", "**")
     assert "~~" in out and "on purpose" in out
     (refused,) = data["refused"]
@@ -146,7 +140,7 @@ def test_all_that_move_tokens_by_default(capsys, tmp_path):
     file = tmp_path / "run.json"
     assert run(capsys, "--tokens", "2", "--json", str(file))[0] == 0
     data = json.loads(file.read_text())
-    seen = {r["name"] for r in data["cells"][0]["dispatchers"]}
+    seen = {r["name"] for r in data["cells"][0]["results"]}
     seen |= {r["name"] for r in data["refused"]}
     moving = {s.name for s in moekit.registry().dispatchers.values() if s.moves_tokens}
     assert seen == moving and "naive" in seen and "local" not in seen
@@ -186,15 +180,17 @@ def test_output_that_is_not_written_is_wrong(pool):
     result = merge(pool.run(measure_dispatch, task_of(spec, problem_for(2), 7)))
     assert not result.right and result.error is None
     assert str(result).endswith("us, wrong (error not finite)")
-    cell = DispatcherCell(scheme="none", routing="uniform", tokens=7, results=(result,))
-    assert "| not finite |" in list(dispatch_report.details([cell]))[-1]
+    cell = Cell(shape="x", scheme="none", routing="uniform", tokens=7, results=(result,))
+    run = Run(mode="dispatch", device={"name": "d"}, settings=Settings(inputs=1, replays=1),
+              cells=(cell,))  # fmt: skip
+    assert "| not finite |" in report.markdown(run)
 
 
 def test_rows_by_hand(pool):
     """With K = E every token goes to every rank once, however many experts the rank has."""
     spec = moekit.registry().dispatcher("naive")
     result = merge(pool.run(measure_dispatch, task_of(spec, problem_for(2, top_k=8), 5)))
-    assert (result.link_rows, result.rows) == (5, 10)
+    assert result.link_rows == 5
 
 
 def test_under_torchrun(tmp_path):
@@ -225,9 +221,9 @@ def test_under_torchrun(tmp_path):
     ]
     outputs = [rank.communicate(timeout=120) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
-    assert "# moekit bench --dispatch" in outputs[0][0] and outputs[1][0] == ""
+    assert "# moekit bench, dispatch" in outputs[0][0] and outputs[1][0] == ""
     data = json.loads(file.read_text())
-    assert data["ranks"] == 2 and data["cells"][0]["dispatchers"][0]["right"]
+    assert data["ranks"] == 2 and data["cells"][0]["results"][0]["right"]
 
 
 def told_by_ranks(rank, world_size):

@@ -5,10 +5,17 @@ from __future__ import annotations
 import pytest
 
 _QUICK = {
-    "TestHighThroughput": ("test_two_calls_in_flight[2", "test_bad_input_on_one_rank[2ranks-ids"),
-    "TestHighThroughputPush": ("test_slices_and_shared_tokens[ep1-tp2-dp2",),
-    "TestLowLatency": ("test_two_calls_in_flight[2", "test_failure_after_dispatch[2"),
-    "TestLowLatencyPush": ("test_groups_at_once", "test_tokens_per_rank[2ranks-uneven"),
+    "TestHighThroughput": (
+        "test_two_calls_in_flight[2",
+        "test_bad_input_on_one_rank[2ranks-ids",
+        "test_slices_and_shared_tokens[ep1-tp2-dp2",
+    ),
+    "TestLowLatency": (
+        "test_two_calls_in_flight[2",
+        "test_failure_after_dispatch[2",
+        "test_groups_at_once",
+        "test_tokens_per_rank[2ranks-uneven",
+    ),
 }
 # Tests that the stand-ins cannot do.
 _NEVER = {

@@ -2,7 +2,7 @@
 
     python plugins/moekit-nvlink/tests/nvlink_compile.py [--quick] [80 | 86 | 89 | 90 | 100 | 120]
 
-Needs a triton wheel with the NVIDIA backend, as PyPI's; the version is that of PYTHONPATH. One line
+Needs a triton wheel with the NVIDIA backend, as PyPI's; PYTHONPATH chooses the version. One line
 for each kernel and layer: registers and bytes of stack a thread, shared memory, and how many copies
 from global to shared memory run asynchronously (cp.async). Exits with 1 if a kernel does not
 compile, spills more than a few values that are used once, needs more shared memory than a block of
@@ -36,7 +36,6 @@ _CAPABILITY = next((divmod(int(each), 10) for each in sys.argv[1:] if each.isdec
 @dataclass(frozen=True)
 class Layer:
     batched: bool
-    push: bool
     tokens: int
     ep: int = 2
     tp: int = 1
@@ -58,7 +57,7 @@ class Layer:
             ),
         )  # fmt: skip
         kind = transfer.AssignmentTransfer if self.batched else transfer.RowTransfer
-        rank = kind.of(problem, Settings(self.push, 32))
+        rank = kind.of(problem, Settings(32))
         cpu, ranks = torch.device("cpu"), self.ep * self.tp
         # The pages are never touched.
         memory = torch.empty(rank.layout.nbytes, dtype=torch.uint8)
@@ -84,8 +83,8 @@ class Layer:
 
 
 _QUICK = [
-    Layer(batched, push, tokens) for batched in (False, True) for push in (False, True)
-    for tokens in (128, 1024, 4096)[: 1 if batched else 3]
+    Layer(batched, tokens)
+    for batched in (False, True) for tokens in (128, 1024, 4096)[: 1 if batched else 3]
 ]  # fmt: skip
 LAYERS = [
     *_QUICK,
@@ -106,15 +105,15 @@ def main() -> int:
             for launch in launches[seen:]:
                 made = launch.compile(_CAPABILITY)
                 wrong = made.stack > _STACK_LIMIT or made.shared > _SHARED[_CAPABILITY]
-                # Its bits are those of the experts' sum.
+                # Its bits must equal the experts' sum.
                 wrong |= launch.kernel.__name__ == "reduce_rows" and "fma.rn.f32" in made.ptx
                 bad += wrong
                 print(
                     f"{launch.kernel.__name__:22}{'WRONG ' * wrong} {made.registers:4} registers "
                     f"{made.stack:4} stack {made.shared:7} shared "
                     f"{made.ptx.count('cp.async.c'):3} cp.async  "
-                    f"{'ll' if layer.batched else 'ht'} {'push' if layer.push else 'pull'} "
-                    f"T={layer.tokens} ep={layer.ep} tp={layer.tp} copies={layer.copies} "
+                    f"{'ll' if layer.batched else 'ht'} T={layer.tokens} "
+                    f"ep={layer.ep} tp={layer.tp} copies={layer.copies} "
                     f"K={layer.top_k} H={layer.hidden} {layer.quant} {str(layer.dtype)[6:]}",
                     flush=True,
                 )

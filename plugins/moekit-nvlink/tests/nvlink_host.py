@@ -48,10 +48,10 @@ class Flight:
 class Host:
     """Every call gets poisoned memory, and all ranks take each step in a random order."""
 
-    def __init__(self, layer, batched: bool, push: bool = False, programs: int = 3, seed: int = 0):
+    def __init__(self, layer, batched: bool, programs: int = 3, seed: int = 0):
         kind = AssignmentTransfer if batched else RowTransfer
-        self.layer, self.push = layer, push
-        self.ranks = [kind.of(p, Settings(push, programs)) for p in layer]
+        self.layer = layer
+        self.ranks = [kind.of(p, Settings(programs)) for p in layer]
         self.layout, self._random = self.ranks[0].layout, random.Random(seed)
         self.sets: list[list[Buffer]] = []
         self.lost = [Lost.of(len(layer), torch.device("cpu")) for _ in layer]
@@ -116,9 +116,8 @@ class Host:
                 before = [lambda: None] if leave else []
                 steps.append(before + transfer.gather(tokens.handle, outs[-1]))
         number, flags = int(buffers[0].epoch) + 1, [self.flags(each) for each in buffers]
-        if not self.push:  # the first rank would wait for the others for ever
-            for mine in flags:
-                mine[COMBINE.value :] = number << 32 | _RAISED_BY_TEST
+        for mine in flags:  # the first rank would wait endlessly for the others
+            mine[COMBINE.value :] = number << 32 | _RAISED_BY_TEST
         self._take(steps)
         for i, mine in enumerate(flags):
             want = [[number << 32] * len(flags)] * self.layout.chunks

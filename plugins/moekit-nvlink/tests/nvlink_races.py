@@ -11,7 +11,7 @@ which every rank waits is a deadlock; since programs run one after another, it i
 GPU holds a single program at a time.
 
 A program has two threads here: one makes all scalar stores and atomics, as thread 0 does in
-compiled kernels, and one stands for all others, which also make those of several values.
+compiled kernels, and one stands for all others, which also make the accesses of several values.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class World:
         """Watch a rank's buffer and the state that its kernels share."""
         peers = buffer.peers
         self._constants |= set(range(peers.data_ptr(), peers.data_ptr() + peers.nbytes, _WORD))
-        names = ("x", "scale", "ids", "weights", "sources", "y", "back", "counts", "flags")
+        names = ("x", "scale", "ids", "weights", "y", "counts", "flags")
         regions = [(name, getattr(at, name)) for name in names]
         base, ends = buffer.bytes.data_ptr(), [offset for _, offset in regions[1:]] + [at.nbytes]
         for (name, start), end in zip(regions, ends, strict=True):

@@ -2,7 +2,7 @@
 
 Triton's interpreter runs the kernels of all ranks at the same time, so they wait for each other's
 flags as GPUs do. Importing this module puts shared memory in the place of symmetric memory in this
-process; `registry` offers the dispatchers as ``<name>_standin`` and ``<name>_push_standin``.
+process; `registry` offers the dispatchers as ``<name>_standin``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from moekit_nvlink import buffers, dispatcher, moekit_dispatchers
-from moekit_nvlink.footprint import footprint
 from moekit_nvlink.settings import Settings
 from moekit_nvlink.transfer import Tile
 from nvlink_host import problems
@@ -65,7 +64,7 @@ def _patient(op, ptr, val, *others):
 
 
 interpreter_builder.create_atomic_rmw = _patient
-# The kit's calls are small: those of 8 tokens and more leave sums to the combine.
+# The kit's calls are small: calls of 8 tokens and more leave sums to the combine.
 sys.modules["moekit_nvlink.footprint"].REDUCED_FROM = dispatcher.REDUCED_FROM = 8
 # The interpreter runs one program after another.
 _PROGRAMS = 6
@@ -73,11 +72,9 @@ Tile.few_programs = _PROGRAMS
 
 
 class _StandIn:
-    push = False
-
     def __init__(self, *args, **kwargs) -> None:
         read = Settings.read
-        Settings.read = lambda: replace(read(), push=self.push, programs=_PROGRAMS)
+        Settings.read = lambda: replace(read(), programs=_PROGRAMS)
         try:
             super().__init__(*args, **kwargs)
         finally:
@@ -92,14 +89,6 @@ class LowLatency(_StandIn, dispatcher.LowLatencyDispatcher):
     pass
 
 
-class HighThroughputPush(HighThroughput):
-    push = True
-
-
-class LowLatencyPush(LowLatency):
-    push = True
-
-
 def _check(check, problem: MoEProblem) -> list[str]:
     few = (problem.max_num_tokens or 0) <= 64
     return check(problem) + ([] if few else ["more tokens take the interpreter minutes"])
@@ -107,17 +96,10 @@ def _check(check, problem: MoEProblem) -> list[str]:
 
 def specs() -> list[DispatcherSpec]:
     made = []
-    for spec, names in zip(
-        moekit_dispatchers(),
-        (("HighThroughput", "HighThroughputPush"), ("LowLatency", "LowLatencyPush")),
-        strict=True,
-    ):
-        for way, name in zip(("", "_push"), names, strict=True):
-            check = partial(_check, spec.check)
-            states = partial(footprint, batched="LowLatency" in name, push=bool(way))
-            made.append(replace(spec, name=f"{spec.name}{way}_standin", devices=("cpu",),
-                                check=check, target=f"nvlink_standin:{name}",
-                                footprint=states))  # fmt: skip
+    for spec, name in zip(moekit_dispatchers(), ("HighThroughput", "LowLatency"), strict=True):
+        check = partial(_check, spec.check)
+        made.append(replace(spec, name=f"{spec.name}_standin", devices=("cpu",), check=check,
+                            target=f"nvlink_standin:{name}"))  # fmt: skip
     return made
 
 

@@ -1,7 +1,4 @@
-"""moekit's conformance kit on the dispatchers; it needs GPUs that reach each other's memory.
-
-MOEKIT_NVLINK_COMBINE=push tests the other combine.
-"""
+"""moekit's conformance kit on the dispatchers; it needs GPUs that reach each other's memory."""
 
 from __future__ import annotations
 

@@ -31,7 +31,6 @@ class Shape:
     """A layer; ``copies`` consecutive ranks hold the same tokens."""
 
     batched: bool
-    push: bool
     ep: int
     tp: int = 1
     copies: int = 1
@@ -45,7 +44,7 @@ class Shape:
     def host(self, seed: int = 0) -> Host:
         layer = problems(self.ep, self.tp, self.experts, self.top_k, self.hidden, self.capacity,
                          self.copies, dtype=self.dtype)  # fmt: skip
-        return Host(layer, self.batched, self.push, self.programs, seed)
+        return Host(layer, self.batched, self.programs, seed)
 
 
 def routing_of(tokens: int, shape: Shape, kind: str, draw: torch.Generator) -> moekit.Routing:
@@ -82,7 +81,7 @@ class Call:
             check(problem.local_experts, arrived)
 
     def _check_batched(self, mine: range, arrived) -> None:
-        """An expert's rows are those of its tokens, by batch and token."""
+        """An expert's rows are its tokens, by batch and token."""
         assert arrived.topk_ids is None and len(arrived.x) == len(mine)
         for local, expert in enumerate(mine):
             want = torch.cat([
@@ -93,7 +92,7 @@ class Call:
             assert torch.equal(arrived.x[local, : len(want)], want)
 
     def _check_rows(self, mine: range, arrived) -> None:
-        """A batch's rows are those of its tokens with an expert here; the others have none."""
+        """A batch's rows are its tokens with an expert here; the others have none."""
         for b, (x, routing) in enumerate(zip(self.xs, self.routings, strict=True)):
             here = (routing.topk_ids >= mine.start) & (routing.topk_ids < mine.stop)
             used, local = here.any(1), torch.where(here, routing.topk_ids - mine.start, -1)
@@ -143,14 +142,11 @@ def run(shape: Shape, calls, kinds=("random",), seed: int = 0) -> None:
         call.combine()
 
 
-WAYS = pytest.mark.parametrize(
-    ("batched", "push"), [(False, False), (False, True), (True, False), (True, True)],
-    ids=["ht-pull", "ht-push", "ll-pull", "ll-push"],
-)  # fmt: skip
+FORMATS = pytest.mark.parametrize("batched", [False, True], ids=["ht", "ll"])
 CALLS = [(5, 0, 8, 1), (8,), (0,), (1, 0, 0, 2)]
 
 
-@WAYS
+@FORMATS
 @pytest.mark.parametrize(
     ("ep", "tp", "copies"),
     [
@@ -159,8 +155,8 @@ CALLS = [(5, 0, 8, 1), (8,), (0,), (1, 0, 0, 2)]
         *(pytest.param(*s, marks=pytest.mark.full) for s in ((2, 2, 1), (4, 1, 2))),
     ],
 )
-def test_tokens_reach_their_experts_and_come_back(batched, push, ep, tp, copies) -> None:
-    run(Shape(batched, push, ep, tp, copies), CALLS, KINDS, seed=1)
+def test_tokens_reach_their_experts_and_come_back(batched, ep, tp, copies) -> None:
+    run(Shape(batched, ep, tp, copies), CALLS, KINDS, seed=1)
 
 
 UNHURRIED = {"deadline": None, "suppress_health_check": list(HealthCheck)}
@@ -169,12 +165,12 @@ UNHURRIED = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 @st.composite
 def shapes(draw) -> Shape:
     batched = draw(st.booleans())
-    push, ep = draw(st.booleans()), draw(st.integers(1, 8))
+    ep = draw(st.integers(1, 8))
     tp = draw(st.integers(1 + (ep == 1), max(1 + (ep == 1), 8 // ep)))
     copies = draw(st.sampled_from([n for n in range(1, ep * tp) if ep * tp % n == 0]))
     experts = draw(st.integers(ep, 40))
     return Shape(
-        batched, push, ep, tp, copies, experts,
+        batched, ep, tp, copies, experts,
         top_k=draw(st.integers(1, min(experts, 32))),
         hidden=draw(st.sampled_from((16, 48, 128))),
         capacity=draw(st.integers(1, 9)),
@@ -204,18 +200,18 @@ def test_many_layers_and_routings(shape: Shape, data) -> None:
     check_any_layer(shape, data)
 
 
-@WAYS
+@FORMATS
 @pytest.mark.parametrize("medium", [0, 2048])
-def test_many_tokens_take_wider_steps(batched, push, medium, monkeypatch) -> None:
+def test_many_tokens_take_wider_steps(batched, medium, monkeypatch) -> None:
     """Tiles of several tokens, rows and pipelined steps, as for more than 512 tokens."""
     monkeypatch.setattr(transfer.Tile, "few", 0)
     monkeypatch.setattr(transfer.Tile, "medium", medium)
-    run(Shape(batched, push, 2, hidden=80, capacity=21, programs=2), [(21, 17), (3, 20)], KINDS)
+    run(Shape(batched, 2, hidden=80, capacity=21, programs=2), [(21, 17), (3, 20)], KINDS)
 
 
-@WAYS
-def test_two_calls_in_flight(batched, push) -> None:
-    shape = Shape(batched, push, 2, capacity=9)
+@FORMATS
+def test_two_calls_in_flight(batched) -> None:
+    shape = Shape(batched, 2, capacity=9)
     host, draw = shape.host(), torch.Generator().manual_seed(3)
     for counts in ((9, 2), (0, 5), (7, 7)):
         first = Call(shape, host, counts, "random", draw)
@@ -226,10 +222,10 @@ def test_two_calls_in_flight(batched, push) -> None:
         second.combine()
 
 
-@WAYS
-def test_ids_beyond_the_last_expert_go_nowhere(batched, push) -> None:
+@FORMATS
+def test_ids_beyond_the_last_expert_go_nowhere(batched) -> None:
     """Checked calls refuse them; others must not write to an address that they make up."""
-    shape = Shape(batched, push, 3)
+    shape = Shape(batched, 3)
     host, draw = shape.host(), torch.Generator().manual_seed(9)
     call = Call(shape, host, (6, 8, 1), "random", draw)
     wrong = [torch.rand(r.topk_ids.shape, generator=draw) < 0.3 for r in call.routings]
@@ -241,9 +237,9 @@ def test_ids_beyond_the_last_expert_go_nowhere(batched, push) -> None:
     call.check(host.combine(flight, call.experts))
 
 
-@pytest.mark.parametrize("batched", [False, True], ids=["ht", "ll"])
+@FORMATS
 def test_tokens_that_begin_within_a_word(batched) -> None:
-    shape = Shape(batched, False, 2, dtype=torch.bfloat16)
+    shape = Shape(batched, 2, dtype=torch.bfloat16)
     host, draw = shape.host(), torch.Generator().manual_seed(2)
     call = Call(shape, host, (3, 5), "random", draw)
     for b, x in enumerate(call.xs):
@@ -252,9 +248,9 @@ def test_tokens_that_begin_within_a_word(batched) -> None:
     call.combine()
 
 
-@WAYS
-def test_equal_inputs_give_equal_bits(batched, push) -> None:
-    shape, outs = Shape(batched, push, 3, dtype=torch.bfloat16), []
+@FORMATS
+def test_equal_inputs_give_equal_bits(batched) -> None:
+    shape, outs = Shape(batched, 3, dtype=torch.bfloat16), []
     for order in (0, 1):  # of the ranks
         host, draw = shape.host(seed=order), torch.Generator().manual_seed(5)
         call = Call(shape, host, (8, 4, 7), "hot", draw)
@@ -263,11 +259,11 @@ def test_equal_inputs_give_equal_bits(batched, push) -> None:
     assert torch.equal(*outs)
 
 
-@WAYS
-def test_a_rank_that_does_not_come_makes_nan_and_is_named(batched, push, monkeypatch) -> None:
+@FORMATS
+def test_a_rank_that_does_not_come_makes_nan_and_is_named(batched, monkeypatch) -> None:
     """Also on a rank whose own flags all came: the rank that gave up tells it."""
     monkeypatch.setattr(transfer, "_SPINS", 3)
-    shape = Shape(batched, push, 3, capacity=8, programs=2)
+    shape = Shape(batched, 3, capacity=8, programs=2)
     host, draw = shape.host(), torch.Generator().manual_seed(0)
     call = Call(shape, host, (4,), "random", draw)
     host.open()
@@ -293,14 +289,13 @@ def test_a_rank_that_does_not_come_makes_nan_and_is_named(batched, push, monkeyp
     assert late.isnan().all()
 
 
-@pytest.mark.parametrize("batched", [False, True], ids=["ht", "ll"])
-@pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
-def test_scales_travel_with_their_rows(batched: bool, push: bool) -> None:
+@FORMATS
+def test_scales_travel_with_their_rows(batched: bool) -> None:
     layer = problems(2, 1, 4, 2, 256, 8, quant="fp8_block")
-    host, draw = Host(layer, batched, push), torch.Generator().manual_seed(0)
+    host, draw = Host(layer, batched), torch.Generator().manual_seed(0)
     xs = [torch.randn(5, 256, generator=draw).to(torch.float8_e4m3fn) for _ in layer]
     scales = [torch.rand(5, 2, generator=draw) for _ in layer]
-    shape = Shape(batched, push, 2, experts=4, top_k=2)
+    shape = Shape(batched, 2, experts=4, top_k=2)
     routings = [routing_of(5, shape, "random", draw) for _ in layer]
     flight = host.dispatch(xs, routings, scales)
 

@@ -17,7 +17,7 @@ import torch
 from moekit_nvlink import buffers, moekit_dispatchers
 from moekit_nvlink.buffers import Buffers, Lost, open_memory
 from moekit_nvlink.footprint import Layout, footprint
-from moekit_nvlink.settings import COMBINE_VARIABLE, PROGRAMS_VARIABLE, Settings
+from moekit_nvlink.settings import PROGRAMS_VARIABLE, Settings
 from moekit_nvlink.transfer import Tile
 from nvlink_host import problems
 
@@ -73,19 +73,17 @@ def test_it_precedes_others_on_up_to_four_gpus(other: str) -> None:
     assert all(LL.priority_for(p) < HT.priority_for(p) for p in problems)
 
 
-@pytest.mark.parametrize("name", [COMBINE_VARIABLE, PROGRAMS_VARIABLE])
-def test_settings_are_checked(name: str, monkeypatch) -> None:
-    monkeypatch.setenv(name, "fast")
-    with pytest.raises(InvalidInput, match=f"{name}='fast': expected .*; set one"):
+def test_settings_are_checked(monkeypatch) -> None:
+    monkeypatch.setenv(PROGRAMS_VARIABLE, "fast")
+    with pytest.raises(InvalidInput, match=f"{PROGRAMS_VARIABLE}='fast': expected .*; set one"):
         Settings.read()
-    assert any(name in each for each in HT.unsupported(layer()))
+    assert any(PROGRAMS_VARIABLE in each for each in HT.unsupported(layer()))
 
 
 def test_settings_of_the_environment(monkeypatch) -> None:
-    assert Settings.read() == Settings(push=False, programs=64)
-    monkeypatch.setenv(COMBINE_VARIABLE, " Push ")
+    assert Settings.read() == Settings(programs=64)
     monkeypatch.setenv(PROGRAMS_VARIABLE, "24")
-    assert Settings.read() == Settings(push=True, programs=24, most_multiprocessors=24)
+    assert Settings.read() == Settings(programs=24, most_multiprocessors=24)
 
 
 @pytest.mark.parametrize(
@@ -134,35 +132,33 @@ def test_steps_in_flight_fit_the_smallest_shared_memory() -> None:
             assert (tile.stages - 1) * step <= 98 * 1024, entries
 
 
-@pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("quant", ["none", "fp8_block"])
-def test_memory_is_no_more_than_deepep_takes(push: bool, ranks: int, quant: str) -> None:
+def test_memory_is_no_more_than_deepep_takes(ranks: int, quant: str) -> None:
     """Kept and transient bytes, with the experts' output, which only `nvlink` keeps."""
     deepep = pytest.importorskip("moekit_deepep.footprint")
     problem = layer(parallel=moekit.ParallelConfig(ep_size=ranks), quant=quant)
-    ours, theirs = footprint(problem, True, push), deepep.ll(problem)
+    ours, theirs = footprint(problem, True), deepep.ll(problem)
     assert ours.rows == theirs.rows
     y = problem.num_local_experts * theirs.rows * 7168 * 2
     assert ours.buffer_bytes + ours.transient <= theirs.buffer_bytes + theirs.transient + y
     problem = problem.replace(max_num_tokens=4096)
-    ours, theirs = footprint(problem, False, push), deepep.elastic(problem)
+    ours, theirs = footprint(problem, False), deepep.elastic(problem)
     assert ours.buffer_bytes <= theirs.buffer_bytes + theirs.transient + theirs.rows * 7168 * 2
 
 
 @pytest.mark.parametrize("batched", [False, True])
 def test_layers_of_another_top_k_do_not_share_buffers(batched: bool) -> None:
-    """Regions begin at multiples of 256 bytes, so those of few tokens have equal offsets."""
+    """Regions begin at multiples of 256 bytes, so buffers for few tokens have equal offsets."""
     small = {"parallel": moekit.ParallelConfig(ep_size=2), "max_num_tokens": 4}
-    layouts = [Layout.of(layer(top_k=k, **small), batched, push=False) for k in (2, 4)]
+    layouts = [Layout.of(layer(top_k=k, **small), batched) for k in (2, 4)]
     assert layouts[0].nbytes == layouts[1].nbytes and layouts[0] != layouts[1]
 
 
 def test_regions_of_a_buffer_do_not_overlap() -> None:
     for batched in (False, True):
-        at = Layout.of(problems(3, 2, 10, 4, 48, 7, quant="fp8_block")[0], batched, True)
-        starts = [at.x, at.scale, at.ids, at.weights, at.sources, at.y, at.back, at.counts,
-                  at.flags, at.nbytes]  # fmt: skip
+        at = Layout.of(problems(3, 2, 10, 4, 48, 7, quant="fp8_block")[0], batched)
+        starts = [at.x, at.scale, at.ids, at.weights, at.y, at.counts, at.flags, at.nbytes]
         assert starts == sorted(starts) and not any(start % 256 for start in starts[:-1])
 
 
@@ -304,7 +300,7 @@ def test_two_threads_open_memory(monkeypatch, before: str | None) -> None:
 
 def test_buffers_in_flight(monkeypatch) -> None:
     """A second buffer is made for a second call; a lost rank is an error."""
-    at = Layout.of(problems(2, 1, 4, 2, 16, 4)[0], True, False)
+    at = Layout.of(problems(2, 1, 4, 2, 16, 4)[0], True)
 
     def opened(nbytes: int, *_):
         memory = torch.empty(nbytes, dtype=torch.uint8)

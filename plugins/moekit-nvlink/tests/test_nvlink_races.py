@@ -1,4 +1,4 @@
-"""The protocol of the flags: no order of the ranks may race, wait for ever, or read a stale row."""
+"""The protocol of the flags: no order of the ranks may race, deadlock, or read a stale row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moekit_nvlink.kernels.flags import (
     wait_for_kernel,
 )
 from nvlink_races import Deadlock, Race, World
-from test_nvlink_kernels import KINDS, WAYS, Call, Shape
+from test_nvlink_kernels import FORMATS, KINDS, Call, Shape
 from test_nvlink_reduce import unreduced
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
@@ -114,14 +114,14 @@ class Layer:
 COUNTS = [(3, 0, 4), (0,), (4, 4, 4), (1, 3)]
 
 
-def small(batched: bool, push: bool, ep: int = 3, **more) -> Shape:
-    return Shape(batched, push, ep, **{"hidden": 16, "capacity": 4, "programs": 2, **more})
+def small(batched: bool, ep: int = 3, **more) -> Shape:
+    return Shape(batched, ep, **{"hidden": 16, "capacity": 4, "programs": 2, **more})
 
 
-@WAYS
+@FORMATS
 @pytest.mark.parametrize("two", [False, True], ids=["one", "two"])
-def test_three_ranks(batched, push, two) -> None:
-    Layer(small(batched, push), COUNTS, two).run()
+def test_three_ranks(batched, two) -> None:
+    Layer(small(batched), COUNTS, two).run()
 
 
 @pytest.mark.parametrize("two", [False, True], ids=["one", "two"])
@@ -132,29 +132,29 @@ def test_three_ranks(batched, push, two) -> None:
 )
 def test_sums_are_left_to_the_combine(leave, two, monkeypatch) -> None:
     monkeypatch.setattr(sys.modules["moekit_nvlink.footprint"], "REDUCED_FROM", 1)
-    Layer(small(False, False), COUNTS, two, leave=leave).run()
+    Layer(small(False), COUNTS, two, leave=leave).run()
 
 
 @pytest.mark.full
-@WAYS
+@FORMATS
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(
     ("ep", "tp", "copies"), [(2, 1, 1), (3, 1, 1), (2, 2, 2), (4, 1, 2), (8, 1, 1)]
 )
-def test_other_orders_and_groups(batched, push, seed, ep, tp, copies) -> None:
-    shape = small(batched, push, ep, tp=tp, copies=copies, programs=1 + seed % 3)
+def test_other_orders_and_groups(batched, seed, ep, tp, copies) -> None:
+    shape = small(batched, ep, tp=tp, copies=copies, programs=1 + seed % 3)
     Layer(shape, COUNTS, seed % 2 == 1, seed).run()
 
 
-@pytest.mark.parametrize("batched", [False, True], ids=["ht", "ll"])
+@FORMATS
 def test_eight_ranks(batched) -> None:
-    Layer(small(batched, False, 8, top_k=2), [(2, 0, 1), (1, 2)], seed=1).run()
+    Layer(small(batched, 8, top_k=2), [(2, 0, 1), (1, 2)], seed=1).run()
 
 
-@WAYS
+@FORMATS
 @pytest.mark.parametrize("last", [2**31, pytest.param(2**32, marks=pytest.mark.full)])
-def test_numbers_of_calls_wrap(batched, push, last) -> None:
-    Layer(small(batched, push, 2), COUNTS, epoch=last - 3).run()
+def test_numbers_of_calls_wrap(batched, last) -> None:
+    Layer(small(batched, 2), COUNTS, epoch=last - 3).run()
 
 
 # -- faults that the detector must find ------------------------------------------------------------
@@ -343,4 +343,4 @@ def test_faults_are_found(name, fault, module, monkeypatch) -> None:
         monkeypatch.setattr(sys.modules["moekit_nvlink.footprint"], "REDUCED_FROM", 1)
         leave = (range(3),)
     with pytest.raises((Race, Deadlock)):
-        Layer(small(module is assignments, False, 3, programs=3), COUNTS, leave=leave).run()
+        Layer(small(module is assignments, 3, programs=3), COUNTS, leave=leave).run()

@@ -44,7 +44,7 @@ def unreduced(call: Call, rank: int, tokens, in_order: bool) -> Unreduced:
 )
 def test_sums_are_those_of_the_experts(ep, tp, leave, in_order) -> None:
     """Bit by bit, also where only some ranks' experts leave the sum."""
-    shape = Shape(False, False, ep, tp, top_k=5, hidden=80, capacity=21, programs=2,
+    shape = Shape(False, ep, tp, top_k=5, hidden=80, capacity=21, programs=2,
                   dtype=torch.bfloat16)  # fmt: skip
     host, draw = shape.host(), torch.Generator().manual_seed(7)
     assert host.layout.chunks > 1

@@ -21,22 +21,10 @@ class TestHighThroughput(DispatcherConformance):
     world_sizes = (2, 4)
 
 
-class TestHighThroughputPush(DispatcherConformance):
-    backend = "nvlink_ht_push_standin"
-    backends = nvlink_standin.registry()
-    world_sizes = (2,)
-
-
 class TestLowLatency(DispatcherConformance):
     backend = "nvlink_ll_standin"
     backends = nvlink_standin.registry()
     world_sizes = (2, 4)
-
-
-class TestLowLatencyPush(DispatcherConformance):
-    backend = "nvlink_ll_push_standin"
-    backends = nvlink_standin.registry()
-    world_sizes = (2,)
 
 
 @pytest.fixture(scope="module")

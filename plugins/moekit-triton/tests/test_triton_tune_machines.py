@@ -207,13 +207,13 @@ def test_plans_of_the_installed_triton_count_first(tmp_path, monkeypatch) -> Non
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("rows", "0"), ("rows", "1,nan"), ("rows", "few"), ("gpus", "0"), ("seconds", "-1")],
+    [("rows", "0"), ("rows", "1,nan"), ("rows", "few"), ("gpus", "0"), ("seconds", "few")],
 )
 def test_wrong_arguments(machine, tmp_path, capsys, option, value) -> None:
     machine(plans)
     with pytest.raises(SystemExit) as left:
         tune.main(arguments(tmp_path / "t.json", **{option: value}))
-    assert left.value.code == 2 and f"argument --{option}: expected" in capsys.readouterr().err
+    assert left.value.code == 2 and f"argument --{option}: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

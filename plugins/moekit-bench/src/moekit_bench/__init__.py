@@ -10,7 +10,7 @@ from __future__ import annotations
 from .experts import Case, run_cell
 from .implementations import KernelCall, Unavailable
 from .limits import Ceilings, Work, known_ceilings, limit_us, work
-from .records import Measurement
+from .records import Result
 from .report import Table
 from .shapes import SHAPES, inputs, random_weights, shape
 from .timer import Prepared, Timer, Timing, measure, take_turns
@@ -20,8 +20,8 @@ __all__ = [
     "Case",
     "Ceilings",
     "KernelCall",
-    "Measurement",
     "Prepared",
+    "Result",
     "Table",
     "Timer",
     "Timing",

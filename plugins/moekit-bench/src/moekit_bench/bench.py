@@ -3,42 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from moekit.errors import MoekitError
 from moekit.plugin import SCHEMES, DeviceSpec, check_writable, registry, replace_file
 
-from . import dispatch_report, experts, experts_report, layers_report, options
-from .codec import from_json, read_recording, write_recording
+from . import options
 from .dispatch import DispatchSweep
 from .environment import command
 from .experts import ExpertsSweep
 from .implementations import Implementation, backends, baselines, beside
 from .layers import LayersSweep
 from .limits import Ceilings, known_ceilings, measure_ceilings, parse_ceilings
-from .options import names, names_if_given, numbers, whole
-from .records import (
-    DispatchRun,
-    DispatchSettings,
-    ExpertsRun,
-    ExpertsSettings,
-    LayerSettings,
-    LayersRun,
-    Run,
-    all_right,
-)
+from .options import names, names_if_given, numbers, positive
 from .shapes import ROUTINGS, SHAPES, Shape, shape
 from .sweep import Sweep
 
-R = TypeVar("R", bound=Run)
-
-_IN_MODE = "also time each backend in batch-invariant mode, beside its default"
+_IN_MODE = "also time each backend in batch-invariant mode"
 _LAYER_EXPERTS = "torch,triton,triton_batched,deepgemm,deepgemm_batched"
 
 
@@ -50,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         1: not so.
 
     Raises:
-        MoekitError: An argument is wrong, or a file cannot be read or written.
+        MoekitError: An argument is wrong, or a file cannot be written.
     """
     program = "python -m moekit bench"
     modes = argparse.ArgumentParser(program, add_help=False, allow_abbrev=False)
@@ -67,53 +53,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     mode.add_options(parser)
     args = parser.parse_args(rest)
+    if getattr(args, "list_shapes", False):
+        print(_shape_list())
+        return 0
     return _run(mode, args, command(*words, *rest))
 
 
 def _run(mode: _Mode, args: argparse.Namespace, command: str) -> int:
-    if getattr(args, "list_shapes", False):
-        print(_shape_list())
-        return 0
     for file in filter(None, (args.json, args.markdown)):
         check_writable(file)
+    sweep = mode.sweep(args, command)
 
-    def keep(run: Run) -> None:
+    def keep() -> None:
         if args.json is not None:
-            write_recording(args.json, run)
+            sweep.run.write(args.json)
         if args.markdown is not None:
-            replace_file(args.markdown, mode.report(run))
+            replace_file(args.markdown, sweep.report())
 
-    if args.recorded is not None:
-        run, ok = mode.recorded(args), True
-    else:
-        sweep = mode.sweep(args, command)
-        sweep.keep = keep
-        sweep.measure()
-        run, ok = sweep.run, sweep.complete and mode.right(sweep.run)
-        if not sweep.leader:
-            return int(not ok)
-    keep(run)
-    if args.markdown is None:
-        print(mode.report(run), end="")
-    if isinstance(run, ExpertsRun) and args.plot is not None:
-        try:
-            for file in experts_report.plot(run, args.plot):
-                print(f"plot: {file}", file=sys.stderr)
-        except (MoekitError, OSError) as error:  # measurements are worth more than pictures
-            print(f"no plots: {error}", file=sys.stderr)
-    return int(not ok)
+    sweep.keep = keep
+    sweep.measure()
+    if sweep.leader:
+        keep()
+        if args.markdown is None:
+            print(sweep.report(), end="")
+    return int(not (sweep.complete and sweep.succeeded))
 
 
-def recorded(cls: type[R], file: Path) -> R:
-    """Return the run in ``file``; MoekitError if that is no recording of such a run."""
-    return from_json(cls, read_recording(file), str(file))
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    """Add the options that all modes have: routings, and where a run goes."""
+    add = parser.add_argument
+    routings = f"of {', '.join(ROUTINGS)}; default: %(default)s"
+    add("--routing", default="uniform", metavar="LIST", help=routings)
+    add("--no-graph", action="store_true", help="no CUDA graphs: eager times only")
+    add("--markdown", type=Path, metavar="FILE", help="the report; default: standard output")
+    add("--json", type=Path, metavar="FILE", help="everything, rewritten after every cell")
 
 
 # -- experts ----------------------------------------------------------------------------------
 
 
 def add_experts_sweep(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `moekit tune` has, too."""
+    """Add the options that `bench` and `tune` share."""
     add = parser.add_argument
     add(
         "--shapes", default="mixtral,qwen3-30b,dsv3-ep8", metavar="LIST",
@@ -130,32 +110,28 @@ def add_experts_sweep(parser: argparse.ArgumentParser) -> None:
 
 def _add_experts(parser: argparse.ArgumentParser) -> None:
     add_experts_sweep(parser)
-    options.add_run(parser)
+    _add_run(parser)
     add = parser.add_argument
     add(
-        "--ep", type=whole(1), default=1, metavar="N",
+        "--ep", type=positive, default=1, metavar="N",
         help="the experts of one of N ranks, for tokens most of whose choices are other ranks'; "
         "--shapes are whole layers",
     )  # fmt: skip
     add(
-        "--baselines", "--peers", dest="baselines", action="append", default=[], metavar="PATH",
+        "--baselines", action="append", default=[], metavar="PATH",
         help="adapter file or folder of them (benchmarks/baselines); may be repeated",
     )  # fmt: skip
-    add(
-        "--only-baselines", "--only-peers", dest="only_baselines", metavar="LIST",
-        help="of --baselines, these names only",
-    )  # fmt: skip
+    add("--only-baselines", metavar="LIST", help="of --baselines, these names only")
     add(
         "--ceilings", metavar="WHAT",
         help="bf16=791,fp8=1424,read=4490 (TFLOP/s, GB/s), or `measure`; default: what is known "
         "for the device",
     )  # fmt: skip
     add("--batch-invariant", action="store_true", help=_IN_MODE)
-    add("--plot", type=Path, metavar="DIR", help="a PNG per shape and scheme (needs matplotlib)")
     add("--list-shapes", action="store_true", help="print the named shapes, and stop")
 
 
-def _experts(args: argparse.Namespace, command: str) -> Sweep:
+def _experts(args: argparse.Namespace, command: str) -> ExpertsSweep:
     found = backends(names_if_given(args.experts), args.dispatcher)
     if args.batch_invariant:
         both = beside([each.name for each in found if not each.left_out])
@@ -169,7 +145,7 @@ def experts_sweep(
 ) -> ExpertsSweep:
     """Return the sweep that the options of `add_experts_sweep`, --routing, --ep and --ceilings
     describe."""
-    registry().dispatcher(args.dispatcher)  # raises with the names that there are
+    registry().dispatcher(args.dispatcher)  # raises an error that lists the names
     device = options.torch_device(args.device)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)
@@ -180,7 +156,6 @@ def experts_sweep(
         shapes=shapes,
         implementations=implementations,
         device=device,
-        settings=options.settings(ExpertsSettings, args),
         ceilings=_ceilings(args.ceilings, device),
         **_swept(args, command),
     )
@@ -190,18 +165,6 @@ def _ceilings(text: str | None, device: torch.device) -> Ceilings | None:
     if text is None:
         return known_ceilings(DeviceSpec.of(device).name)
     return measure_ceilings(device) if text == "measure" else parse_ceilings(text)
-
-
-def _recorded_experts(args: argparse.Namespace) -> ExpertsRun:
-    run = recorded(ExpertsRun, args.recorded)
-    if args.ceilings == "measure":
-        raise MoekitError(
-            "--ceilings measure measures this machine, and --from FILE was recorded before: give "
-            "the recorded device's, for example --ceilings bf16=791,fp8=1424,read=4490"
-        )
-    if args.ceilings is not None:
-        run = experts.with_ceilings(run, parse_ceilings(args.ceilings))
-    return experts_report.summarized(run)
 
 
 def _shape_list() -> str:
@@ -218,8 +181,8 @@ def _shape_list() -> str:
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--dispatchers", metavar="LIST", help="default: every installed one that moves tokens")
-    add("--ranks", type=whole(1), metavar="N", help="default: one per GPU; without GPUs 2")
-    options.add_run(parser)
+    add("--ranks", type=positive, metavar="N", help="default: one per GPU; without GPUs 2")
+    _add_run(parser)
 
 
 def _add_dispatch(parser: argparse.ArgumentParser) -> None:
@@ -231,17 +194,14 @@ def _add_dispatch(parser: argparse.ArgumentParser) -> None:
     _add_ranks(parser)
 
 
-def _dispatch(args: argparse.Namespace, command: str) -> Sweep:
+def _dispatch(args: argparse.Namespace, command: str) -> DispatchSweep:
     sizes = numbers(args.sizes.replace(":", ","), "--sizes")
     if len(sizes) != 3:
         raise MoekitError(
             f"--sizes must be EXPERTS:TOP_K:HIDDEN, as in 256:8:7168 (got {args.sizes})"
         )
-    return DispatchSweep(
-        shape=Shape(sizes[0], sizes[1], sizes[2], sizes[2]),
-        settings=options.settings(DispatchSettings, args),
-        **_over_ranks(args, command),
-    )
+    layer = Shape(sizes[0], sizes[1], sizes[2], sizes[2], args.sizes)
+    return DispatchSweep(shape=layer, **_over_ranks(args, command))
 
 
 def _add_layers(parser: argparse.ArgumentParser) -> None:
@@ -253,26 +213,22 @@ def _add_layers(parser: argparse.ArgumentParser) -> None:
     add("--experts", metavar="LIST", help=f"default: those installed of {_LAYER_EXPERTS}")
     tokens = "1,16,128,1024,4096"
     options.add_sweep(parser, tokens=tokens, quant="none,fp8_block", inputs=2, replays=5)
-    add("--share-devices", action="store_true", help="more ranks than GPUs: for the errors alone")
     add("--batch-invariant", action="store_true", help=_IN_MODE)
-    add("--overlap", action="store_true", help="also what calls in flight and shared experts save")
-    add("--seconds", type=options.seconds, metavar="S", help="begin no cell after this")
+    add("--seconds", type=float, metavar="S", help="begin no cell after this")
     _add_ranks(parser)
 
 
-def layers_sweep(args: argparse.Namespace, command: str) -> LayersSweep:
+def layers_sweep(args: argparse.Namespace, command: str = "") -> LayersSweep:
+    """Return the sweep that the options of `bench --layers` describe."""
     default = [name for name in names(_LAYER_EXPERTS) if name in registry().experts]
     experts = default if args.experts is None else names(args.experts)
-    given = _over_ranks(args, command)
-    routing = given["routings"][0]
-    return LayersSweep(
+    sweep = LayersSweep(
         shape=shape(args.layer),
-        settings=options.settings(LayerSettings, args, routing=routing),
         experts=beside(experts) if args.batch_invariant else experts,
-        overlap=args.overlap,
-        end=options.end(args),
-        **given | {"routings": [routing]},
+        **_over_ranks(args, command),
     )
+    sweep.end = options.end(args)
+    return sweep
 
 
 def _over_ranks(args: argparse.Namespace, command: str) -> dict[str, Any]:
@@ -297,23 +253,18 @@ def _swept(args: argparse.Namespace, command: str) -> dict[str, Any]:
         "schemes": options.choices(args.quant, SCHEMES, "--quant"),
         "routings": options.choices(args.routing, ROUTINGS, "--routing"),
         "tokens": numbers(args.tokens, "--tokens"),
+        "settings": options.settings(args),
         "command": command,
     }
 
 
 @dataclass(frozen=True)
 class _Mode:
-    """A kind of measurement of `bench`: its options, its sweep, its recordings and its report.
-
-    right: whether the run's results are.
-    """
+    """A kind of measurement: its options and its sweep."""
 
     text: str
     add_options: Callable[[argparse.ArgumentParser], None]
     sweep: Callable[[argparse.Namespace, str], Sweep]
-    recorded: Callable[[argparse.Namespace], Run]
-    report: Callable[[Any], str]
-    right: Callable[[Any], bool] = all_right
 
 
 _MODES = {
@@ -322,23 +273,16 @@ _MODES = {
         "against the fp32 oracle.",
         _add_experts,
         _experts,
-        _recorded_experts,
-        experts_report.markdown,
-        experts.succeeded,
     ),
     "--dispatch": _Mode(
         "Time dispatchers without experts, over tokens on each rank; each is checked.",
         _add_dispatch,
         _dispatch,
-        lambda args: recorded(DispatchRun, args.recorded),
-        dispatch_report.markdown,
     ),
     "--layers": _Mode(
         "Time whole layers over ranks, every dispatcher with every experts backend, each checked "
         "against the fp32 oracle.",
         _add_layers,
         layers_sweep,
-        lambda args: recorded(LayersRun, args.recorded),
-        layers_report.markdown,
     ),
 }

@@ -24,18 +24,17 @@ from moekit.plugin import (
     quant,
 )
 
+from . import report
 from .accuracy import relative_error
-from .codec import merge
 from .ranks import RanksSweep, Task, cause, local_device
-from .records import DispatcherCell, DispatcherResult, DispatchRun
-from .sweep import Cell
+from .records import Cell, Result, merge
 from .timer import Prepared, Timer, time_one
 
 # Each rank adds one rounding of its part, and the sum is rounded; quantization is not counted.
 _BOUND = 2e-2
 
 
-def measure_dispatch(rank: int, world_size: int, task: Task) -> DispatcherResult:
+def measure_dispatch(rank: int, world_size: int, task: Task) -> Result:
     """Return this rank's measurements. Collective."""
     dispatcher = task.spec.load()(task.spec, task.problem_of(rank))
     try:
@@ -63,7 +62,7 @@ class _RoundTrips:
     def __call__(self, index: int) -> None:
         self._combine(index, self._dispatch(index))
 
-    def measure(self) -> DispatcherResult:
+    def measure(self) -> Result:
         task = self.task
         error = max(self._error(index) for index in range(len(self.inputs)))
         indices = [(index,) for index in range(len(self.inputs))]
@@ -71,19 +70,17 @@ class _RoundTrips:
         prepared = Prepared(self, indices, self.device, graph, timer=self.timer)
         timing = time_one(prepared, task.settings.replays)
         dispatch, combine = self._phases(timing.host_us or 0.0)
-        link_rows, rows = self._rows()
         q, scale = self.sent[0]
         scales = 0 if scale is None else scale.shape[1] * scale.itemsize
         out = self.outs[0]
-        return DispatcherResult.of(
+        return Result.of(
             timing,
             error,
             _BOUND,
             name=task.spec.name,
             dispatch_us=statistics.median(dispatch),
             combine_us=statistics.median(combine),
-            link_rows=link_rows,
-            rows=rows,
+            link_rows=self._link_rows(),
             dispatch_row_bytes=q.shape[1] * q.itemsize + scales,
             combine_row_bytes=out.shape[1] * out.itemsize,
             num_sms=self.dispatcher.num_sms,
@@ -167,19 +164,17 @@ class _RoundTrips:
             return x.float()
         return quant.dequantize(x, scale, activation)
 
-    def _rows(self) -> tuple[float, float]:
-        """Return how many (token, rank) rows this rank sends to others, and to all; means."""
+    def _link_rows(self) -> float:
+        """Return how many (token, rank) rows this rank sends to other ranks; a mean."""
         p, ranks = self.problem, self.problem.parallel.ep_size
-        remote, every = [], []
+        shares = [partition(p.num_physical_experts, ranks, rank) for rank in range(ranks)]
+        del shares[p.parallel.ep_rank]
+        counts = []
         for _, routing in self.inputs:
-            hit = [
-                ((routing.topk_ids >= held.start) & (routing.topk_ids < held.stop)).any(dim=1)
-                for held in (partition(p.num_physical_experts, ranks, r) for r in range(ranks))
-            ]
-            counts = [int(h.sum()) for h in hit]
-            every.append(sum(counts))
-            remote.append(sum(counts) - counts[p.parallel.ep_rank])
-        return statistics.fmean(remote), statistics.fmean(every)
+            ids = routing.topk_ids
+            hits = (((ids >= held.start) & (ids < held.stop)).any(dim=1) for held in shares)
+            counts.append(sum(int(hit.sum()) for hit in hits))
+        return statistics.fmean(counts)
 
 
 # -- the sweep --------------------------------------------------------------------------------
@@ -187,20 +182,14 @@ class _RoundTrips:
 
 @dataclass(kw_only=True)
 class DispatchSweep(RanksSweep):
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.run = DispatchRun(**self.facts())
+    mode = "dispatch"
 
-    def results(
-        self, spec: DispatcherSpec, problem: MoEProblem, cell: Cell
-    ) -> list[DispatcherResult]:
+    def report(self) -> str:
+        return report.markdown(self.run)
+
+    def results(self, spec: DispatcherSpec, problem: MoEProblem, cell: Cell) -> list[Result]:
         task = Task(spec, problem, cell, self.settings)
         try:
-            return [merge(self.on_ranks(measure_dispatch, task)).with_rates()]
+            return [merge(self.on_ranks(measure_dispatch, task))]
         except Exception as error:
-            return [DispatcherResult(name=spec.name, reason=cause(error))]
-
-    def record(self, cell: Cell, results: tuple[DispatcherResult, ...]) -> DispatcherCell:
-        return DispatcherCell(
-            scheme=cell.scheme, routing=cell.routing, tokens=cell.tokens, results=results
-        )
+            return [Result(name=spec.name, reason=cause(error))]

@@ -18,7 +18,6 @@ from moekit.errors import MoekitError
 from moekit.plugin import DeviceSpec, DispatcherSpec, ExpertsSpec, registry
 
 from .implementations import Implementation
-from .records import DeviceFacts
 
 _owners = functools.cache(importlib.metadata.packages_distributions)
 
@@ -81,12 +80,19 @@ def about(
     dispatchers: Iterable[DispatcherSpec] = (),
 ) -> dict[str, Any]:
     """Return the fields of a `Run` that say how and with what it was made."""
-    name = spec.name or f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    attributes = ("multi_processor_count", "L2_cache_size", "total_memory")
-    facts = (getattr(properties, attribute, None) for attribute in attributes)
+    facts: dict[str, Any] = {
+        "name": spec.name or f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
+        "type": device.type,
+        "capability": spec.capability,
+        "arch": spec.arch,
+    }
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        facts["multiprocessors"] = found.multi_processor_count
+        facts["l2_bytes"] = getattr(found, "L2_cache_size", None)
+        facts["memory_bytes"] = found.total_memory
     return {
         "command": command,
         "versions": versions(implementations, dispatchers),
-        "device": DeviceFacts(name, device.type, spec.capability, spec.arch, *facts),
+        "device": facts,
     }

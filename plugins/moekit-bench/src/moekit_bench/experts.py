@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from moekit.errors import MoekitError
-from moekit.plugin import DeviceSpec, ExpertWeights, MoEProblem
+from moekit.plugin import DeviceSpec, ExpertWeights, MoEProblem, reason_of
 
+from . import report
 from .accuracy import oracle_rows, relative_error, sampled_rows
 from .environment import about
-from .experts_report import summarized
 from .implementations import Implementation, KernelCall
 from .internals import DTYPES, benchmark_bound
 from .limits import Ceilings, Work, bytes_per_expert, limit_us, work
-from .records import (
-    BASELINE,
-    ExpertsCell,
-    ExpertsResult,
-    ExpertsRun,
-    Measurement,
-    copied_share,
-)
+from .records import BASELINE, Cell, Result, Run, copied_share
+from .regret import Choice, of_experts
 from .shapes import Inputs, Shape, inputs, random_weights
-from .sweep import Cell, Sweep
-from .timer import Call, Prepared, attempt, first_line, release, take_turns
+from .sweep import Sweep
+from .timer import Call, Prepared, attempt, release, take_turns
 
 _CHECKED_TOKENS = 32
 _MAX_INPUTS = 8
@@ -75,15 +69,14 @@ def run_cell(
     replays: int = 10,
     host: bool = True,
     graph: bool = True,
-    log: Callable[[str], None] = lambda name: None,
-) -> dict[str, Measurement]:
+) -> dict[str, Result]:
     """Check and time every call on ``case``, in turns; a call that fails gets its reason.
 
     Raises:
         DeviceLost: A failure left the device unusable.
     """
     device = case.weights.w13.device
-    results: dict[str, Measurement] = {}
+    results: dict[str, Result] = {}
     ready: dict[str, Prepared] = {}
     errors: dict[str, float] = {}
 
@@ -97,20 +90,19 @@ def run_cell(
         rows = sampled_rows(case.tokens, _CHECKED_TOKENS, device)
         want = oracle_rows(case.problem, case.weights, x, routing, rows)
         for name, call in calls.items():
-            log(name)
             _, reason = attempt(device, prepare, name, call)
-            results[name] = Measurement(reason=reason)
+            results[name] = Result(name=name, reason=reason)
         timings = take_turns(ready, replays, host=host)
     ready.clear()
     release(device)
     bound = benchmark_bound(case.problem)
     for name, timing in timings.items():
         if isinstance(timing, Exception):
-            results[name] = Measurement(reason=first_line(timing))
+            results[name] = Result(name=name, reason=reason_of(timing))
         else:
             error = errors[name]
             wrong = "" if error <= bound else f"wrong: error {error:.1e}"
-            results[name] = Measurement.of(timing, error, bound, reason=wrong)
+            results[name] = Result.of(timing, error, bound, name=name, reason=wrong)
     return results
 
 
@@ -126,7 +118,7 @@ class ExpertsSweep(Sweep):
     """Every shape, scheme, routing and number of tokens, for every implementation.
 
     Weights and calls are made once for each shape and scheme, and freed before the next.
-    ``problems`` are those of each shape's name and scheme.
+    ``problems`` are keyed by a shape's name and a scheme.
 
     Raises:
         MoekitError: Two implementations have one name, or there is none.
@@ -153,43 +145,51 @@ class ExpertsSweep(Sweep):
             for q in self.schemes
         }
         facts = about(self.command, self.device, spec, self.implementations)
-        self.run = ExpertsRun(**facts, settings=s, ceilings=self.ceilings)
+        self.run = Run(mode="experts", **facts, settings=s, ceilings=self.ceilings)
         self.cells = self.all_cells(shape.name for shape in self.shapes)
         self._group = ("", "")
         self._weights: ExpertWeights | None = None
         self._calls: dict[str, Call] = {}
 
-    def measure_cell(self, cell: Cell) -> ExpertsCell | None:
+    @property
+    def succeeded(self) -> bool:
+        """Return whether every measured cell has a right result."""
+        return all(any(r.right for r in cell.results) for cell in self.run.cells)
+
+    def choices(self) -> list[Choice]:
+        """Return what `moekit.compose` would choose now in each measured cell."""
+        dispatcher = self.settings.dispatcher or "local"
+        cells = self.run.cells
+        return [of_experts(self.problems[c.shape, c.scheme], dispatcher, c) for c in cells]
+
+    def report(self) -> str:
+        return report.markdown(self.run)
+
+    def measure_cell(self, cell: Cell) -> Cell | None:
         if (cell.shape, cell.scheme) != self._group:
             self._begin(cell)
         if self._weights is None:
             return None
         # It fails if memory runs out for the inputs or the oracle.
-        made: ExpertsCell | None
+        made: Cell | None
         made, reason = attempt(self.device, self._measured, cell, self._weights)
         if made is None:
-            self.refuse("all", f"T={cell.tokens}: {reason}", *self._group)
+            self.refuse("all", f"T={cell.tokens}: {reason}", cell)
         return made
-
-    def add(self, cell: ExpertsCell) -> None:
-        super().add(cell)
-        self.run = summarized(self.run)
 
     def _begin(self, cell: Cell) -> None:
         self._group, self._weights = (cell.shape, cell.scheme), None
         self._calls.clear()
         release(self.device)
-        problem, title = self.problems[self._group], " ".join(self._group)
-        self.progress.doing(f"{title}: weights")
+        problem = self.problems[self._group]
         weights, reason = attempt(
             self.device, random_weights, problem, self.device, self.settings.seed
         )
         if weights is None:
-            self.refuse("all", f"no weights: {reason}", *self._group)
+            self.refuse("all", f"no weights: {reason}", cell)
             return
         self._weights = weights
         for each in self.implementations:
-            self.progress.doing(f"{title}: making {each.name}")
             call: Any = None
             reason = each.left_out
             if problem.parallel.ep_size > 1 and each.kind == BASELINE:
@@ -197,17 +197,16 @@ class ExpertsSweep(Sweep):
             if not reason:
                 call, reason = attempt(self.device, each.make, problem, weights, self.device)
             if reason:
-                self.refuse(each.name, reason, *self._group)
+                self.refuse(each.name, reason, cell)
             else:
                 self._calls[each.name] = call
         # The largest call first: a workspace that grows between captures is kept once more.
-        for name, call in self._calls.items():
+        for call in self._calls.values():
             if isinstance(call, KernelCall):
-                self.progress.doing(f"{title}: warming up {name}")
                 # The cell that needs so much reports a failure.
                 attempt(self.device, call.warmup, max(self.tokens))
 
-    def _measured(self, cell: Cell, weights: ExpertWeights) -> ExpertsCell:
+    def _measured(self, cell: Cell, weights: ExpertWeights) -> Cell:
         p, s = self.problems[self._group], self.settings
         case = Case.make(p, weights, cell.tokens, cell.routing, count=s.inputs, seed=s.seed)
         results = run_cell(
@@ -215,52 +214,25 @@ class ExpertsSweep(Sweep):
             self._calls,
             replays=s.replays,
             graph=not s.no_graph,
-            log=lambda name: self.progress.doing(f"{cell}: {name}"),
         )
-
+        limit = None
+        if any(r.us is not None for r in results.values()):
+            limit = limit_us(case.work, p, self.ceilings)
         kinds = {each.name: each.kind for each in self.implementations}
 
-        def row(name: str, result: Measurement) -> ExpertsResult:
-            call, copied = self._calls[name], None
+        def complete(result: Result) -> Result:
+            call = self._calls[result.name]
+            copied = None
             if isinstance(call, KernelCall):
                 copied = copied_share(weights.tensors(), call.packed)
-            return ExpertsResult(**vars(result), name=name, kind=kinds[name], copied=copied)
+            fraction = None if limit is None or result.us is None else limit / result.us
+            kind = kinds[result.name]
+            return replace(result, kind=kind, copied=copied, fraction=fraction)
 
-        sizes = ("num_experts", "top_k", "hidden_size", "intermediate_size")
-        made = ExpertsCell(
-            **vars(cell),
-            **{name: getattr(p, name) for name in sizes},
-            ep=p.parallel.ep_size,
-            dtype=p.dtype_name,
+        return replace(
+            cell,
             inputs=len(case.inputs),
+            limit_us=limit,
             **vars(case.work),
-            results=tuple(row(name, result) for name, result in results.items()),
+            results=tuple(map(complete, results.values())),
         )
-        return _limited(made, self.run.ceilings)
-
-
-def succeeded(run: ExpertsRun) -> bool:
-    return all(any(r.right for r in cell.results) for cell in run.cells)
-
-
-def with_ceilings(run: ExpertsRun, ceilings: Ceilings) -> ExpertsRun:
-    """Return a recorded run with the limits and fractions of other ceilings."""
-    cells = tuple(_limited(cell, ceilings) for cell in run.cells)
-    return replace(run, ceilings=ceilings, cells=cells)
-
-
-def _limited(cell: ExpertsCell, ceilings: Ceilings | None) -> ExpertsCell:
-    """Return the cell with its limit, and its results with their fractions of that."""
-    if all(r.us is None for r in cell.results):
-        return cell
-    shape = Shape(cell.num_experts, cell.top_k, cell.hidden_size, cell.intermediate_size)
-    problem = shape.problem(
-        ep=cell.ep, quant=cell.scheme, dtype=DTYPES.get(cell.dtype, cell.dtype), device="cpu"
-    )
-    done = Work(cell.flop, cell.bytes, cell.active_experts, cell.rows)
-    limit = limit_us(done, problem, ceilings)
-    results = tuple(
-        replace(r, fraction=None if limit is None or r.us is None else limit / r.us)
-        for r in cell.results
-    )
-    return replace(cell, limit_us=limit, results=results)

@@ -166,7 +166,7 @@ def _load(file: Path) -> Any:
     """
     spec = importlib.util.spec_from_file_location(f"moekit_bench_baseline_{file.stem}", file)
     if spec is None or spec.loader is None:
-        raise Unavailable(f"{file} is no Python file")
+        raise Unavailable(f"{file} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     folder = str(file.resolve().parent)
     sys.path.append(folder)

@@ -8,7 +8,6 @@ from moekit.backends.reference import oracle as oracle
 from moekit.layer.simulate import SIMULATED as SIMULATED
 from moekit.problem import DTYPES as DTYPES
 from moekit.problem.tolerance import benchmark_bound as benchmark_bound
-from moekit.runtime.overlap import ConcurrentExperts as ConcurrentExperts
 from moekit.selection.composite import find_experts as find_experts
 from moekit.selection.tuned import table as table
 from moekit.selection.tuned.choice import Found as Found
@@ -17,4 +16,3 @@ from moekit.selection.tuned.plan import split as split
 from moekit.selection.tuned.table import Key as Key
 from moekit.selection.tuned.table import Record as Record
 from moekit.selection.tuned.table import Table as Table
-from moekit.untrusted.files import parse_json as parse_json

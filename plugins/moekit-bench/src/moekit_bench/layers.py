@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,27 +23,19 @@ from moekit.plugin import (
     PackedWeights,
     Routing,
     Workspace,
+    reason_of,
     registry,
 )
 
+from . import report
 from .accuracy import oracle_rows, relative_error, sampled_rows
-from .codec import merge
 from .implementations import asked_of, backends
 from .internals import benchmark_bound, find_experts
-from .overlap import measure_overlap
 from .ranks import RanksSweep, Task, cause, local_device
-from .records import LayerCell, LayerResult, LayersRun, combination, copied_share
+from .records import Cell, Result, combination, copied_share, merge
+from .regret import Choice, of_layer
 from .shapes import random_weights
-from .sweep import Cell
-from .timer import (
-    Prepared,
-    Timer,
-    first_fault,
-    first_line,
-    from_all_ranks,
-    release,
-    time_one,
-)
+from .timer import Prepared, Timer, first_fault, from_all_ranks, release, time_one
 
 # Tokens of each rank that are compared with the oracle.
 _CHECKED = 8
@@ -50,7 +43,7 @@ _CHECKED = 8
 _SECONDS_A_KIND = 0.4
 
 
-def measure_layers(rank: int, world_size: int, task: Task) -> list[LayerResult]:
+def measure_layers(rank: int, world_size: int, task: Task) -> list[Result]:
     """Return this rank's measurements of each of the experts. Collective."""
     problem = task.problem_of(rank)
     kernels: list[moekit.ModularKernel] = []  # until the end: they share the dispatcher's buffers
@@ -118,9 +111,9 @@ class _Layers:
 
     # -- one combination ----------------------------------------------------------------------
 
-    def measure(self, experts: str, kernels: list[moekit.ModularKernel]) -> LayerResult:
+    def measure(self, experts: str, kernels: list[moekit.ModularKernel]) -> Result:
         """Measure a combination, whose kernel is added to ``kernels``."""
-        failed, stated = LayerResult(dispatcher=self.task.spec.name, experts=experts), 0
+        failed, stated = _named(self.task.spec.name, experts), 0
         try:
             name, problem = asked_of(experts, self.problem)
             kernel = moekit.compose(
@@ -136,19 +129,17 @@ class _Layers:
             stated = kernel.memory(self.task.cell.tokens).total
             reason = self._too_large(stated)
         except Exception as failure:
-            reason = first_line(failure)
+            reason = reason_of(failure)
         try:
             if reason := first_fault(reason):
-                return replace(failed, reason=reason)
-            result = self._times(kernel, packed, experts)
-            return replace(result, copied=copied, stated_bytes=stated)
+                return Result(**failed, reason=reason)
+            result = self._times(kernel, packed)
+            return replace(result, **failed, copied=copied, stated_bytes=stated)
         finally:
             for kernel in kernels:  # the next combination needs the memory
                 kernel.workspace = Workspace()
 
-    def _times(
-        self, kernel: moekit.ModularKernel, packed: PackedWeights, experts: str
-    ) -> LayerResult:
+    def _times(self, kernel: moekit.ModularKernel, packed: PackedWeights) -> Result:
         def call(x: Tensor, routing: Routing) -> Tensor:
             return kernel(x, packed, routing)
 
@@ -166,18 +157,8 @@ class _Layers:
         if prepared.graph is not None:
             error = max(error, self._error(prepared.first_output()))
         timing = time_one(prepared, replays, host=False)
-        overlap = None
-        if self.task.overlap:
-            overlap = measure_overlap(self.timer, kernel, packed, self.inputs, replays)
-        return LayerResult.of(
-            timing,
-            error,
-            benchmark_bound(self.problem),
-            dispatcher=self.task.spec.name,
-            experts=experts,
-            buffer_bytes=kernel.dispatcher.buffer_bytes(),
-            overlap=overlap,
-        )
+        bound, held = benchmark_bound(self.problem), kernel.dispatcher.buffer_bytes()
+        return Result.of(timing, error, bound, buffer_bytes=held)
 
     def _error(self, out: Tensor) -> float:
         error = relative_error(out, self.rows, self.want)
@@ -207,6 +188,12 @@ class _Layers:
         return max(2, min(self.task.settings.replays, int(_SECONDS_A_KIND * 1e6 / slowest)))
 
 
+def _named(dispatcher: str, experts: str) -> dict[str, Any]:
+    """Return the fields of a result that name its combination."""
+    name = combination(dispatcher, experts)
+    return {"name": name, "dispatcher": dispatcher, "experts": experts}
+
+
 def _backends(spec: DispatcherSpec) -> moekit.Registry:
     """Return this process's backends, with ``spec`` if another process registered it."""
     known = registry()
@@ -230,43 +217,44 @@ def _gathered(mine: Tensor) -> list[Tensor]:
 class LayersSweep(RanksSweep):
     """Every dispatcher with every experts backend.
 
-    overlap: also time calls in flight and shared experts. wanted: (problem, dispatcher, experts) ->
-    whether to measure.
+    wanted: (problem, dispatcher, experts) -> whether to measure.
     """
 
     experts: Sequence[str]
-    overlap: bool = False
     wanted: Callable[[MoEProblem, str, str], bool] = lambda *_: True
+    mode = "layers"
 
     def __post_init__(self) -> None:
         if not self.experts:
             raise moekit.MoekitError("nothing to measure: name --experts")
+        self.implementations = backends(self.experts)
         super().__post_init__()
-        share = self.settings.share_devices and self.fewer_devices
-        self.settings = replace(self.settings, share_devices=share)
-        self.run = LayersRun(**self.facts(backends(self.experts)), layer=self.shape)
 
-    def record(self, cell: Cell, results: tuple[LayerResult, ...]) -> LayerCell:
-        return LayerCell(scheme=cell.scheme, tokens=cell.tokens, results=results)
+    def choices(self) -> list[Choice]:
+        """Return what `moekit.compose` would choose now in each measured cell."""
+        return [of_layer(self.problem(c.scheme, c.tokens), c) for c in self.run.cells]
 
-    def results(self, spec: DispatcherSpec, problem: MoEProblem, cell: Cell) -> list[LayerResult]:
+    def report(self) -> str:
+        return report.markdown(self.run, self.choices())
+
+    def results(self, spec: DispatcherSpec, problem: MoEProblem, cell: Cell) -> list[Result]:
         names = []
         for name in self.experts:
             base, asked = asked_of(name, problem)
             if why := spec.unsupported(asked) or find_experts(base, registry()).unsupported(asked):
-                self.leave_out(cell, combination(spec.name, name), "; ".join(why))
+                self.refuse(combination(spec.name, name), "; ".join(why), cell, cell.tokens)
             elif self.wanted(problem, spec.name, name):
                 names.append(name)
         return self._measured(spec, problem, cell, names) if names else []
 
     def _measured(
         self, spec: DispatcherSpec, problem: MoEProblem, cell: Cell, names: Sequence[str]
-    ) -> list[LayerResult]:
-        task = Task(spec, problem, cell, self.settings, tuple(names), self.overlap)
+    ) -> list[Result]:
+        task = Task(spec, problem, cell, self.settings, tuple(names))
         try:
             ranks = self.on_ranks(measure_layers, task)
             return [merge(results) for results in zip(*ranks, strict=True)]
         except Exception as error:
             if len(names) > 1:  # which of them it was, and the others' times
                 return [r for n in names for r in self._measured(spec, problem, cell, [n])]
-            return [LayerResult(dispatcher=spec.name, experts=names[0], reason=cause(error))]
+            return [Result(**_named(spec.name, names[0]), reason=cause(error))]

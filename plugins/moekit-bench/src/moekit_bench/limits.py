@@ -2,7 +2,7 @@
 
 limit = max(FLOP / FLOP rate, bytes / read bandwidth)
 
-FLOP are those of both GEMMs, over the (token, expert) assignments. Bytes are the checkpoint-form
+FLOP counts both GEMMs, over the (token, expert) assignments. Bytes are the checkpoint-form
 weights and scales of the experts that got a token, once, plus x read once and the output written
 once.
 """

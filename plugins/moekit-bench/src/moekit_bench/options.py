@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import math
 import time
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Collection
 from dataclasses import fields
-from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 
@@ -18,36 +14,18 @@ from moekit.plugin import SCHEMES
 
 from .internals import DTYPES
 from .records import Settings
-from .shapes import ROUTINGS
-
-S = TypeVar("S", bound=Settings)
-N = TypeVar("N", int, float)
 
 
-def whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
-    """Return the type of an option that is a whole number within these bounds."""
-    expected = f"a whole number from {least} to {most}"
-    return lambda text: _number(text, int, expected, lambda found: least <= found <= most)
-
-
-def seconds(text: str) -> float:
-    return _number(text, float, "a number of seconds above 0", lambda found: 0 < found < math.inf)
+def positive(text: str) -> int:
+    """Return a whole number above 0: the type of options that count."""
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
 
 
 def end(args: argparse.Namespace) -> float | None:
     """Return when --seconds are over by `time.monotonic`, if they were given."""
     return None if args.seconds is None else time.monotonic() + args.seconds
-
-
-def percent(text: str) -> float:
-    return _number(text, float, "a percentage of at least 0", lambda found: 0 <= found < math.inf)
-
-
-def _number(text: str, read: Callable[[str], N], expected: str, fits: Callable[[N], bool]) -> N:
-    with suppress(ValueError):
-        if fits(found := read(text)):  # NaN fits nothing
-            return found
-    raise argparse.ArgumentTypeError(f"expected {expected} (got {text!r})")
 
 
 def add_sweep(
@@ -61,25 +39,13 @@ def add_sweep(
     add("--dtype", choices=DTYPES, default="bfloat16")
     add("--device", help="a torch device; default: this machine's accelerator, else its CPU")
     add(
-        "--inputs", type=whole(1), default=inputs, metavar="N",
+        "--inputs", type=positive, default=inputs, metavar="N",
         help="different inputs and routings that a graph covers; more where their weights fit the "
         "L2 cache; default: %(default)s",
     )  # fmt: skip
     turns = "turns; default: %(default)s"
-    add("--replays", type=whole(1), default=replays, metavar="N", help=turns)
-    add("--seed", type=whole(-(2**31)), default=0, metavar="N")
-
-
-def add_run(parser: argparse.ArgumentParser) -> None:
-    """Add the options that all modes of `bench` have: routings, and where a run goes."""
-    add = parser.add_argument
-    routings = f"of {', '.join(ROUTINGS)}; default: %(default)s"
-    add("--routing", default="uniform", metavar="LIST", help=routings)
-    add("--no-graph", action="store_true", help="no CUDA graphs: eager times only")
-    add("--markdown", type=Path, metavar="FILE", help="the report; default: standard output")
-    add("--json", type=Path, metavar="FILE", help="everything, rewritten after every cell")
-    again = "measure nothing: render a recorded --json again"
-    add("--from", dest="recorded", type=Path, metavar="FILE", help=again)
+    add("--replays", type=positive, default=replays, metavar="N", help=turns)
+    add("--seed", type=int, default=0, metavar="N")
 
 
 def names(text: str) -> list[str]:
@@ -133,6 +99,7 @@ def torch_device(name: str | None) -> torch.device:
     return device
 
 
-def settings(cls: type[S], args: argparse.Namespace, **more: Any) -> S:
-    """Return the settings that have their names from options; ``more`` replaces some."""
-    return cls(**{f.name: getattr(args, f.name) for f in fields(cls)} | more)
+def settings(args: argparse.Namespace) -> Settings:
+    """Return the settings that have their names from options."""
+    given = vars(args)
+    return Settings(**{f.name: given[f.name] for f in fields(Settings) if f.name in given})

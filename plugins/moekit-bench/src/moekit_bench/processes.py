@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .sweep import Cell, Progress
+from .records import Cell
+from .sweep import Progress
 
 
 def on_devices(
@@ -34,7 +35,7 @@ def on_devices(
 
     def measure(group: tuple[str, str], count: int) -> int:
         (shape, scheme), device = group, free.get()
-        more = ["--shapes", shape, "--quant", scheme, "--device", device, "--gpus", "0"]
+        more = ["--shapes", shape, "--quant", scheme, "--device", device, "--gpus", "1"]
         more += ["--output", str(file), "--markdown", os.devnull]
         again = [sys.executable, "-m", "moekit", "tune", *argv, *more]
         with subprocess.Popen(again, stderr=subprocess.PIPE, text=True) as child:
@@ -48,7 +49,7 @@ def on_devices(
     with ThreadPoolExecutor(devices) as pool:
         try:
             codes = list(pool.map(measure, groups.keys(), groups.values()))
-        except KeyboardInterrupt:  # the processes got it, too, and end
+        except KeyboardInterrupt:  # the processes also got it, and end
             pool.shutdown(wait=False, cancel_futures=True)
             codes = [1]
     return not any(codes)

@@ -9,20 +9,20 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from moekit.errors import MoekitError
-from moekit.plugin import DeviceSpec, DispatcherSpec, MoEProblem, ParallelConfig
+from moekit.plugin import DeviceSpec, DispatcherSpec, MoEProblem, ParallelConfig, reason_of
 
 from .environment import about
 from .implementations import Implementation
-from .records import Settings
+from .records import Cell, Result, Run, Settings
 from .shapes import Inputs, Shape, inputs
-from .sweep import Cell, Sweep
-from .timer import first_line, from_all_ranks
+from .sweep import Sweep
+from .timer import from_all_ranks
 
 _SECONDS_A_CELL = 180.0
 
@@ -32,7 +32,6 @@ class Task:
     """One measurement, which every rank takes part in.
 
     problem: as rank 0 sees it. experts: the backends to combine the dispatcher with, if any.
-    overlap: also time calls in flight and shared experts.
     """
 
     spec: DispatcherSpec
@@ -40,7 +39,6 @@ class Task:
     cell: Cell
     settings: Settings
     experts: tuple[str, ...] = ()
-    overlap: bool = False
 
     def problem_of(self, rank: int) -> MoEProblem:
         return self.problem.replace(parallel=replace(self.problem.parallel, ep_rank=rank))
@@ -85,12 +83,11 @@ def _pool(count: int, device_type: str) -> Iterator[Runner]:
 
 
 @contextmanager
-def _torchrun(device: DeviceSpec, share: bool) -> Iterator[Runner]:
+def _torchrun(device: DeviceSpec) -> Iterator[Runner]:
     """Yield torchrun's ranks. This process is one; if it fails it ends, and torchrun ends all."""
     backend = "gloo"
     if device.type == "cuda":
-        local = int(os.environ["LOCAL_RANK"])
-        torch.cuda.set_device(local % torch.cuda.device_count() if share else local)
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         backend = "cpu:gloo,cuda:nccl"
 
     def run(function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -114,7 +111,7 @@ def cause(error: Exception) -> str:
     tracebacks = getattr(error, "tracebacks", {})
     for rank, text in sorted(tracebacks.items()):
         return f"rank {rank}: {text.strip().splitlines()[-1]}"
-    return first_line(error)
+    return reason_of(error)
 
 
 def local_device(kind: str) -> torch.device:
@@ -141,7 +138,9 @@ class RanksSweep(Sweep):
     dispatchers: Sequence[DispatcherSpec]
     device: DeviceSpec
     asked: int | None
+    implementations: Sequence[Implementation] = ()
     on_ranks: Runner = field(init=False)
+    mode: ClassVar[str]
 
     def __post_init__(self) -> None:
         default = torch.cuda.device_count() if self.device.type == "cuda" else 2
@@ -150,12 +149,10 @@ class RanksSweep(Sweep):
             raise MoekitError(
                 f"tokens move between at least 2 ranks (got {self.num_ranks}); set --ranks"
             )
-        self.cells = self.all_cells()
-
-    def facts(self, implementations: Sequence[Implementation] = ()) -> dict[str, Any]:
-        device = torch.device(self.device.type)
-        found = about(self.command, device, self.device, implementations, self.dispatchers)
-        return found | {"ranks": self.num_ranks, "settings": self.settings}
+        self.cells = self.all_cells([self.shape.name])
+        kind = torch.device(self.device.type)
+        facts = about(self.command, kind, self.device, self.implementations, self.dispatchers)
+        self.run = Run(mode=self.mode, **facts, ranks=self.num_ranks, settings=self.settings)
 
     def problem(self, scheme: str, tokens: int) -> MoEProblem:
         return self.shape.on_ranks(self.num_ranks, self.device, scheme, self.settings.dtype, tokens)
@@ -167,15 +164,13 @@ class RanksSweep(Sweep):
     def _open(self) -> AbstractContextManager[Runner]:
         """Return torchrun's ranks if this process is one of them and no number was asked for, else
         ranks that this process starts."""
-        share = getattr(self.settings, "share_devices", False)
         if "RANK" in os.environ and self.asked is None:
             self.leader = os.environ["RANK"] == "0"
-            return _torchrun(self.device, share)
-        if self.fewer_devices and not share:
+            return _torchrun(self.device)
+        if self.device.type == "cuda" and torch.cuda.device_count() < self.num_ranks:
             raise MoekitError(
                 f"{self.num_ranks} ranks need as many GPUs, and this machine has "
-                f"{torch.cuda.device_count()}: lower --ranks, or add --share-devices to `bench "
-                "--layers`, which then measures errors alone"
+                f"{torch.cuda.device_count()}: lower --ranks"
             )
         return _pool(self.num_ranks, self.device.type)
 
@@ -183,26 +178,15 @@ class RanksSweep(Sweep):
         """Return whether the time is over, by the first rank's clock."""
         return self.end is not None and bool(self.on_ranks(_first, super().late())[0])
 
-    @property
-    def fewer_devices(self) -> bool:
-        """Return whether there are fewer GPUs than ranks that need one."""
-        return self.device.type == "cuda" and torch.cuda.device_count() < self.num_ranks
-
-    def measure_cell(self, cell: Cell) -> Any:
-        problem, results = self.problem(cell.scheme, cell.tokens), list[Any]()
+    def measure_cell(self, cell: Cell) -> Cell:
+        problem, results = self.problem(cell.scheme, cell.tokens), list[Result]()
         for spec in self.dispatchers:
-            self.progress.doing(f"{cell}: {spec.name}")
             if why := spec.unsupported(problem):
-                self.leave_out(cell, spec.name, "; ".join(why))
+                self.refuse(spec.name, "; ".join(why), cell, cell.tokens)
             else:
                 results += self.results(spec, problem, cell)
-        return self.record(cell, tuple(results))
+        return replace(cell, results=tuple(results))
 
     @abstractmethod
-    def results(self, spec: DispatcherSpec, problem: MoEProblem, cell: Cell) -> list[Any]: ...
-
-    @abstractmethod
-    def record(self, cell: Cell, results: tuple[Any, ...]) -> Any: ...
-
-    def leave_out(self, cell: Cell, name: str, reason: str) -> None:
-        self.refuse(name, reason, None, cell.scheme, cell.tokens)
+    def results(self, spec: DispatcherSpec, problem: MoEProblem, cell: Cell) -> list[Result]:
+        """Return what was measured of a dispatcher. Collective."""

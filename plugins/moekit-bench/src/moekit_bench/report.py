@@ -1,15 +1,17 @@
-"""Markdown: the one table writer, and the parts that the reports of all runs share."""
+"""Reports in Markdown: one table writer, the report of a run, and the report of choices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
-from .records import ExpertsResult, Measurement, Refusal, Run, shown_error
+from .records import BACKEND, BASELINE, IN_MODE, Cell, Refusal, Result, Run, shown_error
+from .regret import Choice
+from .shapes import shape
 
 C = TypeVar("C")
 V = TypeVar("V")
-M = TypeVar("M", bound=Measurement)
 NONE = "–"
 
 
@@ -30,80 +32,243 @@ class Table:
     def __iter__(self) -> Iterator[str]:
         return iter(self._lines)
 
-    def __bool__(self) -> bool:
-        return len(self._lines) > 2
+
+def markdown(run: Run, choices: Sequence[Choice] = ()) -> str:
+    """Return the report of a run.
+
+    Args:
+        choices: What would be chosen now in each cell, if that is to be shown.
+    """
+    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+    several = run.ranks > 1
+    where = f"{run.ranks} × {run.device['name']}" if several else run.device["name"]
+    lines = [f"# moekit bench, {run.mode}, {run.date}", "", f"    {run.command}", ""]
+    lines += [
+        f"{where}; {versions}",
+        "",
+        f"Microseconds {_SUBJECTS[run.mode]}, medians of {run.settings.replays} turns"
+        f"{' and of the ranks' * several}. Times marked `e` are eager (no graph), in **bold** the "
+        f"fastest, and struck-out ones gave wrong results.{_ceilings(run)}",
+    ]
+    chosen = dict(zip(run.cells, choices, strict=False))
+    for cells in _grouped(run.cells, lambda c: (c.shape, c.scheme, c.routing)).values():
+        lines += ["", f"## {_heading(cells[0], run)}", "", *_times(cells), *_cost_of_mode(cells)]
+        lines += ["", *_details(cells, _COLUMNS[run.mode])]
+        if choices:
+            lines += ["", *_chosen([chosen[cell] for cell in cells])]
+    lines += [*_against_baselines(run.cells), *_not_measured(run.refused)]
+    return "\n".join(lines) + "\n"
 
 
-def us(value: float | None) -> str:
+def regret(title: str, choices: Sequence[Choice], limit: float) -> str:
+    """Return what choices lose: a table for each shape and scheme, and a line on all."""
+    lines = [f"# {title}"]
+    for group, members in _grouped(choices, lambda choice: choice.title).items():
+        names = _distinct(name for choice in members for name in choice.times)
+        table = Table("T", *names, "choice", "µs", "regret")
+        for choice in members:
+            times = (_precise(choice.times.get(name)) for name in names)
+            table.add(
+                choice.tokens, *times, choice.pick or NONE, _precise(choice.us), _regret(choice)
+            )
+        lines += ["", f"## {group}", "", *table]
+    above = sum(not choice.regret <= limit for choice in choices)
+    worst = max((choice.regret for choice in choices), default=float("inf"))
+    summary = f"{len(choices)} cells; worst regret {worst:.1f} %; {above} above {limit:g} %."
+    return "\n".join([*lines, "", summary, ""])
+
+
+# -- parts of a report ------------------------------------------------------------------------
+
+
+_SUBJECTS = {
+    "experts": "of a call",
+    "dispatch": "of dispatch and combine, for T tokens on each rank",
+    "layers": "of prepare, experts and finalize, for T tokens on each rank",
+}
+
+
+def _ceilings(run: Run) -> str:
+    if run.mode != "experts":
+        return ""
+    if run.ceilings is None:
+        return " No ceilings are known for this device (--ceilings gives them), so no fractions."
+    rates = ", ".join(f"{k} {v / 1e12:.4g} TFLOP/s" for k, v in run.ceilings.flops.items())
+    read = f"{run.ceilings.read / 1e12:.3g} TB/s"
+    return f" Roofline fractions in brackets are of {rates}, and {read} of reads."
+
+
+def _heading(cell: Cell, run: Run) -> str:
+    text = f"{cell.shape}, {cell.scheme}, {cell.routing}: {run.settings.dtype}"
+    if run.mode == "dispatch":
+        return text
+    sizes, ep = shape(cell.shape), run.settings.ep
+    of_ranks = f" (those of one of {ep} ranks)" if ep > 1 else ""
+    return (
+        f"{text}, E {sizes.num_experts}{of_ranks}, K {sizes.top_k}, H {sizes.hidden_size}, "
+        f"I {sizes.intermediate_size}"
+    )
+
+
+def _times(cells: Sequence[Cell]) -> Table:
+    """Return a row of times for each name, by T."""
+    table = Table("", *(f"T={cell.tokens}" for cell in cells))
+    if any(cell.limit_us is not None for cell in cells):
+        table.add("limit", *(_us(cell.limit_us) for cell in cells))
+    by_name = [{r.name: r for r in cell.results} for cell in cells]
+    best = [fastest(cell.results) for cell in cells]
+    for name in _distinct(name for found in by_name for name in found):
+        pairs = zip(by_name, best, strict=True)
+        table.add(name, *(_time(found.get(name), fast) for found, fast in pairs))
+    return table
+
+
+def _cost_of_mode(cells: Sequence[Cell]) -> list[str]:
+    """Return a table of times in batch-invariant mode over the same backend's default times."""
+    modes = _distinct(r.name for c in cells for r in c.results if r.name.endswith(IN_MODE))
+    if not modes:
+        return []
+    table = Table("", *(f"T={cell.tokens}" for cell in cells))
+    times = [{r.name: r.us for r in cell.results if r.right} for cell in cells]
+    for mode in modes:
+        name = mode.removesuffix(IN_MODE)
+        pairs = ((us.get(mode), us.get(name)) for us in times)
+        table.add(name, *(f"{a / b:.2f}" if a and b else NONE for a, b in pairs))
+    return ["", "Time in batch-invariant mode, over the default's:", "", *table]
+
+
+_COLUMNS: dict[str, dict[str, Callable[[Result], str]]] = {
+    "experts": {"fraction": lambda r: _number(r.fraction, ".3f")},
+    "dispatch": {
+        "dispatch": lambda r: _us(r.dispatch_us),
+        "combine": lambda r: _us(r.combine_us),
+        "GB/s": lambda r: _rate(r, r.dispatch_row_bytes, r.dispatch_us),
+        "GB/s of combine": lambda r: _rate(r, r.combine_row_bytes, r.combine_us),
+        "SMs": lambda r: _number(r.num_sms, "d"),
+        "buffers": lambda r: _bytes(r.buffer_bytes),
+    },
+    "layers": {
+        "buffers": lambda r: _bytes(r.buffer_bytes),
+        "stated": lambda r: _bytes(r.stated_bytes),
+    },
+}
+
+
+def _details(cells: Iterable[Cell], columns: Mapping[str, Callable[[Result], str]]) -> Table:
+    first = ("T", "", "µs", "fastest–slowest", "error", "eager", "host")
+    table = Table(*first, *columns, "why")
+    for cell in cells:
+        for r in cell.results:
+            error = NONE if r.us is None else shown_error(r.error)
+            table.add(
+                cell.tokens, r.name, _us(r.us), _spread(r), error, _us(r.eager_us), _us(r.host_us),
+                *(show(r) for show in columns.values()), r.reason or r.note,
+            )  # fmt: skip
+    return table
+
+
+def _rate(result: Result, row_bytes: int | None, us: float | None) -> str:
+    """Show the rate of rows to other ranks in 1e9 bytes/s."""
+    if not result.link_rows or not row_bytes or not us:
+        return NONE
+    return f"{result.link_rows * row_bytes / us / 1e3:.3g}"
+
+
+def _bytes(value: int | None) -> str:
+    return NONE if value is None else f"{value / 1e6:.0f} MB"
+
+
+def _not_measured(refused: Sequence[Refusal]) -> list[str]:
+    """Return a section on what was not measured, why, and in which cells."""
+    lines = ["", "## Not measured", ""] if refused else []
+    for (name, reason), cells in _grouped(refused, lambda r: (r.name, r.reason)).items():
+        lines.append(f"- {name}: {reason} ({', '.join(_distinct(r.where for r in cells))})")
+    return lines
+
+
+def _against_baselines(cells: Sequence[Cell]) -> list[str]:
+    """Return the speed of moekit's fastest backend against each baseline, over all cells."""
+    table, found = Table("scheme", "baseline", "cells", "geometric mean", "least"), False
+    for scheme, members in _grouped(cells, lambda c: c.scheme).items():
+        rivals = (r.name for c in members for r in c.results if r.kind == BASELINE)
+        for name in _distinct(rivals):
+            speeds = [s for s in (_speed(cell, name) for cell in members) if s is not None]
+            if speeds:
+                found, mean = True, statistics.geometric_mean(speeds)
+                table.add(scheme, name, len(speeds), f"{mean:.3f}", f"{min(speeds):.3f}")
+    title = "Time of a baseline over the time of moekit's fastest backend, where both are right:"
+    return ["", "## Against baselines", "", title, "", *table] if found else []
+
+
+def _speed(cell: Cell, baseline: str) -> float | None:
+    own = fastest(r for r in cell.results if r.kind == BACKEND)
+    other = fastest(r for r in cell.results if r.name == baseline)
+    if own is None or other is None or not own.us or not other.us:
+        return None
+    return other.us / own.us
+
+
+def _chosen(choices: Iterable[Choice]) -> Table:
+    """Return the fastest combination by T, and what would be chosen now."""
+    table = Table("T", "fastest", "µs", "chosen now", "µs", "regret")
+    for choice in choices:
+        if best := choice.fastest:
+            table.add(
+                choice.tokens, best, _us(choice.times[best]), choice.pick or NONE, _us(choice.us),
+                _regret(choice),
+            )  # fmt: skip
+    return table
+
+
+# -- cells of a table -------------------------------------------------------------------------
+
+
+def fastest(results: Iterable[Result]) -> Result | None:
+    right = [r for r in results if r.right and r.us is not None]
+    return min(right, key=lambda r: r.us or 0.0, default=None)
+
+
+def _time(result: Result | None, best: Result | None) -> str:
+    """Show a time: eager ones with `e`, the best one in bold and wrong ones struck out; and the
+    roofline fraction, if it is known."""
+    if result is None or result.us is None:
+        return NONE
+    text = _us(result.us) + ("e" if result.eager else "")
+    if not result.right:
+        return f"~~{text}~~"
+    text = f"**{text}**" if result is best else text
+    return text if result.fraction is None else f"{text} ({result.fraction:.2f})"
+
+
+def _us(value: float | None) -> str:
     if value is None:
         return NONE
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def number(value: float | None, form: str) -> str:
+def _precise(us: float | None) -> str:
+    return _number(us, ".4g" if us is None or us < 1000 else ".0f")
+
+
+def _number(value: float | None, form: str) -> str:
     return NONE if value is None else format(value, form)
 
 
-def spread(result: Measurement) -> str:
-    return NONE if result.spread_us is None else "–".join(map(us, result.spread_us))
+def _spread(result: Result) -> str:
+    return NONE if result.spread_us is None else "–".join(map(_us, result.spread_us))
 
 
-def error(result: Measurement) -> str:
-    return NONE if result.us is None else shown_error(result.error)
+def _regret(choice: Choice) -> str:
+    return NONE if choice.us is None else f"{choice.regret:.1f} %"
 
 
-def fastest(results: Iterable[M]) -> M | None:
-    right = [r for r in results if r.right and r.us is not None]
-    return min(right, key=lambda r: r.us or 0.0, default=None)
-
-
-def time(result: Measurement | None, best: Measurement | None) -> str:
-    """Show a time: eager ones with `e`, the best one in bold and wrong ones struck out; and the
-    roofline fraction, if it is known."""
-    if result is None or result.us is None:
-        return NONE
-    text = us(result.us) + ("e" if result.eager else "")
-    if not result.right:
-        return f"~~{text}~~"
-    text = f"**{text}**" if result is best else text
-    fraction = result.fraction if isinstance(result, ExpertsResult) else None
-    return text if fraction is None else f"{text} ({fraction:.2f})"
-
-
-def side_by_side(cells: Sequence[Any], **columns: Callable[[Any], object]) -> Table:
-    """Return the times of all names by T, after columns that show something of the cell."""
-    names = distinct(r.name for c in cells for r in c.results)
-    table = Table("T", *columns, *names)
-    for cell in cells:
-        best, by_name = fastest(cell.results), {r.name: r for r in cell.results}
-        shown = (show(cell) for show in columns.values())
-        table.add(cell.tokens, *shown, *(time(by_name.get(name), best) for name in names))
-    return table
-
-
-def distinct(values: Iterable[C]) -> list[C]:
+def _distinct(values: Iterable[C]) -> list[C]:
     return list(dict.fromkeys(values))
 
 
-def grouped(values: Iterable[V], key: Callable[[V], C]) -> dict[C, list[V]]:
+def _grouped(values: Iterable[V], key: Callable[[V], C]) -> dict[C, list[V]]:
     """Return the values by key, in the order in which they come."""
     groups: dict[C, list[V]] = {}
     for value in values:
         groups.setdefault(key(value), []).append(value)
     return groups
-
-
-def head(run: Run, title: str, subject: str) -> list[str]:
-    """Return the lines that say what was run, where, and with what."""
-    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
-    return [f"# {title}, {run.date}", "", f"    {run.command}", "", f"{subject}; {versions}", ""]
-
-
-def not_measured(refused: Sequence[Refusal]) -> list[str]:
-    """Return a section on what was not measured, why, and in which cells."""
-    if not refused:
-        return []
-    lines = ["", "## Not measured", ""]
-    for (name, reason), cells in grouped(refused, lambda r: (r.name, r.reason)).items():
-        lines.append(f"- {name}: {reason} ({', '.join(distinct(r.where for r in cells))})")
-    return lines

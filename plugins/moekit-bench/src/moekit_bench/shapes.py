@@ -65,7 +65,7 @@ class Shape:
 
 _GPT_OSS: Mapping[str, Any] = {"activation": "swigluoai", "has_bias": True}
 
-# The sizes are those of each model's config.json on the Hugging Face hub: num_local_experts,
+# The sizes come from each model's config.json on the Hugging Face hub: num_local_experts,
 # num_experts or n_routed_experts, num_experts_per_tok, hidden_size, and moe_intermediate_size or
 # intermediate_size.
 SHAPES = {
@@ -124,7 +124,7 @@ def random_weights(problem: MoEProblem, device: torch.device, seed: int = 0) -> 
     """Return canonical random weights of the local experts in the problem's scheme.
 
     Experts are made and quantized one at a time, so that little more memory is used than the result
-    takes. The act-order is random, too.
+    takes. The act-order is random.
     """
     generator = torch.Generator(device).manual_seed(seed)
     L, H, inner = problem.num_local_experts, problem.hidden_size, problem.local_intermediate_size

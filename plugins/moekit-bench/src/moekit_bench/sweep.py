@@ -9,43 +9,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
 
-from .records import Refusal
+from .records import Cell, Refusal, Run, Settings
 from .timer import DeviceLost
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A cell to measure; what does not apply to a sweep is empty."""
-
-    shape: str
-    scheme: str
-    routing: str
-    tokens: int
-
-    def __str__(self) -> str:
-        names = " ".join(filter(None, (self.shape, self.scheme, self.routing)))
-        return f"{names} T={self.tokens}"
-
-
 class Progress:
-    """A line on standard error for each cell, and on a terminal what is being done; or silence."""
+    """A line on standard error for each cell, or silence."""
 
     def __init__(self, total: int, *, silent: bool = False) -> None:
         self._total, self._silent = total, silent
         self._done, self._begin = 0, time.monotonic()
-        self._clear = "\x1b[K" if sys.stderr.isatty() else ""
 
-    def doing(self, text: str) -> None:
-        """Show what is done for the cell that is being measured."""
-        if self._clear:
-            self.say(text, end="\r")
-
-    def say(self, text: str, end: str = "\n") -> None:
+    def say(self, text: str) -> None:
         if not self._silent:
-            # One write: other devices' threads print, too.
-            print(f"{self._clear}{text}{end}", end="", file=sys.stderr, flush=True)
+            # One write, because other devices' threads print at the same time.
+            print(f"{text}\n", end="", file=sys.stderr, flush=True)
 
     def done(self, text: str, cells: int = 1) -> None:
         self._done += cells
@@ -58,35 +37,43 @@ class Progress:
 class Sweep(ABC):
     """Cells that are measured one by one, and the run that they make.
 
-    run: the run so far. cells: what to measure, in order. keep: called with the run so far after
-    every cell, so that a run that is stopped leaves what it measured. leader: whether this process
-    reports and keeps; of several ranks one does. end: by `time.monotonic`, when no more cells are
-    begun.
+    run: the run so far. cells: what to measure, in order. keep: called after every cell, so that a
+    run that is stopped leaves what it measured. leader: whether this process reports and keeps; of
+    several ranks one does. end: by `time.monotonic`, when no more cells are begun.
     """
 
     schemes: Sequence[str]
     routings: Sequence[str]
     tokens: Sequence[int]
-    settings: Any
+    settings: Settings
     command: str = ""
-    keep: Callable[[Any], None] | None = None
+    keep: Callable[[], None] | None = None
     leader: bool = True
     end: float | None = None
-    run: Any = field(init=False)
+    run: Run = field(init=False)
     cells: list[Cell] = field(init=False)
     progress: Progress = field(init=False)
 
-    def all_cells(self, shapes: Iterable[str] = ("",)) -> list[Cell]:
+    def all_cells(self, shapes: Iterable[str]) -> list[Cell]:
         every = itertools.product(shapes, self.schemes, self.routings, self.tokens)
-        return [Cell(*each) for each in every]
+        return [Cell(shape=s, scheme=q, routing=r, tokens=t) for s, q, r, t in every]
 
     @abstractmethod
-    def measure_cell(self, cell: Cell) -> Any | None:
-        """Return the cell's record, whose ``results`` are measurements, or None if it has none."""
+    def measure_cell(self, cell: Cell) -> Cell | None:
+        """Return the cell with its results, or None if it cannot be measured."""
+
+    @abstractmethod
+    def report(self) -> str:
+        """Return the run so far as Markdown."""
 
     @property
     def complete(self) -> bool:
         return len(self.run.cells) == len(self.cells)
+
+    @property
+    def succeeded(self) -> bool:
+        """Return whether the results are right."""
+        return self.run.all_right()
 
     def late(self) -> bool:
         """Return whether the time is over."""
@@ -113,20 +100,17 @@ class Sweep(ABC):
         made = self.measure_cell(cell)
         text = "not measured"
         if made is not None:
-            self.add(made)
+            self.run = replace(self.run, cells=(*self.run.cells, made))
             text = "; ".join(map(str, made.results)) or "nothing to measure"
             if self.leader and self.keep is not None:
-                self.keep(self.run)
+                self.keep()
         self.progress.done(f"{cell}: {text}")
 
-    def add(self, cell: Any) -> None:
-        self.run = replace(self.run, cells=(*self.run.cells, cell))
-
-    def refuse(
-        self, name: str, reason: str, shape: str | None, scheme: str, tokens: int | None = None
-    ) -> None:
+    def refuse(self, name: str, reason: str, cell: Cell, tokens: int | None = None) -> None:
         """Record something that is not measured, and say so once for each reason."""
-        refusal = Refusal(name=name, reason=reason, scheme=scheme, shape=shape, tokens=tokens)
+        refusal = Refusal(
+            name=name, reason=reason, shape=cell.shape, scheme=cell.scheme, tokens=tokens
+        )
         if (name, reason) not in {(r.name, r.reason) for r in self.run.refused}:
             self.progress.say(f"{refusal.where}: without {name}: {reason}")
         self.run = replace(self.run, refused=(*self.run.refused, refusal))

@@ -11,7 +11,7 @@ from moekit.plugin import DeviceSpec, MoEProblem, check_writable, device_file, r
 
 from .internals import Key, Record, Table
 from .internals import table as tuned_tables
-from .records import ExpertsResult, LayerResult, now
+from .records import Result, now
 
 
 def table_file(output: Path | None, device: DeviceSpec) -> Path:
@@ -33,7 +33,7 @@ class TunedTable:
 
     Args:
         made_with: (dispatcher, experts) -> the versions that a time depends on.
-        again: Measure what the table has, too.
+        again: Measure also what the table has.
     """
 
     def __init__(
@@ -56,16 +56,11 @@ class TunedTable:
         self,
         problem: MoEProblem,
         tokens: int,
-        measured: Mapping[tuple[str, str], ExpertsResult | LayerResult],
-        date: str = "",
+        measured: Mapping[tuple[str, str], Result],
     ) -> None:
-        """Write what was measured of each combination; wrong ones have no time.
-
-        Args:
-            date: As ISO 8601; default: now.
-        """
+        """Write one row per combination; a wrong result has no time."""
         times = {}
         for names, r in measured.items():
             us = round(r.us, 3) if r.right and r.us is not None else None
-            times[names] = {tokens: Record(us, r.copied, date or now(), self.made_with[names])}
+            times[names] = {tokens: Record(us, r.copied, now(), self.made_with[names])}
         add_to(self.file, {Key.of(problem): times})

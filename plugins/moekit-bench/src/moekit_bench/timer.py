@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moekit.errors import MoekitError
-from moekit.plugin import Routing
+from moekit.plugin import Routing, reason_of
 
 T = TypeVar("T")
 
@@ -98,14 +98,10 @@ class Timer:
         function()
         return (time.perf_counter() - start) * 1e6
 
-    def queued_us(self, function: Callable[[], object], lead_us: float | None = None) -> float:
-        """Return the microseconds on the device, which starts when all work is enqueued.
-
-        Args:
-            lead_us: How long the device is kept busy for that; default: long enough for a graph.
-        """
+    def queued_us(self, function: Callable[[], object]) -> float:
+        """Return the microseconds on the device, which starts when a graph is enqueued."""
         self.drain()
-        self.occupy(self._lead_us if lead_us is None else lead_us)
+        self.occupy(self._lead_us)
         start = self.mark()
         function()
         end = self.mark()
@@ -140,7 +136,7 @@ class Timer:
             with torch.cuda.graph(graph):
                 made = function()
         except Exception as error:
-            fault = f"capture failed: {first_line(error)}"
+            fault = f"capture failed: {reason_of(error)}"
         if self.ranks:
             fault = first_fault(fault)
         if fault:
@@ -313,7 +309,7 @@ def attempt(device: torch.device, function: Callable[..., Any], *args: Any) -> t
     except Exception as error:
         check_alive(device)
         reasons = getattr(error, "reasons", ()) if isinstance(error, MoekitError) else ()
-        reason = "; ".join(reasons) or first_line(error)
+        reason = "; ".join(reasons) or reason_of(error)
     release(device)  # now that no traceback keeps the tensors
     return None, reason
 
@@ -323,12 +319,7 @@ def check_alive(device: torch.device) -> None:
     try:
         synchronize(device)
     except Exception as error:
-        raise DeviceLost(f"{device} is unusable after an error: {first_line(error)}") from error
-
-
-def first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        raise DeviceLost(f"{device} is unusable after an error: {reason_of(error)}") from error
 
 
 def first_fault(fault: str) -> str:

@@ -9,26 +9,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import moekit
 from moekit.errors import MoekitError
-from moekit.plugin import MoEProblem, check_writable, registry, replace_file
+from moekit.plugin import DeviceSpec, MoEProblem, check_writable, registry, replace_file
 
-from . import options, regret
-from .bench import add_experts_sweep, experts_sweep, layers_sweep, recorded
-from .codec import from_json, read_recording, write_recording
-from .environment import command, made_with
+from . import options, regret, report
+from .bench import add_experts_sweep, experts_sweep, layers_sweep
+from .environment import made_with
 from .implementations import AUTO, Implementation, backends
 from .internals import Key
 from .layers import LayersSweep
-from .options import names, names_if_given, whole
+from .options import names, names_if_given, positive
 from .processes import on_devices
-from .records import ExpertsResult, ExpertsRun, LayerCell, LayersRun, all_right
-from .report import distinct
-from .sweep import Cell
+from .records import Cell, Result
 from .tables import TunedTable, table_file
 
 Tuner = Callable[[Sequence[str]], int]
@@ -47,19 +43,17 @@ def main(argv: Sequence[str]) -> int:
     if argv and not argv[0].startswith("-"):
         return _own_tuner(argv[0], argv[1:])
     args = _parser().parse_args(argv)
-    for file in filter(None, (args.json, args.markdown)):
-        check_writable(file)
-    if args.select and args.recorded is not None:
-        return _select_recorded(args)
+    if args.markdown is not None:
+        check_writable(args.markdown)
     if args.ep > 1 and not (args.select or args.regret):
         raise MoekitError(
             f"--ep {args.ep} measures combinations of dispatcher and experts: add --select to fill "
             "their table, or --regret"
         )
     if args.ep > 1:
-        return _on_ranks(args, argv)
+        return _on_ranks(args)
     if args.regret:
-        return _regret(args, argv)
+        return _regret(args)
     return _select(args, argv) if args.select else _all(args, argv)
 
 
@@ -80,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     add_experts_sweep(parser)
     add = parser.add_argument
     add(
-        "--limit", type=options.percent, default=5.0, metavar="%",
+        "--limit", type=float, default=5.0, metavar="%",
         help="of regret; default: %(default)s",
     )  # fmt: skip
     add("--markdown", type=Path, metavar="FILE", help="default: standard output")
@@ -90,31 +84,24 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add("--again", action="store_true", help="--select: also measure what the table has")
     add(
-        "--seconds", type=options.seconds, metavar="S",
+        "--seconds", type=float, metavar="S",
         help="begin no cell after S seconds; the same command continues",
     )  # fmt: skip
     add(
         "--gpus",
-        type=whole(0),
-        default=0,
+        type=positive,
+        default=1,
         metavar="N",
         help="--select: measure on the first N devices at once",
     )
     add(
-        "--ep", type=whole(1), default=1, metavar="N",
+        "--ep", type=positive, default=1, metavar="N",
         help="--select, --regret: measure combinations of dispatcher and experts on N ranks, one "
         "per device; --shapes are then whole layers (dsv3, or E:K:H:I), and --dispatcher is a list "
         "(default: all that move tokens)",
     )  # fmt: skip
-    add("--json", type=Path, metavar="FILE", help="--regret: write the measurements")
-    add(
-        "--from", dest="recorded", type=Path, metavar="FILE",
-        help="measure nothing, and read a recording made with --json: with --regret of `bench` or "
-        "`bench --layers`, with --select of `bench --layers`",
-    )  # fmt: skip
-    # Of the options of `bench`, `tune` has no others.
+    # The other options of `bench`.
     parser.set_defaults(routing="uniform", no_graph=False, ceilings=None, batch_invariant=False)
-    parser.set_defaults(overlap=False, share_devices=False)
     return parser
 
 
@@ -130,10 +117,6 @@ def _own_tuner(name: str, argv: Sequence[str]) -> int:
 
 def _all(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Run the backends' own tuners, then fill the table of the choice among them."""
-    if args.recorded is not None or args.json is not None:
-        raise MoekitError(
-            "--from and --json have no effect on the backends' tuners: add --select or --regret"
-        )
     begin, argv = time.monotonic(), [*argv, "--select"]
     # Tiles take half of the time: the choice is measured with them.
     half = None if args.seconds is None else args.seconds / 2
@@ -164,12 +147,8 @@ def _tiles(args: argparse.Namespace, name: str, tune: Tuner, seconds: float | No
     return int(tune(argv))
 
 
-def _recorder(args: argparse.Namespace) -> Callable[[Any], None] | None:
-    return None if args.json is None else partial(write_recording, args.json)
-
-
 def _report(args: argparse.Namespace, title: str, choices: Sequence[regret.Choice]) -> None:
-    text = regret.markdown(title, choices, args.limit)
+    text = report.regret(title, choices, args.limit)
     if args.markdown is None:
         print(text, end="")
     else:
@@ -188,8 +167,8 @@ def _choices(
     """Return what is chosen from the table.
 
     Args:
-        able: By dispatcher, the experts that were measured with it; those of negative priority are
-            never chosen.
+        able: By dispatcher, the experts that were measured with it; experts of negative priority
+            are never chosen.
     """
     known = registry().experts
     chosen = {
@@ -217,25 +196,24 @@ def _select(args: argparse.Namespace, argv: Sequence[str]) -> int:
         for i in found
         if any(i.name in names for names in able.values())
     }
-    spec = sweep.run.device.spec()
-    table = TunedTable(table_file(args.output, spec), made, again=args.again)
+    file = table_file(args.output, DeviceSpec.of(sweep.device))
+    table = TunedTable(file, made, again=args.again)
 
     def wanted(cell: Cell) -> bool:
         group = cell.shape, cell.scheme
         asked = ((args.dispatcher, name) for name in able[group])
         return not all(table.knows(problems[group], names, cell.tokens) for names in asked)
 
-    def keep(run: ExpertsRun) -> None:
-        cell = run.cells[-1]
+    def keep() -> None:
+        cell = sweep.run.cells[-1]
         group, results = (cell.shape, cell.scheme), {r.name: r for r in cell.results}
-        missing = ExpertsResult(name="")
-        measured = {(args.dispatcher, n): results.get(n, missing) for n in able[group]}
+        measured = {(args.dispatcher, n): results.get(n, Result()) for n in able[group]}
         table.add(problems[group], cell.tokens, measured)
 
     sweep.cells = [cell for cell in sweep.cells if wanted(cell)]
     sweep.keep, sweep.end = keep, options.end(args)
     print(f"{len(sweep.cells)} cells to measure for {table.file}", file=sys.stderr)
-    if args.gpus:
+    if args.gpus > 1:
         complete = on_devices(args.gpus, sweep.device.type, sweep.cells, table.file, argv)
     else:
         sweep.measure()
@@ -254,79 +232,62 @@ def _able(problem: MoEProblem, dispatcher: str, found: Sequence[Implementation])
     return [name for name in names if moekit.explain(problem, dispatcher, name).chosen]
 
 
-def _regret(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    complete = True
-    if args.recorded is not None:
-        run = _recording(args.recorded)
-    else:
-        found = [*backends([AUTO], args.dispatcher), *_backends(args)]
-        sweep = experts_sweep(args, found, command("tune", *argv))
-        sweep.keep, sweep.end = _recorder(args), options.end(args)
-        sweep.measure()
-        run, complete = sweep.run, sweep.complete
-    choices = regret.of_layers(run) if isinstance(run, LayersRun) else regret.of_experts(run)
-    _report(args, f"The choice on {run.device.name}", choices)
-    return int(not (complete and regret.worst(choices) <= args.limit))
-
-
-def _recording(file: Path) -> ExpertsRun | LayersRun:
-    data = read_recording(file)
-    cls: type[ExpertsRun | LayersRun] = LayersRun if data.get("what") == "layers" else ExpertsRun
-    return from_json(cls, data, str(file))
+def _regret(args: argparse.Namespace) -> int:
+    found = [*backends([AUTO], args.dispatcher), *_backends(args)]
+    sweep = experts_sweep(args, found, "")
+    sweep.end = options.end(args)
+    sweep.measure()
+    choices = sweep.choices()
+    _report(args, f"The choice on {sweep.run.device['name']}", choices)
+    return int(not (sweep.complete and regret.worst(choices) <= args.limit))
 
 
 # -- over ranks -------------------------------------------------------------------------------
 
 
-def _on_ranks(args: argparse.Namespace, argv: Sequence[str]) -> int:
+def _on_ranks(args: argparse.Namespace) -> int:
     _check_ranks(args)
     args.ranks = None if "RANK" in os.environ else args.ep
-    choices, complete, title, end = list[regret.Choice](), True, "The choice", options.end(args)
+    choices, complete, heading, end = list[regret.Choice](), True, "The choice", options.end(args)
     args.dispatchers = None if args.dispatcher == "local" else args.dispatcher
     if args.experts is None:
         unnamed = [s.name for s in registry().experts.values() if s.priority >= 0]
         args.experts = ",".join(unnamed)
     for layer in names(args.shapes):
         args.layer = layer
-        sweep = layers_sweep(args, command("tune", *argv))
+        sweep = layers_sweep(args, "")
         sweep.end = end
         if args.regret:
-            sweep.keep = _recorder(args)
             sweep.measure()
-            run = sweep.run
-            complete &= sweep.complete and all_right(run)
-            choices += regret.of_layers(run)
-            title = f"The choice on {run.ranks} x {run.device.name}"
+            complete &= sweep.complete and sweep.succeeded
+            choices += sweep.choices()
+            heading = f"The choice on {sweep.run.ranks} x {sweep.run.device['name']}"
         else:
             table = _layers_table(args, sweep)
-            sweep.keep = lambda run, table=table: _add(table, run, run.cells[-1])
+            sweep.keep = partial(_add, table, sweep)
             sweep.measure()
             results = (r for cell in sweep.run.cells for r in cell.results)
             complete &= sweep.complete and not any(r.reason for r in results)
             able = {d.name: sweep.experts for d in sweep.dispatchers}
             for scheme in sweep.schemes:
                 problem = sweep.problem(scheme, 1)
-                choices += _choices(table, sweep.run.title(scheme), problem, able)
-            title = f"Tuned table {table.file.name}"
+                title = f"{layer} {scheme} on {sweep.num_ranks} ranks"
+                choices += _choices(table, title, problem, able)
+            heading = f"Tuned table {table.file.name}"
     if os.environ.get("RANK", "0") == "0":
-        _report(args, title, choices)
+        _report(args, heading, choices)
     missed = args.regret and regret.worst(choices) > args.limit
     return int(not complete or missed)
 
 
 def _check_ranks(args: argparse.Namespace) -> None:
-    if args.recorded is not None or args.gpus not in (0, args.ep):
-        raise MoekitError(
-            f"--ep {args.ep} measures on {args.ep} devices: leave out --gpus; and with --from, "
-            "which tells the ranks, leave out --ep"
-        )
+    if args.gpus not in (1, args.ep):
+        raise MoekitError(f"--ep {args.ep} measures on {args.ep} devices: leave out --gpus")
     if torch.cuda.is_available() and args.device is None and torch.cuda.device_count() < args.ep:
         raise MoekitError(
             f"--ep {args.ep} needs as many devices, and this machine has "
             f"{torch.cuda.device_count()}: lower --ep"
         )
-    if args.regret and args.json is not None and len(names(args.shapes)) > 1:
-        raise MoekitError(f"--json holds one shape: leave it out, or one of --shapes {args.shapes}")
 
 
 def _layers_table(args: argparse.Namespace, sweep: LayersSweep) -> TunedTable:
@@ -345,26 +306,9 @@ def _layers_table(args: argparse.Namespace, sweep: LayersSweep) -> TunedTable:
     return table
 
 
-def _add(table: TunedTable, run: LayersRun, cell: LayerCell, date: str = "") -> None:
-    if cell.results:
-        problem = run.problem(cell.scheme, cell.tokens)
-        table.add(problem, cell.tokens, cell.by_names(), date)
-
-
-def _select_recorded(args: argparse.Namespace) -> int:
-    """Put the combinations that `bench --layers` measured into the table."""
-    run = recorded(LayersRun, args.recorded)
-    run.check_timed()
-    versions = {name: v for name, v in run.versions.items() if name != "python"}
-    made = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
-    made_with = {names: made for cell in run.cells for names in cell.by_names()}
-    table = TunedTable(table_file(args.output, run.device.spec()), made_with)
-    for cell in run.cells:
-        _add(table, run, cell, run.date)
-    choices = list[regret.Choice]()
-    for scheme in distinct(cell.scheme for cell in run.cells):
-        measured = [n for cell in run.cells if cell.scheme == scheme for n in cell.by_names()]
-        able = {d: [e for behind, e in measured if behind == d] for d, _ in measured}
-        choices += _choices(table, run.title(scheme), run.problem(scheme, 1), able)
-    _report(args, f"Tuned table, from {args.recorded.name}", choices)
-    return 0
+def _add(table: TunedTable, sweep: LayersSweep) -> None:
+    """Put the last cell into the table."""
+    cell = sweep.run.cells[-1]
+    measured = {(r.dispatcher or "", r.experts or ""): r for r in cell.in_default_mode}
+    if measured:
+        table.add(sweep.problem(cell.scheme, cell.tokens), cell.tokens, measured)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 
 from moekit.errors import InvalidInput
 from moekit.plugin import (
     WIRE_SCHEMES,
     ActivationFormat,
     DispatcherSpec,
-    Footprint,
     MoEProblem,
     hookimpl,
 )
@@ -72,14 +72,6 @@ def _prefer(problem: MoEProblem) -> int:
     return 25 if problem.parallel.num_ranks <= 4 else _PRIORITY
 
 
-def _footprint_standard(problem: MoEProblem) -> Footprint:
-    return footprint(problem, batched=False, push=Settings.read().push)
-
-
-def _footprint_batched(problem: MoEProblem) -> Footprint:
-    return footprint(problem, batched=True, push=Settings.read().push)
-
-
 @hookimpl
 def moekit_dispatchers() -> list[DispatcherSpec]:
     standard = DispatcherSpec(
@@ -88,7 +80,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
         format=ActivationFormat.STANDARD,
         devices=("cuda>=8.0",),
         requires=("triton", "moekit_kernels"),
-        install_hint="pip install moekit-nvlink",
+        install_hint="pip install 'triton>=3.6' ./plugins/moekit-kernels",
         priority=_PRIORITY,
         prefer=_prefer,
         moves_tokens=True,
@@ -100,7 +92,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
         deterministic=True,
         graph_safe=True,
         check=_check,
-        footprint=_footprint_standard,
+        footprint=partial(footprint, batched=False),
     )
     batched = replace(
         standard,
@@ -110,6 +102,6 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
         priority=2,
         prefer=None,
         check=_check_batched,
-        footprint=_footprint_batched,
+        footprint=partial(footprint, batched=True),
     )
     return [standard, batched]

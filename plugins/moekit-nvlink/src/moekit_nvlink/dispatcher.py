@@ -3,8 +3,8 @@
     nvlink_ht   x, ids, weights and scales of a token go to [batch, slot] on every rank that holds
                 one of its experts, once for each rank
     nvlink_ll   x and scales of a token go to [expert, slot] of each of its experts
-    combine     each rank reads its tokens' rows from the experts' ranks, or they write them back,
-                and sums in fp32. In large calls of nvlink_ht it also sums over K (`reduce_rows`)
+    combine     each rank reads its tokens' rows from the experts' ranks, and sums them in fp32.
+                In large calls of nvlink_ht it also sums over K (`reduce_rows`)
 
 The host waits for nothing, so that a call can be captured in a CUDA graph.
 """
@@ -42,7 +42,7 @@ from .settings import Settings
 from .transfer import AssignmentTransfer, Call, RowTransfer, Step, Transfer
 
 # Ranks that speak different versions must not write into each other's memory.
-_PROTOCOL = "moekit-nvlink 3"
+_PROTOCOL = "moekit-nvlink 4"
 
 _shared: SharedBuffers[Buffers] = SharedBuffers(Buffers.free)
 
@@ -69,8 +69,7 @@ class _Dispatcher(PrepareAndFinalize):
     ) -> None:
         settings = Settings.read()
         self._transfer = self._transfers.of(problem, settings)
-        common = f"{_PROTOCOL}, combine by {'push' if settings.push else 'pull'}"
-        super().__init__(spec, problem, resolve(problem, group, common))
+        super().__init__(spec, problem, resolve(problem, group, _PROTOCOL))
         made_in, layout = self.group, self._transfer.layout
         assert made_in is not None
         device = torch.device(problem.device.type)
@@ -100,7 +99,7 @@ class _Dispatcher(PrepareAndFinalize):
         return Pending.ready(arrived)
 
     def output(self, dispatched: Dispatched) -> Tensor:
-        """Return memory for y that other ranks read, or that is pushed to them."""
+        """Return memory for y that other ranks read."""
         call: Call = dispatched.handle
         return self._transfer.output(call.buffer)[: len(dispatched.x)]
 

@@ -9,9 +9,8 @@ from moekit.plugin import Footprint, MoEProblem
 
 _ALIGN = 256
 _PHASES = 2  # of a call before its combine: see `kernels.flags`
-# Of calls with so many tokens of this rank, experts may leave the sum to the combine
-# (`kernels.reduce`), which takes them in so many chunks. Layers of 1024 tokens gain nothing between
-# two H100.
+# From this many tokens of a rank on, experts may leave the sum to the combine (`kernels.reduce`),
+# which takes them in _CHUNKS chunks. Layers of 1024 tokens gain nothing between two H100.
 REDUCED_FROM, _CHUNKS = 2048, 8
 # A program's step has code for each rank; two and four ranks were measured.
 _REDUCED_RANKS = 8
@@ -48,7 +47,7 @@ class Ranks:
 
     @property
     def count_2(self) -> int:
-        """Return the least power of 2 that is no less than ``count``."""
+        """Return ``count`` rounded up to a power of 2."""
         return 1 << (self.count - 1).bit_length()
 
 
@@ -60,11 +59,10 @@ class Layout:
     expert, slot), with ``slots`` for each expert. ``entries`` is the number of rows that a token
     gets back from other ranks: one for each share of the experts, or one for each assignment.
     ``top_k``: layers with another one must not share a buffer, even if all offsets are equal. A
-    row's ids lie elsewhere then, and ids of an earlier call would be taken for those of this one.
+    row's ids lie elsewhere then, and ids of an earlier call would be taken for this one's.
 
     x: rows as they travel, at most hidden_size * itemsize bytes; scale: fp32; ids: int32 local
-    experts; weights: fp32; sources: int32, a row's assignment; y: the experts' output; back: the
-    rows of this rank's tokens, if experts push them; counts: int32, by batch and expert; flags:
+    experts; weights: fp32; y: the experts' output; counts: int32, by batch and expert; flags:
     int64. chunks: parts of a call that are combined as they come, each with a flag.
     """
 
@@ -78,16 +76,14 @@ class Layout:
     scale: int
     ids: int
     weights: int
-    sources: int
     y: int
-    back: int
     counts: int
     flags: int
     chunks: int
     nbytes: int
 
     @classmethod
-    def of(cls, problem: MoEProblem, batched: bool, push: bool) -> Layout:
+    def of(cls, problem: MoEProblem, batched: bool) -> Layout:
         p, ranks, capacity = problem, Ranks.of(problem), problem.max_num_tokens
         assert capacity is not None
         slots = ranks.batches * capacity
@@ -99,19 +95,17 @@ class Layout:
             rows * 4 * p.scales_per_row,
             rows * 4 * each,
             rows * 4 * each,
-            rows * 4 * (batched and push),
             rows * row,
-            capacity * ranks.tp * entries * row * push,
             ranks.batches * p.num_physical_experts * 4 * batched,
         ]
         padded = (-(-size // _ALIGN) * _ALIGN for size in sizes)
-        x, scale, ids, weights, sources, y, back, counts, flags = accumulate(padded, initial=0)
-        reduced = not batched and not push and ranks.copies == 1 and capacity >= REDUCED_FROM
+        x, scale, ids, weights, y, counts, flags = accumulate(padded, initial=0)
+        reduced = not batched and ranks.copies == 1 and capacity >= REDUCED_FROM
         chunks = _CHUNKS if reduced and 1 < ranks.count <= _REDUCED_RANKS else 1
         nbytes = flags + (_PHASES + chunks) * 8 * ranks.count
         return cls(
-            batched, capacity, p.top_k, slots, rows, entries, x, scale, ids, weights, sources, y,
-            back, counts, flags, chunks, nbytes,
+            batched, capacity, p.top_k, slots, rows, entries, x, scale, ids, weights, y, counts,
+            flags, chunks, nbytes,
         )  # fmt: skip
 
     @property
@@ -129,15 +123,15 @@ def transient_bytes(problem: MoEProblem, num_tokens: int, batched: bool) -> int:
     p = problem
     kept = 4 * num_tokens * (2 * p.top_k if batched else p.parallel.ep_size)
     if batched:
-        kept += 8 * p.num_local_experts
+        kept += 4 * p.num_local_experts
     if p.quant.activation is None:
         return kept
     return kept + num_tokens * (p.hidden_size * 10 + 8 * p.scales_per_row)
 
 
-def footprint(problem: MoEProblem, batched: bool, push: bool) -> Footprint:
+def footprint(problem: MoEProblem, batched: bool) -> Footprint:
     """Return what a rank takes when every rank passes ``max_num_tokens``."""
-    layout = Layout.of(problem, batched, push)
+    layout = Layout.of(problem, batched)
     return Footprint(
         rows=layout.slots if batched else layout.rows,
         buffers={"symmetric memory": layout.nbytes},

@@ -7,34 +7,24 @@ from dataclasses import dataclass
 
 from moekit.errors import InvalidInput
 
-COMBINE_VARIABLE = "MOEKIT_NVLINK_COMBINE"
 PROGRAMS_VARIABLE = "MOEKIT_NVLINK_SMS"
 _MOST_PROGRAMS = 1024
 
 
 @dataclass(frozen=True)
 class Settings:
-    """push: the experts' ranks write rows back, and tokens' ranks do not read them from there. All
-    ranks must choose alike, which construction checks.
+    """programs: of a kernel that moves many tokens; each occupies one multiprocessor.
 
-    programs: of a kernel that moves many tokens; each occupies one multiprocessor.
     most_multiprocessors: that a kernel for many tokens occupies. None: a dispatch has twice as many
         programs, which are half as large, and the kernel that sums over K takes all of the GPU.
     """
 
-    push: bool = False
     programs: int = 64
     most_multiprocessors: int | None = None
 
     @classmethod
     def read(cls) -> Settings:
         """Return the settings of the environment. Raises InvalidInput."""
-        combine = os.environ.get(COMBINE_VARIABLE, "pull").strip().lower()
-        if combine not in ("push", "pull"):
-            raise InvalidInput(
-                f"{COMBINE_VARIABLE}={combine!r}: expected 'pull' or 'push'; set one of them on "
-                "all ranks, or unset the variable for 'pull'"
-            )
         given = os.environ.get(PROGRAMS_VARIABLE)
         programs = str(cls.programs) if given is None else given.strip()
         if not (programs.isdecimal() and 1 <= int(programs) <= _MOST_PROGRAMS):
@@ -42,4 +32,4 @@ class Settings:
                 f"{PROGRAMS_VARIABLE}={programs!r}: expected a number from 1 to {_MOST_PROGRAMS}; "
                 f"set one, or unset the variable for {cls.programs}"
             )
-        return cls(combine == "push", int(programs), None if given is None else int(programs))
+        return cls(int(programs), None if given is None else int(programs))

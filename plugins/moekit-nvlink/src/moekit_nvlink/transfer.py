@@ -23,20 +23,20 @@ from moekit.plugin import Dispatched, MoEProblem, Routing, Unreduced
 from .buffers import Buffer
 from .footprint import Layout, Ranks
 from .kernels.assignments import count_assignments, dispatch_assignments, receive_assignments
-from .kernels.combine import combine_rows, push_rows
+from .kernels.combine import combine_rows
 from .kernels.reduce import reduce_rows
 from .kernels.rows import dispatch_rows, receive_rows
 from .settings import Settings
 
 Step = Callable[[], None]
 
-# A rank is given up after so many looks at its flag, each about a microsecond.
+# A wait for a rank ends after this many looks at its flag, each about a microsecond.
 _SPINS = 100_000_000
 
 _dispatch_rows, _receive_rows = Launcher(dispatch_rows), Launcher(receive_rows)
 _count, _dispatch_assignments = Launcher(count_assignments), Launcher(dispatch_assignments)
 _receive_assignments = Launcher(receive_assignments)
-_push, _combine, _reduce = Launcher(push_rows), Launcher(combine_rows), Launcher(reduce_rows)
+_combine, _reduce = Launcher(combine_rows), Launcher(reduce_rows)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Tile:
     stages: int = 1
 
     few, few_programs, medium = 512, 128, 2048
-    # Of `reduce_rows`: programs of a multiprocessor, which so many registers let it hold.
+    # For `reduce_rows`: programs of a multiprocessor, and the registers that let it hold them.
     reduce_each, reduce_registers = 8, 64
     # Triton keeps one step less in shared memory, of which a block has 99 KB at least (8.6, 8.9).
     step_bytes, shared_bytes = 32768, 147456
@@ -80,17 +80,8 @@ class Tile:
         return cls(min(steps, cls.few_programs if tokens <= cls.few else most), 1, columns, 8)
 
     @classmethod
-    def of_push(cls, capacity: int, rows: int, words: int, most: int) -> Tile:
-        """Return the tile for at most ``rows`` rows of ``words`` 4-byte words."""
-        columns = triton.next_power_of_2(words)
-        if capacity <= cls.few:
-            columns = min(4096, columns)
-            return cls(min(rows * -(-words // columns), cls.few_programs), 1, columns, 8)
-        return cls(most, 8, min(1024, columns), 16, 3)
-
-    @classmethod
     def of_combine(cls, tokens: int, columns: int, size: int, entries: int, most: int) -> Tile:
-        """Return the tile for ``entries`` rows a token of so many columns, ``size`` bytes each."""
+        """Return the tile for ``entries`` rows a token: ``columns`` values of ``size`` bytes."""
         widest = triton.next_power_of_2(columns)
         if tokens <= cls.few:
             share = triton.next_power_of_2(max(1, tokens * columns // cls.few_programs))
@@ -106,7 +97,7 @@ class Tile:
 
     @classmethod
     def of_reduce(cls, columns: int, size: int, most: int) -> Tile:
-        """Return the tile for rows of so many columns, ``size`` bytes each: 16 bytes a thread."""
+        """Return the tile for rows of ``columns`` values of ``size`` bytes: 16 bytes a thread."""
         tile = min(2048 // size, triton.next_power_of_2(columns))
         return cls(most, 2048 // (tile * size), tile, 4)
 
@@ -115,14 +106,12 @@ class Tile:
 class Call:
     """The results of a dispatch that its combine needs.
 
-    places: int32 (T, entries), the rows of each token. counts: int32, the rows of this rank's
-    experts as `push_rows` takes them.
+    places: int32 (T, entries), the rows of each token.
     """
 
     buffer: Buffer
     places: Tensor
     weights: Tensor
-    counts: Tensor
 
 
 @dataclass(frozen=True)
@@ -138,7 +127,7 @@ class Transfer(ABC):
 
     @classmethod
     def of(cls, problem: MoEProblem, settings: Settings) -> Transfer:
-        layout = Layout.of(problem, cls.batched, settings.push)
+        layout = Layout.of(problem, cls.batched)
         return cls(problem, Ranks.of(problem), layout, settings)
 
     @abstractmethod
@@ -155,36 +144,16 @@ class Transfer(ABC):
     def gather(self, call: Call, out_TH: Tensor) -> list[Step]:
         """Return the steps that write the sum of each token's outputs; out_TH has unit strides."""
         r, at, buffer, (T, H) = self.ranks, self.layout, call.buffer, out_TH.shape
-        lost, push = buffer.lost, self.settings.push
-        ways: dict[str, Any] = {
-            "RANKS": r.count, "RANKS_2": r.count_2, "TP": r.tp, "COPIES": r.copies,
-            "LISTED": self.batched,
-        }  # fmt: skip
-        steps: list[Step] = []
-        if push:
-            words = H * out_TH.itemsize // 4
-            rows = min(at.rows, at.slots * at.entries)
-            tile = Tile.of_push(at.capacity, rows, words, self.settings.programs)
-            segments = len(call.counts)
-            steps.append(partial(
-                _push, (tile.programs,),
-                buffer.peers, call.counts, buffer.counters, buffer.epoch, lost.flags,
-                r.rank, at.capacity, at.slots if self.batched else at.capacity, at.y, at.back,
-                at.sources, at.flags,
-                **ways, K=self.problem.top_k, SEGMENTS=segments,
-                SEGMENTS_2=triton.next_power_of_2(segments), WORDS=words, TOKENS=tile.tokens,
-                WORDS_TILE=tile.columns, STAGES=tile.stages, num_warps=tile.warps,
-            ))  # fmt: skip
         tile = Tile.of_combine(T, H, out_TH.itemsize, at.entries * r.tp, self.settings.programs)
-        steps.append(partial(
+        return [partial(
             _combine, (tile.programs,),
             out_TH, buffer.peers, call.places, call.weights, buffer.counters, buffer.epoch,
-            lost.ranks, lost.flags, T, out_TH.stride(0), r.rank, at.capacity, _SPINS, at.y, at.back,
+            buffer.lost.ranks, buffer.lost.flags, T, out_TH.stride(0), r.rank, _SPINS, at.y,
             at.flags,
-            **ways, ROWS_EACH=at.entries, PER_RANK=at.rows, PUSHED=push, CHUNKS=at.chunks, H=H,
-            TOKENS=tile.tokens, COLUMNS=tile.columns, STAGES=tile.stages, num_warps=tile.warps,
-        ))  # fmt: skip
-        return steps
+            RANKS=r.count, RANKS_2=r.count_2, TP=r.tp, LISTED=self.batched, ROWS_EACH=at.entries,
+            PER_RANK=at.rows, CHUNKS=at.chunks, H=H, TOKENS=tile.tokens, COLUMNS=tile.columns,
+            STAGES=tile.stages, num_warps=tile.warps,
+        )]  # fmt: skip
 
     def reduce(self, call: Call, given: Unreduced, out_TH: Tensor) -> list[Step]:
         """Do as `gather` for experts that leave the sum over K to it; out_TH has unit strides."""
@@ -200,7 +169,7 @@ class Transfer(ABC):
             partial(
                 _reduce, (programs,),
                 out_TH, buffer.peers, rows, ids if places is None else places, ids, weights,
-                call.counts, call.places, buffer.counters, buffer.epoch, buffer.lost.ranks,
+                buffer.used, call.places, buffer.counters, buffer.epoch, buffer.lost.ranks,
                 buffer.lost.flags, T, out_TH.stride(0), rows.stride(0), r.rank, at.capacity,
                 at.chunk, _SPINS, summing, at.y, at.flags,
                 RANKS=r.count, RANKS_2=r.count_2, SHARES=r.shares, TP=r.tp, K=p.top_k,
@@ -262,7 +231,7 @@ class RowTransfer(Transfer):
             buffer, x, scale,
             topk_ids=buffer.region(at.ids, (at.rows, K), torch.int32),
             topk_weights=buffer.region(at.weights, (at.rows, K), torch.float32),
-            handle=Call(buffer, places, routing.topk_weights, buffer.used[: r.batches]),
+            handle=Call(buffer, places, routing.topk_weights),
         )  # fmt: skip
 
 
@@ -277,7 +246,7 @@ class AssignmentTransfer(Transfer):
         p, r, at, (T, K) = self.problem, self.ranks, self.layout, routing.topk_ids.shape
         experts, mine = p.num_physical_experts, p.local_experts
         positions, places = torch.empty((2, T, K), dtype=torch.int32, device=x.device)
-        counts, ends = torch.empty((2, len(mine)), dtype=torch.int32, device=x.device)
+        counts = torch.empty(len(mine), dtype=torch.int32, device=x.device)
         words, row_words = _words(x, places)
         groups = 0 if scale is None else scale.shape[1]
         tile = Tile.of_assignments(T, row_words, self.settings.programs)
@@ -294,18 +263,17 @@ class AssignmentTransfer(Transfer):
                 _dispatch_assignments, (tile.programs,),
                 words, routing.topk_weights if scale is None else scale, routing.topk_ids,
                 positions, buffer.peers, places, buffer.counters, buffer.epoch, lost.ranks,
-                lost.flags, T, r.rank, at.capacity, _SPINS, at.x, at.scale, at.sources, at.counts,
-                at.flags,
+                lost.flags, T, r.rank, _SPINS, at.x, at.scale, at.counts, at.flags,
                 RANKS=r.count, RANKS_2=r.count_2, TP=r.tp, COPIES=r.copies,
                 BATCHES_2=triton.next_power_of_2(r.batches), EXPERTS=experts, SHARE=r.share,
                 LARGER=r.larger, SLOTS=at.slots, PER_RANK=at.rows, K=K,
                 K_2=triton.next_power_of_2(K), WORDS=row_words, GROUPS=groups,
                 GROUPS_2=triton.next_power_of_2(max(1, groups)), WORDS_TILE=tile.columns,
-                SOURCES=self.settings.push, num_warps=tile.warps,
+                num_warps=tile.warps,
             ),
             partial(
                 _receive_assignments, (1,),
-                buffer.peers, counts, ends, buffer.epoch, lost.ranks, lost.flags, r.rank,
+                buffer.peers, counts, buffer.epoch, lost.ranks, lost.flags, r.rank,
                 mine.start, len(mine), _SPINS, at.counts, at.flags,
                 RANKS=r.count, RANKS_2=r.count_2, BATCHES=r.batches, EXPERTS=experts,
                 LOCAL_2=triton.next_power_of_2(len(mine)), num_warps=1,
@@ -313,7 +281,7 @@ class AssignmentTransfer(Transfer):
         ]  # fmt: skip
         arrived = self._arrived(
             buffer, x, scale, expert_num_tokens=counts,
-            handle=Call(buffer, places, routing.topk_weights, ends),
+            handle=Call(buffer, places, routing.topk_weights),
         )  # fmt: skip
         if len(mine) == arrived.x.shape[0]:
             return steps, arrived

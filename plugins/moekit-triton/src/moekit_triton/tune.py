@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from moekit_bench import random_weights, shape
-from moekit_bench.options import seconds, whole
+from moekit_bench.options import positive
 
 from moekit.errors import MoekitError
 from moekit.plugin import (
@@ -252,12 +252,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shapes", default="mixtral,qwen3-30b,dsv3-ep8", help="names or E:K:H:I")
     parser.add_argument("--quant", default="none,fp8_block", help="quantization schemes")
     parser.add_argument("--rows", type=_positive, default=rows, help="per expert")
-    parser.add_argument("--gpus", type=whole(1), default=torch.cuda.device_count())
+    parser.add_argument("--gpus", type=positive, default=torch.cuda.device_count())
     parser.add_argument(
         "--out", type=Path, help="a file, or a folder; default: the table that moekit reads"
     )
     parser.add_argument(
-        "--seconds", type=seconds, default=math.inf, help="begin no plan after this time"
+        "--seconds", type=float, default=math.inf, help="begin no plan after this time"
     )
     args = parser.parse_args(argv)
     args.problems = {

@@ -1,4 +1,4 @@
-"""Device code: flags and memory order, both ways to dispatch, and both ways to combine.
+"""Device code: flags and memory order, both ways to dispatch, and the combine.
 
 Every rank has an equal buffer (`footprint.Layout`); ``peers_ptr`` holds the addresses of all of
 them, and arguments ``*_at`` are byte offsets in a buffer.

@@ -64,12 +64,12 @@ def count_assignments(
 @triton.jit
 def dispatch_assignments(
     x_ptr, scale_ptr, ids_ptr, positions_ptr, peers_ptr, places_ptr, counters_ptr, epoch_ptr,
-    error_ptr, lost_ptr, T, rank, capacity, spins, x_at, scale_at, sources_at, counts_at, flags_at,
+    error_ptr, lost_ptr, T, rank, spins, x_at, scale_at, counts_at, flags_at,
     RANKS: tl.constexpr, RANKS_2: tl.constexpr, TP: tl.constexpr, COPIES: tl.constexpr,
     BATCHES_2: tl.constexpr, EXPERTS: tl.constexpr, SHARE: tl.constexpr, LARGER: tl.constexpr,
     SLOTS: tl.constexpr, PER_RANK: tl.constexpr, K: tl.constexpr, K_2: tl.constexpr,
     WORDS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_2: tl.constexpr, WORDS_TILE: tl.constexpr,
-    SOURCES: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Write each token's row and scales to the places of its experts.
 
@@ -77,7 +77,6 @@ def dispatch_assignments(
         x_ptr ... counters_ptr: as in `dispatch_rows`, and positions_ptr as in `count_assignments`.
         places_ptr: int32 (T, K), written: share * PER_RANK + row, or -1.
         SLOTS: rows of an expert; PER_RANK: rows of a rank.
-        SOURCES: also write to which assignment a row belongs, (batch, token, k) as one int32.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     number, r = call_number(epoch_ptr), tl.arange(0, RANKS_2)
@@ -116,11 +115,8 @@ def dispatch_assignments(
             to = region(peer, x_at, tl.int32)
             tl.store(to[:, None] + wide[:, None] * WORDS + w + word[None, :], x[None, :],
                      mask=real[:, None] & inside[None, :])  # fmt: skip
-            if w == 0:
-                if SOURCES:
-                    source = (peer + sources_at).to(tl.pointer_type(tl.int32))
-                    tl.store(source + wide, (batch * capacity + token) * K + k, mask=real)
-                if GROUPS:
+            if GROUPS:
+                if w == 0:
                     g = tl.arange(0, GROUPS_2)
                     scale = tl.load(scale_ptr + token * GROUPS + g, mask=g < GROUPS, other=0.0)
                     scales = (peer + scale_at).to(tl.pointer_type(tl.float32))
@@ -132,7 +128,7 @@ def dispatch_assignments(
 
 @triton.jit
 def receive_assignments(
-    peers_ptr, counts_ptr, ends_ptr, epoch_ptr, error_ptr, lost_ptr, rank, first, experts, spins,
+    peers_ptr, counts_ptr, epoch_ptr, error_ptr, lost_ptr, rank, first, experts, spins,
     counts_at, flags_at,
     RANKS: tl.constexpr, RANKS_2: tl.constexpr, BATCHES: tl.constexpr, EXPERTS: tl.constexpr,
     LOCAL_2: tl.constexpr, PDL: tl.constexpr,
@@ -140,8 +136,8 @@ def receive_assignments(
     """Wait for the rows of all ranks, and sum the counts of this rank's experts over the batches.
 
     Args:
-        counts_ptr, ends_ptr: int32 (experts,), written: the rows of each local expert, and of all
-            up to it. first: the first local expert.
+        counts_ptr: int32 (experts,), written: the rows of each local expert. first: the first local
+            expert.
     """
     number, r = call_number(epoch_ptr), tl.arange(0, RANKS_2)
     _, complete = wait_for(peers_ptr, lost_ptr, error_ptr, rank, r, r < RANKS, number, spins,
@@ -154,6 +150,4 @@ def receive_assignments(
     counts = at(peers_ptr, rank, counts_at, tl.int32)
     for b in tl.static_range(BATCHES):
         total += tl.load(counts + b * EXPERTS + first + expert, mask=there, other=0)
-    total = total * complete
-    tl.store(counts_ptr + expert, total, mask=there)
-    tl.store(ends_ptr + expert, tl.cumsum(total, axis=0), mask=there)
+    tl.store(counts_ptr + expert, total * complete, mask=there)

@@ -11,12 +11,12 @@ barrier in `is_last` orders them before one thread's add (acquire and release) t
 rank's memory. The program that finds all others there has acquired their adds, and a second barrier
 orders its other threads behind that one, so their releases of flags at system scope, one for each
 rank, cover every program's writes. Causality in PTX's model is transitive through barriers and
-through adds of one location, whatever their scope, if it includes both threads. Only threads of one
+through adds of one location, at any scope that includes both threads. Only threads of one
 GPU add, so their scope is the GPU, which takes less time than the system.
 
 Reads happen after the flag. A thread for each rank acquires its flag at system scope, and a barrier
 orders the reads of the program's other threads behind it. The kernels that follow on the stream
-wait until that kernel has ended, so they see the rows, too.
+wait until that kernel has ended, so they also see the rows.
 
 Kernels that wait for flags let the next kernel start only when the flags have come
 (`launch_dependents`): it would otherwise occupy multiprocessors for as long as a rank is late.
@@ -28,16 +28,13 @@ A rank that the previous kernel gives up in this time may be waited for once mor
 
 Memory is written again only when nobody reads it:
 
-    x, ids, weights, sources, counts   A rank sends the rows of call n + 1 after its combine of call
+    x, ids, weights, counts            A rank sends the rows of call n + 1 after its combine of call
                                        n, which waited for the flag COMBINE of all ranks. A rank
                                        raises that flag when its experts, which read x, are done,
                                        and its sums for other ranks, which read their ids.
     y (read by other ranks)            Experts write y of call n + 1 after they have acquired the
                                        flag ROWS of all ranks, which each rank raises after its
                                        combine of call n.
-    back (written by other ranks)      A rank pushes rows of call n + 1 after it has acquired the
-                                       flag ROWS of their owner, who raised it after its combine of
-                                       call n had read ``back``.
 
 Calls in flight at the same time have separate buffers and flags.
 """
@@ -132,7 +129,7 @@ def wait_for(
 ):  # fmt: skip
     """Return the flags of ranks, and whether all came and none of them was ever given up.
 
-    Flags are looked at until they have reached ``number``, at most ``spins`` times more; that of a
+    Flags are looked at until they have reached ``number``, at most ``spins`` times more. A
     rank that was given up before is not waited for.
 
     Args:

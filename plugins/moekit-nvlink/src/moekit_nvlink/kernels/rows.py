@@ -63,7 +63,7 @@ def dispatch_rows(
         epoch_ptr: int64 (1,), the number of calls that were combined.
         SHARES: ranks that share the experts; SHARE experts each, LARGER of them one more.
         SPREAD: program p of rank r begins with rank r + p, modulo the number of ranks, so that all
-            ranks receive alike at any time.
+            ranks receive equally much at any time.
     """
     if PDL:
         wait_then_launch_dependents()
