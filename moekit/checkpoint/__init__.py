@@ -9,17 +9,16 @@
 The modules, from the files up:
 
     headers, files   the safetensors format: which tensors a file holds, and reading them
-    gguf_header, gguf_config, gguf_blocks
-                     the GGUF format: its tensors, its metadata as config.json, and its blocks
+    gguf_header, gguf_config
+                     the GGUF format: its tensors, and its metadata as config.json
     schema, config   the fields of config.json: their types and bounds, and what they mean
     names            what checkpoints call the tensors of their experts
-    formats, probe   how an expert matrix may be stored, and how this checkpoint stores it
+    routing          the arguments of a whole layer
+    stored           the format of each matrix, by `moekit.formats`
     schemes          which quantization scheme of moekit computes with a stored format
     share, scales    which part of a layer one rank loads, and its scales where blocks are cut
     read, load       reading that part, expert by expert
     pushed, stacks   reading from tensors that a caller passes one by one, of one matrix or several
-    declared         the format that a quantization config declares
-    targets          matching the regular expressions of such a config in bounded time
     progress         reports of how much of a checkpoint is read
 """
 
@@ -28,6 +27,7 @@ from moekit.checkpoint.files import Checkpoint
 from moekit.checkpoint.load import load_experts, load_layers
 from moekit.checkpoint.names import NAMES, ExpertNames
 from moekit.checkpoint.pushed import PushedExperts
+from moekit.checkpoint.routing import layer_arguments
 from moekit.formats.declared import declared_format
 from moekit.formats.format import Format
 
@@ -40,6 +40,7 @@ __all__ = [
     "PushedExperts",
     "declared_format",
     "detect",
+    "layer_arguments",
     "load_experts",
     "load_layers",
     "problem_from_config",

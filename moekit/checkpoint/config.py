@@ -118,7 +118,7 @@ def _detect(
     checkpoint: Checkpoint, names: ExpertNames | None, layer: int | None, given: Mapping[str, Any]
 ) -> Detected:
     """Describe all layers, or one. ``given`` are fields of the problem that the caller states."""
-    config, model_type = _text_config(checkpoint), model_type_of(checkpoint)
+    config, model_type = text_config(checkpoint), model_type_of(checkpoint)
     check_understood(config, given)
     # The first layers may be dense, and the tensors may have one of several names.
     probe = names_in(checkpoint, names or model_type, layer)
@@ -130,9 +130,11 @@ def _detect(
         raise WeightsError(no_experts(checkpoint, probe, layer or 0))
     groups: list[dict[str, Any]] = []
     for each in layers if layer is None else (layer,):
-        fields = dict(_sizes(config, each, given), activation=_activation(config, each, given))
-        sizes = fields["hidden_size"], fields["intermediate_size"]
-        fields["format"] = layer_formats(checkpoint, probe, each, *sizes).common
+        sizes = _sizes(config, each, given)
+        hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
+        format = layer_formats(checkpoint, probe, each, hidden, inner).common
+        activation = _activation(config, each, given)
+        fields: dict[str, Any] = {**sizes, "activation": activation, "format": format}
         alike = next((group for group in groups if group["fields"] == fields), None)
         if alike is None:
             groups.append(alike := {"fields": fields, "layers": []})
@@ -214,7 +216,7 @@ _ACTIVATIONS = {
 }
 
 
-def _text_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
+def text_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
     """Return the part of config.json that describes the language model."""
     config = checkpoint.config
     if not config:
@@ -230,7 +232,7 @@ def _text_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 def model_type_of(checkpoint: Checkpoint) -> str:
     """Return the language model's model type; "" if config.json does not say it."""
-    return _text_config(checkpoint).get("model_type") or ""
+    return text_config(checkpoint).get("model_type") or ""
 
 
 def _sizes(config: Mapping[str, Any], layer: int, given: Mapping[str, Any]) -> dict[str, int]:

@@ -74,7 +74,13 @@ class Checkpoint:
         self._files: dict[Path, Any] = {}
         self._lock = threading.Lock()
         faults = []
-        for file in _files_of(self.path):
+        try:
+            files = _files_of(self.path)
+        except OSError as error:
+            raise WeightsError(
+                f"{self.path}: cannot be listed ({error.strerror}); pass a folder that you may read"
+            ) from error
+        for file in files:
             try:
                 self._add(file)
             except WeightsError as error:

@@ -52,14 +52,14 @@ def load_experts(
 
     Tensor parallelism keeps every stored number:
 
-    - Blocks of 128 x 128 are never cut. A rank holds whole blocks, the
+    - Blocks of 128 x 128 are never cut, on one rank or several. A rank holds whole blocks, the
       `MoEProblem.local_neurons`, padded with zeros.
     - Groups of columns of w2 are cut into equal parts only. If a rank's share of I is no multiple
       of the group size, the share consists of whole groups and a part of another one. These need
       not be adjacent, because the order of neurons makes no difference. If the parts are not
       equal, the scheme is refused.
-    - On one rank, if I is no multiple of 128, a block of scales covers rows of gate and of up.
-      Their values are rounded again under the larger scale.
+    - If gate and up are stored in one tensor and I is no multiple of 128, a block of scales covers
+      rows of both. Their values are rounded again under the larger scale.
     - A w2 in act-order is cut into whole groups, for which whole experts are read. If all columns
       turn out to be in order, the result has no g_idx.
 

@@ -11,6 +11,7 @@ import torch
 
 from moekit.checkpoint.files import Checkpoint
 from moekit.checkpoint.names import ExpertNames
+from moekit.errors import WeightsError
 from moekit.formats.format import Format, filled
 from moekit.formats.matrix import Matrix
 from moekit.formats.methods import format_of, method_of
@@ -101,9 +102,9 @@ def _read(
         if (known := alike[key]) is not None:  # otherwise the load reports its dtype
             found[template, expert] = known
     if held and not found:
-        name, first = next(iter(held.items()))
+        (template, expert), first = next(iter(held.items()))
         raise WeightsError(
-            f"{filled(name[0], layer, name[1])} has {', '.join(first)} of "
+            f"{filled(template, layer, expert)} has {', '.join(first)} of "
             f"{', '.join(str(dtype) for _, dtype in first.values())}, a form that moekit does not "
             "know: add the quantization_config to config.json, or convert the checkpoint"
         )

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache, partial
 
 import moekit
-from moekit.checkpoint.config import problem_from_config
+from moekit.checkpoint import detect, problem_from_config
 from moekit.cli.commands import installed, load
 from moekit.cli.plugins import wrap
 from moekit.discovery.entry_points import Source
@@ -122,7 +122,14 @@ def _problem(args: argparse.Namespace) -> tuple[moekit.MoEProblem, Sequence[str]
         kind = fields.get("activation") or "silu"
         fields["activation"] = Activation(kind, limit=args.activation_limit)
     if args.model is not None:
-        return problem_from_config(args.model, parallel=parallel, **fields), ()
+        first, *others = detect(args.model).groups
+        problem = problem_from_config(
+            args.model, layer=first.layers[0], parallel=parallel, **fields
+        )
+        if not others:
+            return problem, ()
+        here = f"this is layer {first.layers[0]}; the model's layers differ:"
+        return problem, (here, *map(str, (first, *others)))
     for name, source in _sources().items():
         if (folder := getattr(args, name.replace("-", "_"))) is not None:
             problem, notes = load(source, f"--{name}")(folder, parallel, **fields)

@@ -98,8 +98,8 @@ class AutoRound(Method):
                 )
 
     def of_module(self, config: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:
-        extra = config.get("extra_config") or {}
-        changes = extra.get(module)
+        extra: Mapping[str, Any] = config.get("extra_config") or {}
+        changes: Mapping[str, Any] | None = extra.get(module)
         if changes is None:
             special = ((p, c) for p, c in extra.items() if any(sign in p for sign in "*[("))
             changes = next((c for pattern, c in special if matches(pattern, module)), {})

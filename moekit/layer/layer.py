@@ -33,7 +33,7 @@ from moekit.selection.select import compose
 from moekit.untrusted.arguments import FLAG, FUNCTION, NAME, TIMEOUT, accept, instance, optional
 
 if TYPE_CHECKING:
-    from moekit.checkpoint import ExpertNames
+    from moekit.checkpoint import Checkpoint, ExpertNames
 
 # The records and the problem check the other arguments.
 _KINDS = {
@@ -179,11 +179,45 @@ class FusedMoE(nn.Module):
 
     @classmethod
     def from_checkpoint(
-        cls, path: str | Path, names: ExpertNames | str | None, layer: int, **arguments: Any
+        cls,
+        path: str | Path | Checkpoint,
+        layer: int,
+        *,
+        names: ExpertNames | None = None,
+        dequantize: bool = False,
+        progress: bool | None = None,
+        **arguments: Any,
     ) -> FusedMoE:
-        """Construct a layer from the constructor's ``arguments`` and `load_checkpoint` into it."""
-        made = cls(**arguments)
-        made.load_checkpoint(path, names, layer)
+        """Construct a layer as a checkpoint describes it, and load its experts.
+
+        Sizes, scheme, activation, biases and routing come from config.json and the tensors. For
+        several layers pass an open `Checkpoint`, whose headers are then read once::
+
+            with moekit.checkpoint.Checkpoint(folder) as checkpoint:
+                layers = {
+                    n: moekit.FusedMoE.from_checkpoint(checkpoint, n)
+                    for n in moekit.checkpoint.detect(checkpoint).layers
+                }
+
+        Args:
+            path: A file, a folder, or an open `Checkpoint`.
+            layer: The layer's number in the checkpoint.
+            names: What the tensors are called, as in `detect`.
+            dequantize: Convert the weights to the model's dtype.
+            progress: As in `load_experts`.
+            arguments: Arguments of the constructor, which replace what the checkpoint says.
+
+        Raises:
+            WeightsError: The checkpoint does not fit, or its routing is not known and not given.
+        """
+        from moekit.checkpoint import layer_arguments
+
+        ways = {n: v for n, v in arguments.items() if n in LayerParallelism.__dataclass_fields__}
+        parallelism = arguments.get("parallelism") or LayerParallelism(**ways)
+        tp_size = parallelism.config().tp_size
+        found = layer_arguments(path, layer, names, dequantize, tp_size, arguments)
+        made = cls(**{**found, **arguments})
+        made.load_checkpoint(path, names, layer, dequantize=dequantize, progress=progress)
         return made
 
     # -- weights ----------------------------------------------------------------------------
@@ -206,7 +240,11 @@ class FusedMoE(nn.Module):
         self.packed = self.kernel.pack(weights)
 
     def load_checkpoint(
-        self, path: str | Path, names: ExpertNames | str | None, layer: int, **options: Any
+        self,
+        path: str | Path | Checkpoint,
+        names: ExpertNames | str | None,
+        layer: int,
+        **options: Any,
     ) -> None:
         """Load what `moekit.checkpoint.load_experts` reads with the same arguments.
 

@@ -18,8 +18,8 @@ import moekit  # noqa: E402
 from moekit import MoEProblem, ParallelConfig  # noqa: E402
 from moekit.backends.reference import oracle  # noqa: E402
 from moekit.checkpoint import Checkpoint, detect, load_experts, problem_from_config  # noqa: E402
-from moekit.formats.gguf import _DECODERS, dequantize  # noqa: E402
 from moekit.errors import WeightsError  # noqa: E402
+from moekit.formats.gguf import _DECODERS, dequantize  # noqa: E402
 from moekit.testing import assert_close  # noqa: E402
 
 E, H, I = 4, 512, 256

@@ -12,7 +12,6 @@ import hostile_checkpoints as hostile
 import pytest
 
 
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hostile")

@@ -329,7 +329,7 @@ def test_a_checkpoint_of_two_models(tmp_path: Path) -> None:
         tensors |= made.tensors
     files.save(tmp_path, tensors, config("qwen3_moe") | dict(num_local_experts=2))
     problem = MoEProblem(num_experts=2, top_k=1, hidden_size=H, intermediate_size=64, device="cpu")
-    with pytest.raises(WeightsError, match=r"layer 0 has several sets of experts: talker.*, thinker"):
+    with pytest.raises(WeightsError, match="several sets of experts: talker.*, thinker"):
         load_experts(tmp_path, "qwen3_moe", 0, problem)
     names = NAMES["qwen3_moe"].under("talker.model.")
     assert torch.equal(load_experts(tmp_path, names, 0, problem).w2.float(), made.down)

@@ -467,7 +467,10 @@ def test_a_wrong_bias_is_reported_with_the_tensor_that_completes_its_matrix() ->
     ("config", "message"),
     [
         ("fp8", "config='fp8': it must be a quantization_config"),
-        (dict(quant_method="bitsandbytes"), "has the quant_method 'bitsandbytes', expected .* or fp8"),
+        (
+            dict(quant_method="bitsandbytes"),
+            "the quant_method 'bitsandbytes', expected .* or fp8",
+        ),
         (dict(quant_method="gptq", bits=3, group_size=32), "bits is 3, expected 4 or 8"),
         (dict(quant_method="fp8", weight_block_size=128), "weight_block_size"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -394,18 +395,17 @@ def test_from_checkpoint(tmp_path) -> None:
         tensors[f"{stem}gate_proj.weight"] = gate.contiguous()
         tensors[f"{stem}up_proj.weight"] = up.contiguous()
         tensors[f"{stem}down_proj.weight"] = weights.w2[expert].contiguous()
-    file = tmp_path / "model.safetensors"
-    safetensors.save_file(tensors, file)
+    safetensors.save_file(tensors, tmp_path / "model.safetensors")
+    config = dict(
+        model_type="qwen3_moe", num_experts=E, num_experts_per_tok=K, hidden_size=H,
+        moe_intermediate_size=I, hidden_act="silu", dtype="bfloat16", norm_topk_prob=True,
+    )  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
     total = 0
     for rank in range(2):
         layer = moekit.FusedMoE.from_checkpoint(
-            file,
-            "qwen3_moe",
+            tmp_path,
             5,
-            num_experts=E,
-            top_k=K,
-            hidden_size=H,
-            intermediate_size=I,
             device="cpu",
             parallel=ParallelConfig(ep_size=2, ep_rank=rank, dp_size=1),
             reduce_results=False,
