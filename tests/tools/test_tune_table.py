@@ -18,6 +18,7 @@ from tuned_tables import MADE, PROBLEM, fakes, make_table, no_tables, write_tabl
 import moekit
 from moekit.plugin import TableFiles, device_file, nearest, size_distance
 from moekit.selection import tuned as tune
+from moekit.selection.tuned import files as tuned_files
 from moekit.selection.tuned import table
 from moekit.selection.tuned.table import Key, Record
 
@@ -105,6 +106,22 @@ def test_a_changed_file_is_read_again(tuned: Path) -> None:
         assert time() == us
     (tuned / "x.json").unlink()
     assert time() is None
+
+
+def test_a_file_of_the_same_size_and_date_is_read_if_it_is_another(tuned: Path) -> None:
+    for us in (5.0, 6.0):
+        write_table(tuned / "new", make_table({"a": {1: us}}))
+        os.utime(tuned / "new", ns=(0, 7))
+        (tuned / "new").replace(tuned / "x.json")
+        assert time() == us
+
+
+def test_an_unchanged_file_is_read_once(tuned: Path, monkeypatch) -> None:
+    read, read_json = [], tuned_files.read_json
+    monkeypatch.setattr(tuned_files, "read_json", lambda f: read.append(f) or read_json(f))
+    write_table(tuned / "x.json", make_table({"a": {1: 5.0}}))
+    assert [time() for _ in range(5)] == [5.0] * 5
+    assert read.count(tuned / "x.json") == 1
 
 
 # -- what is refused ---------------------------------------------------------------------------

@@ -128,8 +128,9 @@ def _warn_missing(named: str) -> None:
     )  # fmt: skip
 
 
-# A file, and what tells whether it changed. Mypy takes no Traversable for hashable.
-_Signature = tuple[Any, int, int]
+# A file and its identity: device, inode, size and time of change. Mypy takes no Traversable for
+# hashable.
+_Signature = tuple[Any, int, int, int, int]
 
 
 def _files(path: Any, pattern: str) -> tuple[_Signature, ...]:
@@ -141,14 +142,14 @@ def _files(path: Any, pattern: str) -> tuple[_Signature, ...]:
     except OSError as error:
         logger.warning("tuned tables in %s cannot be read: %s", path, error)
         return ()
-    return tuple((file, stat.st_mtime_ns, stat.st_size) for file, stat in stats)
+    return tuple((f, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for f, s in stats)
 
 
 @lru_cache(maxsize=64)
 def _zipped(folder: Any, pattern: str) -> tuple[_Signature, ...]:
     """Return the files in a folder of a zip file, which does not change."""
     files = (file for file in folder.iterdir() if fnmatch(file.name, pattern))
-    return tuple((file, 0, 0) for file in sorted(files, key=lambda file: file.name))
+    return tuple((file, 0, 0, 0, 0) for file in sorted(files, key=lambda file: file.name))
 
 
 @lru_cache(maxsize=64)
