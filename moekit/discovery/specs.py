@@ -470,10 +470,6 @@ class ExpertsSpec(BackendSpec):
     def notes(self, problem: MoEProblem) -> list[str]:
         """Return what users should know about the way this backend computes ``problem``."""
         notes = []
-        if problem.quant.activation is not None and self.emulates:
-            notes.append(
-                f"{self.name} emulates {problem.quant.name}: it quantizes no activations itself"
-            )
         if what := self.padding(problem):
             notes.append(f"{self.name}: {what}")
         if how := self.description(self.padded(problem)):

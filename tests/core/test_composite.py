@@ -311,8 +311,9 @@ def test_other_layouts_cost_memory_and_the_cost_is_logged(caplog) -> None:
     note = kernel.explanation.note
     assert "known when they are packed" in note and "emulates" not in note
     kernel, _ = packed("torch:4|turned", PROBLEM.replace(quant="int8_channel_token"))
-    assert kernel.explanation.note.partition("; torch: ")[0].endswith(
-        "; torch emulates int8_channel_token: it quantizes no activations itself"
+    assert kernel.explanation.note.startswith(
+        "activations stay exact (float32) in torch, which emulates int8_channel_token; turned "
+        "quantizes activations to int8_channel_token; "
     )
 
 
