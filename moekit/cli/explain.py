@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(answer, indent=2), file=args.out)
     else:
         lines = [summary(problem), *(f"  {note}" for note in notes)]
-        lines += [*explanation.text(every=args.all).splitlines()]
+        lines += [*explanation.text(every=args.all, how="pass --all for the reasons").splitlines()]
         every = args.all or explanation.chosen is None
         lines += [f"  note: {fault}" for fault in registry().faults(blocked=every)]
         lines += [] if hosts is None else topology.lines(problem, hosts)

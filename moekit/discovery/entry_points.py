@@ -225,7 +225,7 @@ def probe(source: Source, strict: bool = False) -> PluginState:
     try:
         with (
             nullcontext() if strict else contained(),
-            watched(f"loading plugin {source.name} ({source.distribution})"),
+            watched(lambda: f"loading plugin {source.name} ({source.distribution})"),
         ):
             manager.register(source.load(), name=source.name)
             manager.check_pending()

@@ -260,7 +260,7 @@ class BackendSpec:
         module_name, _, attribute = self.target.partition(":")
         what = f"{self.kind} {self.name!r} ({self.target})"
         try:
-            with contained(), watched(f"loading {what}"):
+            with contained(), watched(lambda: f"loading {what}"):
                 loaded = getattr(importlib.import_module(module_name), attribute)
                 if not (
                     isinstance(loaded, type)

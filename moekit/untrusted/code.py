@@ -37,10 +37,14 @@ def contained() -> Iterator[None]:
 
 
 @contextmanager
-def watched(what: str, seconds: float = _SLOW) -> Iterator[None]:
-    """Log a warning that names ``what`` if the block takes longer than ``seconds``."""
-    text = "moekit: %s has taken %g s so far; `python -m moekit doctor` ends what hangs"
-    timer = threading.Timer(seconds, logger.warning, (text, what, seconds))
+def watched(what: Callable[[], str], seconds: float = _SLOW) -> Iterator[None]:
+    """Log a warning with the text of ``what()`` if the block takes longer than ``seconds``."""
+
+    def warn() -> None:
+        text = "moekit: %s has taken %g s so far; `python -m moekit doctor` ends what hangs"
+        logger.warning(text, what(), seconds)
+
+    timer = threading.Timer(seconds, warn)
     timer.daemon = True
     with suppress(RuntimeError):  # no more threads can be started: skip the warning
         timer.start()
