@@ -22,9 +22,6 @@ import torch
 from torch import Tensor
 
 from moekit.contract import (
-    BufferSpec as BufferSpec,
-)
-from moekit.contract import (
     Dispatched,
     PackedWeights,
     PermuteExpertsUnpermute,
@@ -34,9 +31,6 @@ from moekit.contract import (
     offers_output,
     offers_sum,
     output_dtype,
-)
-from moekit.contract import (
-    Quantizer as Quantizer,
 )
 from moekit.discovery.answers import packed_by
 from moekit.errors import InvalidInput, WeightsError

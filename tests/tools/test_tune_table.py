@@ -77,10 +77,10 @@ def test_a_moekit_tuned_that_does_not_exist_is_said_once(tuned: Path, monkeypatc
 
 
 def test_the_users_folder(monkeypatch) -> None:
-    assert table.user_path({"XDG_CACHE_HOME": "/c"}) == Path("/c/moekit/tuned")
-    assert table.user_path({"MOEKIT_TUNED": "/t.json"}) == Path("/t.json")
+    assert tuned_files.user_path({"XDG_CACHE_HOME": "/c"}) == Path("/c/moekit/tuned")
+    assert tuned_files.user_path({"MOEKIT_TUNED": "/t.json"}) == Path("/t.json")
     monkeypatch.setenv("HOME", "/home/me")
-    assert table.user_path({}) == Path("/home/me/.cache/moekit/tuned")
+    assert tuned_files.user_path({}) == Path("/home/me/.cache/moekit/tuned")
 
 
 def test_shipped_tables_are_readable() -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from moekit.problem import MoEProblem
-from moekit.selection.tuned.files import VARIABLE as VARIABLE
 from moekit.selection.tuned.files import TableFiles, size_distance
 from moekit.selection.tuned.files import user_path as user_path
 
