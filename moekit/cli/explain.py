@@ -26,7 +26,6 @@ from moekit.problem import DTYPES
 from moekit.problem.activation import ACTIVATIONS, Activation
 from moekit.problem.problem import summary
 from moekit.problem.quant import SCHEMES
-from moekit.selection import topology
 
 _SIZES = ("num_experts", "top_k", "hidden_size", "intermediate_size")
 
@@ -45,11 +44,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the explanation; return 1 if nothing can do the problem."""
     problem, notes = _problem(args)
     explanation = moekit.explain(problem, args.dispatcher, args.experts)
-    hosts = None if args.nodes is None else topology.on_hosts(problem, explanation)
     if args.json:
         answer = explanation.as_dict()
-        if hosts is not None:
-            answer["topology"] = topology.as_dict(problem, hosts)
         if notes:
             answer["model_notes"] = list(notes)
         print(json.dumps(answer, indent=2), file=args.out)
@@ -58,7 +54,6 @@ def run(args: argparse.Namespace) -> int:
         lines += [*explanation.text(every=args.all, how="pass --all for the reasons").splitlines()]
         every = args.all or explanation.chosen is None
         lines += [f"  note: {fault}" for fault in registry().faults(blocked=every)]
-        lines += [] if hosts is None else topology.lines(problem, hosts)
         print("\n".join(wrap(line, 6) for line in lines), file=args.out)
     return 0 if explanation.chosen else 1
 
@@ -96,12 +91,6 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dp", type=int, default=0, metavar="N", help="batches of tokens (default: as --ep)"
     )
-    parser.add_argument(
-        "--nodes",
-        type=int,
-        metavar="N",
-        help="hosts that the ranks are spread over; also print what each rank would need",
-    )
     field(
         "--device", help="cpu, cuda, sm90 (H100, H200), gfx942 and so on; default: this machine's"
     )
@@ -109,12 +98,7 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
 
 def _problem(args: argparse.Namespace) -> tuple[moekit.MoEProblem, Sequence[str]]:
     """Return the problem that is asked for, and notes of the package that described it."""
-    parallel = moekit.ParallelConfig(
-        ep_size=args.ep,
-        tp_size=args.tp,
-        dp_size=args.dp,
-        nodes=1 if args.nodes is None else args.nodes,
-    )
+    parallel = moekit.ParallelConfig(ep_size=args.ep, tp_size=args.tp, dp_size=args.dp)
     fields = {n: v for n, v in vars(args).items() if n in moekit.MoEProblem.__dataclass_fields__}
     if "dtype" in fields:
         fields["dtype"] = DTYPES[fields["dtype"]]

@@ -17,14 +17,12 @@ class Footprint:
     buffers: bytes kept between calls, by purpose.
     transient: bytes that a call allocates and frees.
     source: where the formula for the buffers comes from.
-    across: what changes when the ranks are on several hosts, one sentence each.
     """
 
     rows: int
     buffers: Mapping[str, int]
     transient: int
     source: str
-    across: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = {"rows": self.rows, "transient": self.transient, **dict(self.buffers)}
@@ -33,7 +31,6 @@ class Footprint:
                 raise InvalidInput(f"{shown(name)} {shown(size)}: expected an int of at least 0")
         object.__setattr__(self, "buffers", {printable(n): b for n, b in self.buffers.items()})
         object.__setattr__(self, "source", printable(self.source))
-        object.__setattr__(self, "across", tuple(map(printable, self.across)))
 
     @property
     def buffer_bytes(self) -> int:
