@@ -275,7 +275,10 @@ def test_explain_batch_invariant_problems(only, capsys: pytest.CaptureFixture[st
     assert "batch_invariant=True needs tp_size=1" in capsys.readouterr().err
 
 
-def test_explain_json_is_as_documented(only, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_json_is_as_documented(
+    only, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packages, "importable", lambda name: False)
     fakes = only("needy")
     fakes.install("needy", offers("needy", more=NEEDY))
     args = ["explain", *SIZES, "--device", "cpu", "--json"]
