@@ -16,7 +16,8 @@ from moekit.discovery.entry_points import Source, entry_points
 from moekit.discovery.packages import REPOSITORY
 from moekit.discovery.specs import find_module
 from moekit.errors import MoekitError
-from moekit.untrusted.code import Fault, contained, printable, shown
+from moekit.untrusted.arguments import shown
+from moekit.untrusted.code import Fault, contained, printable
 
 GROUP = "moekit.commands"
 KNOWN = {name: package for package in REPOSITORY for name in package.commands}

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moekit.errors import InvalidInput
-from moekit.untrusted.code import printable, shown
+from moekit.untrusted.arguments import shown
+from moekit.untrusted.code import printable
 
 
 @dataclass(frozen=True, kw_only=True)

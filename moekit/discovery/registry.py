@@ -25,7 +25,7 @@ from moekit.discovery.entry_points import (
 from moekit.discovery.packages import offering
 from moekit.discovery.specs import BackendSpec, DispatcherSpec, ExpertsSpec, SpecT
 from moekit.errors import BackendError, NameClash, UnknownBackend
-from moekit.untrusted.code import shown
+from moekit.untrusted.arguments import shown
 from moekit.untrusted.switches import switch
 
 logger = logging.getLogger("moekit")

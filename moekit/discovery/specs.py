@@ -34,9 +34,10 @@ from moekit.untrusted.arguments import (
     instance,
     matching,
     optional,
+    shown,
     size,
 )
-from moekit.untrusted.code import Fault, contained, printable, shown, watched
+from moekit.untrusted.code import Fault, contained, printable, watched
 
 # A backend's reason begins with this if its `check` raises or returns no list of reasons.
 CHECK_FAILED = "its check failed"

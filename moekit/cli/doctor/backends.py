@@ -21,7 +21,8 @@ from moekit.errors import MoekitError
 from moekit.problem import DTYPES, DeviceSpec, MoEProblem, ParallelConfig
 from moekit.problem.quant import SCHEMES
 from moekit.untrusted import process as isolate
-from moekit.untrusted.code import message, shown
+from moekit.untrusted.arguments import shown
+from moekit.untrusted.code import message
 
 CHECKS = "moekit.checks"
 _STATES = ("ok", "no", "bad")
