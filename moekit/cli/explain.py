@@ -21,7 +21,7 @@ from moekit.cli.commands import installed, load
 from moekit.cli.plugins import wrap
 from moekit.discovery.entry_points import Source
 from moekit.discovery.registry import registry
-from moekit.errors import InvalidProblem
+from moekit.errors import InvalidProblem, MoekitError
 from moekit.problem import DTYPES
 from moekit.problem.activation import ACTIVATIONS, Activation
 from moekit.problem.problem import summary
@@ -42,8 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the explanation; return 1 if nothing can do the problem."""
-    problem, notes = _problem(args)
-    explanation = moekit.explain(problem, args.dispatcher, args.experts)
+    try:
+        problem, notes = _problem(args)
+        explanation = moekit.explain(problem, args.dispatcher, args.experts)
+    except MoekitError as error:
+        raise MoekitError(_for_shell(str(error))) from error
     if args.json:
         answer = explanation.as_dict()
         if notes:
@@ -51,11 +54,32 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(answer, indent=2), file=args.out)
     else:
         lines = [summary(problem), *(f"  {note}" for note in notes)]
-        lines += [*explanation.text(every=args.all, how="pass --all for the reasons").splitlines()]
+        text = explanation.text(every=args.all, how="pass --all for the reasons")
+        lines += _for_shell(text).splitlines()
         every = args.all or explanation.chosen is None
         lines += [f"  note: {fault}" for fault in registry().faults(blocked=every)]
         print("\n".join(wrap(line, 6) for line in lines), file=args.out)
     return 0 if explanation.chosen else 1
+
+
+# Fields of the problem that a message may name, and the options that set them.
+_OPTIONS = {
+    **{f: f"--{f.replace('_', '-')}" for f in (*_SIZES, "max_num_tokens", "has_bias")},
+    "batch_invariant": "--batch-invariant",
+    "apply_router_weight_on_input": "--weight-on-input",
+    "num_redundant_experts": "--redundant-experts",
+    **{f"{kind}_size": f"--{kind}" for kind in ("ep", "tp", "dp")},
+}
+
+
+def _for_shell(text: str) -> str:
+    """Return ``text`` with options for Python's names: ``--tp 2`` for ``tp_size=2``."""
+
+    def option(found: re.Match[str]) -> str:
+        value = found[2] if found[2] not in (None, "True") else ""
+        return f"{_OPTIONS[found[1]]} {value}".strip()
+
+    return re.sub(rf"\b({'|'.join(_OPTIONS)})\b(?:=(\w+))?", option, text)
 
 
 def _add_problem(parser: argparse.ArgumentParser) -> None:

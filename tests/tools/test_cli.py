@@ -272,7 +272,7 @@ def test_explain_batch_invariant_problems(only, capsys: pytest.CaptureFixture[st
     assert "silu, batch-invariant on" in out and "chosen: local + torch (by priority)" in out
     assert "not experts plain: is not batch-invariant: the bits of a token's result" in out
     assert main([*args, "--tp", "2"]) != 0
-    assert "batch_invariant=True needs tp_size=1" in capsys.readouterr().err
+    assert "--batch-invariant needs --tp 1" in capsys.readouterr().err
 
 
 def test_explain_json_is_as_documented(
@@ -288,6 +288,19 @@ def test_explain_json_is_as_documented(
     nothing = json.loads(capsys.readouterr().out)
     assert nothing["chosen"] is None and nothing["runners_up"] == []
     assert (found | actual(nothing)) - {"chosen"} == documented("explain --json")
+
+
+def test_explain_names_options_and_no_python(only, capsys: pytest.CaptureFixture[str]) -> None:
+    fakes = only("picky")
+    check = "\ndef check(p): return [f'max_num_tokens={p.max_num_tokens} exceeds 8 with tp_size']\n"
+    fakes.install("picky", check + offers("picky", more=", check=check"))
+    args = ["explain", *SIZES, "--device", "cpu"]
+    assert main([*args, "--experts", "picky", "--max-num-tokens", "16"]) == 1
+    assert "--max-num-tokens 16 exceeds 8 with --tp" in capsys.readouterr().out
+    assert main([*args, "--top-k", "999"]) == 2
+    assert "--top-k 999 exceeds --num-experts 256" in capsys.readouterr().err
+    assert main([*args, "--batch-invariant", "--tp", "2"]) == 2
+    assert "--batch-invariant needs --tp 1 (got --tp 2)" in capsys.readouterr().err
 
 
 def test_every_option_reaches_the_problem(only, capsys: pytest.CaptureFixture[str]) -> None:
@@ -321,16 +334,16 @@ def test_every_option_reaches_the_problem(only, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ("--top-k 300", "top_k=300 exceeds num_experts=256"),
-        ("--hidden-size 0", "hidden_size=0: it must be an integer of at least 1"),
+        ("--top-k 300", "--top-k 300 exceeds --num-experts 256"),
+        ("--hidden-size 0", "--hidden-size 0: it must be an integer of at least 1"),
         ("--quant fp3", "'fp3'"),
         ("--activation tanh", "activation 'tanh' is unknown; choose one of"),
         ("--activation gelu --activation-limit 7", "has no clamp"),
         ("--device nvidia!", "device 'nvidia!' is not understood; expected"),
         ("--device H200", "'sm90' for H100 and H200"),
         ("--device gpu", "device 'gpu' is not understood; expected a torch device ('cpu', 'cuda')"),
-        ("--tp 3", "tp_size=3 must divide intermediate_size=2048"),
-        ("--ep 0", "ep_size=0"),
+        ("--tp 3", "--tp 3 must divide --intermediate-size 2048"),
+        ("--ep 0", "--ep 0: it must be"),
         ("--experts tritn", "no experts backend named 'tritn'; there are: reference, torch"),
         ("--dispatcher torch", "'torch' is known as: experts backend"),
     ],
