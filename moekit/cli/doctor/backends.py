@@ -53,8 +53,7 @@ def examine(environ: Mapping[str, str], seconds: float) -> _Found:
             elif kind == "offer":
                 offers[-1][1].append((texts[0], texts[1]))
             else:
-                name, state, text = texts
-                yield name, state, f"{text} ({owner})"
+                yield texts[0], texts[1], f"{texts[2]} ({owner})"
         if fault:
             yield source.name, "bad", f"while {step}: {fault} ({owner})"
     for (source, _), (reason, _) in zip(found, discovery.clashes(offers), strict=True):
