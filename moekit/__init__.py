@@ -7,9 +7,6 @@ combination from whatever is installed, and says why.
 
 from __future__ import annotations
 
-from types import ModuleType
-
-from moekit import _moved
 from moekit.contract import (
     BufferSpec,
     Dispatched,
@@ -40,8 +37,6 @@ from moekit.runtime.workspace import Workspace
 from moekit.selection.explanation import Explanation
 from moekit.selection.select import compose, explain
 from moekit.version import __version__ as __version__
-
-_moved.install()
 
 __all__ = [
     "SCHEMES",
@@ -86,7 +81,3 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
-
-
-def __getattr__(name: str) -> ModuleType:
-    return _moved.attribute(name)

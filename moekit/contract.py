@@ -10,7 +10,6 @@ L local experts, R dispatched rows, C capacity of the batched layout (rows for e
 from __future__ import annotations
 
 import math
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -148,16 +147,6 @@ class PrepareAndFinalize(Backend):
     weight_and_reduce: Callable[..., Tensor] = staticmethod(weight_and_reduce)
     # Buffers with ``nbytes`` that layers share, if it keeps any: `destroy` gives them up.
     lease: Lease[Any] | None = None
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        for name in {"finalize_new", "offers_output"} & set(vars(cls)):
-            warnings.warn(
-                f"{cls.__qualname__}.{name} is not used any more: set makes_output if finalize "
-                "takes out_TH=None, and override output to offer memory for y",
-                DeprecationWarning,
-                stacklevel=2,
-            )
 
     def __init__(
         self, spec: DispatcherSpec, problem: MoEProblem, group: dist.ProcessGroup | None = None
@@ -361,8 +350,7 @@ class BufferSpec:
 
 def offers_output(dispatcher: PrepareAndFinalize) -> bool:
     """Return whether the experts write to `PrepareAndFinalize.output` of this dispatcher."""
-    overridden = type(dispatcher).output is not PrepareAndFinalize.output
-    return overridden and getattr(dispatcher, "offers_output", True)  # of moekit 0.1
+    return type(dispatcher).output is not PrepareAndFinalize.output
 
 
 def offers_sum(dispatcher: type[PrepareAndFinalize]) -> bool:

@@ -22,9 +22,6 @@ import torch
 from torch import Tensor
 
 from moekit.contract import (
-    BufferSpec as BufferSpec,
-)
-from moekit.contract import (
     Dispatched,
     PackedWeights,
     PermuteExpertsUnpermute,
@@ -34,9 +31,6 @@ from moekit.contract import (
     offers_output,
     offers_sum,
     output_dtype,
-)
-from moekit.contract import (
-    Quantizer as Quantizer,
 )
 from moekit.discovery.answers import packed_by
 from moekit.errors import InvalidInput, WeightsError
@@ -50,7 +44,7 @@ from moekit.runtime.checks import check_call, check_function, check_shared, chec
 from moekit.runtime.device import elsewhere, on_device
 from moekit.runtime.memory import MemoryReport
 from moekit.runtime.overlap import InFlight, Pending
-from moekit.runtime.rows import ALIGNMENT, aligned, quantize_dispatched
+from moekit.runtime.rows import ALIGNMENT, aligned, quantize_dispatched, quantized_by
 from moekit.runtime.workspace import Layout, Scratch, Workspace, settle
 
 if TYPE_CHECKING:
@@ -121,15 +115,10 @@ class ModularKernel:
         # Whether the dispatcher takes (R, K', H) from STANDARD experts, unweighted.
         self._by_assignment = self.problem.batch_invariant and not self._reduced
         self._output_dtype = output_dtype(self.problem, experts.spec, dispatcher.spec)
-        # Quantize before the transfer if both sides can, else after it, else in the experts.
-        activation = self.problem.quant.activation
         self._sends_quantized = (
-            activation is not None
-            and experts.spec.takes_quantized
-            and self.problem.quant.name in dispatcher.spec.wire_schemes
-            # Experts must get tokens in one form, however many ranks there are.
-            and not (self.problem.batch_invariant and experts.spec.takes_unquantized)
+            quantized_by(self.problem, dispatcher.spec, experts.spec) == "sender"
         )
+        activation = self.problem.quant.activation
         self._quantizes_arrivals = activation is not None and not experts.spec.takes_unquantized
 
     def __repr__(self) -> str:

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from moekit.discovery.entry_points import Source, entry_points
+from moekit.discovery.packages import REPOSITORY
 from moekit.discovery.specs import find_module
 from moekit.errors import MoekitError
-from moekit.untrusted.code import Fault, contained, printable, shown
+from moekit.untrusted.arguments import shown
+from moekit.untrusted.code import Fault, contained, printable
 
 GROUP = "moekit.commands"
-# Commands of packages that moekit's own documentation names.
-KNOWN = {"bench": "moekit-bench", "tune": "moekit-bench"}
+KNOWN = {name: package for package in REPOSITORY for name in package.commands}
 
 
 def installed(group: str = GROUP) -> Mapping[str, Source]:
@@ -69,7 +70,7 @@ def load(source: Source, what: str) -> Callable[..., Any]:
 
 
 def _missing(name: str) -> str:
-    return f"{name} is a command of {KNOWN[name]}: pip install {KNOWN[name]}"
+    return f"{name} is a command of {KNOWN[name].name}: {KNOWN[name].install}"
 
 
 def _help(source: Source) -> str:

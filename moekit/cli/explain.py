@@ -21,12 +21,11 @@ from moekit.cli.commands import installed, load
 from moekit.cli.plugins import wrap
 from moekit.discovery.entry_points import Source
 from moekit.discovery.registry import registry
-from moekit.errors import InvalidProblem
+from moekit.errors import InvalidProblem, MoekitError
 from moekit.problem import DTYPES
 from moekit.problem.activation import ACTIVATIONS, Activation
 from moekit.problem.problem import summary
 from moekit.problem.quant import SCHEMES
-from moekit.selection import topology
 
 _SIZES = ("num_experts", "top_k", "hidden_size", "intermediate_size")
 
@@ -43,24 +42,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the explanation; return 1 if nothing can do the problem."""
-    problem, notes = _problem(args)
-    explanation = moekit.explain(problem, args.dispatcher, args.experts)
-    hosts = None if args.nodes is None else topology.on_hosts(problem, explanation)
+    try:
+        problem, notes = _problem(args)
+        explanation = moekit.explain(problem, args.dispatcher, args.experts)
+    except MoekitError as error:
+        raise MoekitError(_for_shell(str(error))) from error
     if args.json:
         answer = explanation.as_dict()
-        if hosts is not None:
-            answer["topology"] = topology.as_dict(problem, hosts)
         if notes:
             answer["model_notes"] = list(notes)
         print(json.dumps(answer, indent=2), file=args.out)
     else:
         lines = [summary(problem), *(f"  {note}" for note in notes)]
-        lines += [*explanation.text(every=args.all).splitlines()]
+        text = explanation.text(every=args.all, how="pass --all for the reasons")
+        lines += _for_shell(text).splitlines()
         every = args.all or explanation.chosen is None
         lines += [f"  note: {fault}" for fault in registry().faults(blocked=every)]
-        lines += [] if hosts is None else topology.lines(problem, hosts)
         print("\n".join(wrap(line, 6) for line in lines), file=args.out)
     return 0 if explanation.chosen else 1
+
+
+# Fields of the problem that a message may name, and the options that set them.
+_OPTIONS = {
+    **{f: f"--{f.replace('_', '-')}" for f in (*_SIZES, "max_num_tokens", "has_bias")},
+    "batch_invariant": "--batch-invariant",
+    "apply_router_weight_on_input": "--weight-on-input",
+    "num_redundant_experts": "--redundant-experts",
+    **{f"{kind}_size": f"--{kind}" for kind in ("ep", "tp", "dp")},
+}
+
+
+def _for_shell(text: str) -> str:
+    """Return ``text`` with options for Python's names: ``--tp 2`` for ``tp_size=2``."""
+
+    def option(found: re.Match[str]) -> str:
+        value = found[2] if found[2] not in (None, "True") else ""
+        return f"{_OPTIONS[found[1]]} {value}".strip()
+
+    return re.sub(rf"\b({'|'.join(_OPTIONS)})\b(?:=(\w+))?", option, text)
 
 
 def _add_problem(parser: argparse.ArgumentParser) -> None:
@@ -96,12 +115,6 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dp", type=int, default=0, metavar="N", help="batches of tokens (default: as --ep)"
     )
-    parser.add_argument(
-        "--nodes",
-        type=int,
-        metavar="N",
-        help="hosts that the ranks are spread over; also print what each rank would need",
-    )
     field(
         "--device", help="cpu, cuda, sm90 (H100, H200), gfx942 and so on; default: this machine's"
     )
@@ -109,12 +122,7 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
 
 def _problem(args: argparse.Namespace) -> tuple[moekit.MoEProblem, Sequence[str]]:
     """Return the problem that is asked for, and notes of the package that described it."""
-    parallel = moekit.ParallelConfig(
-        ep_size=args.ep,
-        tp_size=args.tp,
-        dp_size=args.dp,
-        nodes=1 if args.nodes is None else args.nodes,
-    )
+    parallel = moekit.ParallelConfig(ep_size=args.ep, tp_size=args.tp, dp_size=args.dp)
     fields = {n: v for n, v in vars(args).items() if n in moekit.MoEProblem.__dataclass_fields__}
     if "dtype" in fields:
         fields["dtype"] = DTYPES[fields["dtype"]]

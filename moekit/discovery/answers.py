@@ -21,7 +21,8 @@ from moekit.contract import (
 from moekit.discovery.specs import BackendSpec
 from moekit.errors import BackendBroken, MoekitError
 from moekit.problem.weights import ExpertWeights
-from moekit.untrusted.code import describe, shown
+from moekit.untrusted.arguments import shown
+from moekit.untrusted.code import describe
 
 BackendT = TypeVar("BackendT", bound=PrepareAndFinalize | PermuteExpertsUnpermute)
 

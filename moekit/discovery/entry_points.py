@@ -22,7 +22,8 @@ import pluggy
 from moekit.discovery.hooks import GROUP, MoekitSpecs
 from moekit.discovery.specs import DispatcherSpec, ExpertsSpec, SpecT
 from moekit.errors import BackendError
-from moekit.untrusted.code import Fault, contained, printable, shown, watched
+from moekit.untrusted.arguments import shown
+from moekit.untrusted.code import Fault, contained, printable, watched
 from moekit.version import __version__
 
 SWITCHES = ("MOEKIT_PLUGINS", "MOEKIT_BLOCK", "MOEKIT_STRICT")
@@ -225,7 +226,7 @@ def probe(source: Source, strict: bool = False) -> PluginState:
     try:
         with (
             nullcontext() if strict else contained(),
-            watched(f"loading plugin {source.name} ({source.distribution})"),
+            watched(lambda: f"loading plugin {source.name} ({source.distribution})"),
         ):
             manager.register(source.load(), name=source.name)
             manager.check_pending()

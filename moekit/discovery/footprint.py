@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moekit.errors import InvalidInput
-from moekit.untrusted.code import printable, shown
+from moekit.untrusted.arguments import shown
+from moekit.untrusted.code import printable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,14 +18,12 @@ class Footprint:
     buffers: bytes kept between calls, by purpose.
     transient: bytes that a call allocates and frees.
     source: where the formula for the buffers comes from.
-    across: what changes when the ranks are on several hosts, one sentence each.
     """
 
     rows: int
     buffers: Mapping[str, int]
     transient: int
     source: str
-    across: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = {"rows": self.rows, "transient": self.transient, **dict(self.buffers)}
@@ -33,7 +32,6 @@ class Footprint:
                 raise InvalidInput(f"{shown(name)} {shown(size)}: expected an int of at least 0")
         object.__setattr__(self, "buffers", {printable(n): b for n, b in self.buffers.items()})
         object.__setattr__(self, "source", printable(self.source))
-        object.__setattr__(self, "across", tuple(map(printable, self.across)))
 
     @property
     def buffer_bytes(self) -> int:

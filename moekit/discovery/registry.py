@@ -14,19 +14,18 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from types import MappingProxyType
 
-from moekit.discovery.entry_points import SWITCHES as SWITCHES
-from moekit.discovery.entry_points import PluginState as PluginState
-from moekit.discovery.entry_points import mark_clashes, probe, probing, sources
-from moekit.discovery.hooks import GROUP as GROUP
-from moekit.discovery.hooks import MoekitSpecs as MoekitSpecs
-from moekit.discovery.hooks import hookimpl as hookimpl
-from moekit.discovery.specs import BackendSpec as BackendSpec
-from moekit.discovery.specs import DispatcherSpec as DispatcherSpec
-from moekit.discovery.specs import ExpertsSpec as ExpertsSpec
-from moekit.discovery.specs import SpecT as SpecT
-from moekit.discovery.specs import importable as importable
+from moekit.discovery.entry_points import (
+    SWITCHES,
+    PluginState,
+    mark_clashes,
+    probe,
+    probing,
+    sources,
+)
+from moekit.discovery.packages import offering
+from moekit.discovery.specs import BackendSpec, DispatcherSpec, ExpertsSpec, SpecT
 from moekit.errors import BackendError, NameClash, UnknownBackend
-from moekit.untrusted.code import shown
+from moekit.untrusted.arguments import shown
 from moekit.untrusted.switches import switch
 
 logger = logging.getLogger("moekit")
@@ -154,7 +153,11 @@ class Registry:
         other: type[BackendSpec] = ExpertsSpec if kind is DispatcherSpec else DispatcherSpec
         if name in self._usable(other):
             text += f" ({name!r} is known as: {other.kind})"
-        text += ". Correct the name, or install the package that offers it"
+        package = offering("experts" if kind is ExpertsSpec else "dispatchers", name)
+        if package is not None and not package.installed:
+            text += f". {package.name} offers it: {package.install} (in a clone of its repository)"
+        else:
+            text += ". Correct the name, or install the package that offers it"
         raise UnknownBackend("\n  ".join([text, *self.faults()]))
 
 

@@ -34,9 +34,10 @@ from moekit.untrusted.arguments import (
     instance,
     matching,
     optional,
+    shown,
     size,
 )
-from moekit.untrusted.code import Fault, contained, printable, shown, watched
+from moekit.untrusted.code import Fault, contained, printable, watched
 
 # A backend's reason begins with this if its `check` raises or returns no list of reasons.
 CHECK_FAILED = "its check failed"
@@ -260,7 +261,7 @@ class BackendSpec:
         module_name, _, attribute = self.target.partition(":")
         what = f"{self.kind} {self.name!r} ({self.target})"
         try:
-            with contained(), watched(f"loading {what}"):
+            with contained(), watched(lambda: f"loading {what}"):
                 loaded = getattr(importlib.import_module(module_name), attribute)
                 if not (
                     isinstance(loaded, type)
@@ -470,10 +471,6 @@ class ExpertsSpec(BackendSpec):
     def notes(self, problem: MoEProblem) -> list[str]:
         """Return what users should know about the way this backend computes ``problem``."""
         notes = []
-        if problem.quant.activation is not None and self.emulates:
-            notes.append(
-                f"{self.name} emulates {problem.quant.name}: it quantizes no activations itself"
-            )
         if what := self.padding(problem):
             notes.append(f"{self.name}: {what}")
         if how := self.description(self.padded(problem)):

@@ -14,7 +14,8 @@ from moekit.layer.parallelism import LayerParallelism
 from moekit.layer.router import RoutingConfig
 from moekit.layer.shared import SharedExperts
 from moekit.problem.activation import NON_GATED, Activation
-from moekit.untrusted.arguments import FLAG, accept, first_line, optional, shown
+from moekit.untrusted.arguments import FLAG, accept, optional, shown
+from moekit.untrusted.code import first_line
 
 Record = TypeVar("Record", RoutingConfig, LayerParallelism)
 Shared = SharedExperts | Callable[[Tensor], Tensor] | None

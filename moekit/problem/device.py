@@ -13,12 +13,12 @@ from moekit.untrusted.arguments import (
     Kind,
     accept,
     accept_fields,
-    first_line,
     instance,
     optional,
     shown,
     size,
 )
+from moekit.untrusted.code import first_line
 
 # The devices that backends declare: see `DeviceSpec.meets`.
 DEVICE_PATTERN = re.compile(

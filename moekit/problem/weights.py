@@ -14,7 +14,8 @@ from moekit.errors import WeightsError
 from moekit.problem import quant
 from moekit.problem.problem import DTYPES, MoEProblem
 from moekit.problem.quant import OperandQuant, QuantScheme
-from moekit.untrusted.arguments import Kind, accept, first_line, instance, shown
+from moekit.untrusted.arguments import Kind, accept, instance, shown
+from moekit.untrusted.code import first_line
 
 _QUANTIZED = (torch.float8_e4m3fn, torch.int8, torch.uint8)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

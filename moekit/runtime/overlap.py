@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Generic, TypeVar
@@ -130,14 +129,3 @@ def _side(streams: Any, device: torch.device, current: Any, idle: list[Any]) -> 
         side = streams.Stream(device)
     # Streams come from a pool, in turn.
     return streams.Stream(device) if side == current else side
-
-
-def __getattr__(name: str) -> type[ConcurrentExperts]:
-    if name != "Beside":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(
-        "Beside is now ConcurrentExperts; the old name goes with moekit 0.3",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    return ConcurrentExperts

@@ -7,11 +7,13 @@ H hidden size, N columns.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from moekit.contract import Dispatched, PackedWeights, PermuteExpertsUnpermute, Quantizer
+from moekit.discovery.specs import DispatcherSpec, ExpertsSpec
 from moekit.problem import MoEProblem
 
 ALIGNMENT = 16  # bytes, the most that kernels load at once
@@ -20,6 +22,23 @@ ALIGNMENT = 16  # bytes, the most that kernels load at once
 def aligned(tensor: Tensor) -> Tensor:
     """Return the tensor, or a copy where it does not begin at a multiple of 16 bytes."""
     return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
+
+
+def quantized_by(
+    problem: MoEProblem, dispatcher: DispatcherSpec, experts: ExpertsSpec
+) -> Literal["nobody", "sender", "receiver", "experts"]:
+    """Return who quantizes the activations of a scheme that quantizes them.
+
+    The sender does, before the transfer, if both sides can; else the receiver, if the experts take
+    quantized rows only; else the experts, unless they emulate the scheme.
+    """
+    if problem.quant.activation is None:
+        return "nobody"
+    sent = experts.takes_quantized and problem.quant.name in dispatcher.wire_schemes
+    # Batch-invariant experts get tokens in one form, however many ranks there are.
+    if sent and not (problem.batch_invariant and experts.takes_unquantized):
+        return "sender"
+    return "experts" if experts.takes_unquantized else "receiver"
 
 
 def quantize_for_transfer(

@@ -107,6 +107,11 @@ class CompositeSpec(ExpertsSpec):
         return super().load()
 
 
+def members(experts: ExpertsSpec) -> tuple[ExpertsSpec, ...]:
+    """Return the members of a composite, or the single backend."""
+    return experts.members if isinstance(experts, CompositeSpec) else (experts,)
+
+
 def find_experts(name: str, backends: Registry) -> ExpertsSpec:
     """Return the backend or composite of that name. Raises UnknownBackend or NameClash."""
     rule = "|" in name or ":" in name

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -39,11 +38,13 @@ class Explanation:
 
     why: what decided the order: names, variables, measurements or priorities.
     rejected_dispatchers, rejected_experts: every reason, by the backend's name.
-    note: what else users should know of the choice; may be empty.
     named: the backends that are insisted on, as keys of `reasons`.
     faults: the reasons that quote a variable of the environment, or that a failing check made.
     expected: the chosen experts' times in the tuned tables, and their gain over the experts that
         priority prefers; empty where the tables have neither.
+    not_installed: lines on packages of moekit's repository that have backends for the problem.
+    notes: returns what `note` joins. It is called when the note is read, because some backends
+        know only after they packed weights how they will run.
     """
 
     problem: MoEProblem
@@ -51,10 +52,11 @@ class Explanation:
     why: str
     rejected_dispatchers: Mapping[str, tuple[str, ...]]
     rejected_experts: Mapping[str, tuple[str, ...]]
-    note: str = ""
     named: frozenset[str] = frozenset()
     expected: str = ""
     faults: frozenset[str] = frozenset()
+    not_installed: tuple[str, ...] = ()
+    notes: Callable[[], Sequence[str]] = field(default=tuple, compare=False, repr=False)
 
     @property
     def chosen(self) -> Combination | None:
@@ -62,12 +64,9 @@ class Explanation:
         return self.combinations[0] if self.combinations else None
 
     @property
-    def pairs(self) -> tuple[Combination, ...]:
-        """Deprecated: the old name of `combinations`."""
-        warnings.warn(
-            "Explanation.pairs is now Explanation.combinations", DeprecationWarning, stacklevel=2
-        )
-        return self.combinations
+    def note(self) -> str:
+        """What else users should know of the choice; may be empty."""
+        return "; ".join(self.notes())
 
     def reasons(self) -> dict[str, tuple[str, ...]]:
         """Return every reason, by kind and name of the backend, as in ``dispatcher local``."""
@@ -87,14 +86,15 @@ class Explanation:
             "runners_up": [each.as_dict() for each in self.combinations[1:]],
             "rejected_dispatchers": {n: list(r) for n, r in self.rejected_dispatchers.items()},
             "rejected_experts": {n: list(r) for n, r in self.rejected_experts.items()},
+            "not_installed": list(self.not_installed),
         }
 
-    def text(self, *, every: bool = False) -> str:
+    def text(self, *, every: bool = False, how: str = "text(every=True) gives the reasons") -> str:
         """Return what people should know: the choice, why, and what else there is.
 
         Without ``every`` these are two runners-up, the reasons against backends that were named,
         and `faults`. If nothing can do the problem and no named backend is why, all reasons are
-        there.
+        there. ``how`` says how to get the reasons that are left out.
         """
         runners_up = self.combinations[1:] if every else self.combinations[1 : 1 + _RUNNERS_UP]
         named = [name for name in self.reasons() if name in self.named]
@@ -110,8 +110,8 @@ class Explanation:
             lines.append(f"  not {blamed}: {fault}")
         if others := sum(not self.faults.issuperset(why) for why in left.values()):
             words = "1 other" if others == 1 else f"{others} others"
-            why = "text(every=True), or explain with --all, gives the reasons"
-            lines.append(f"  {words} cannot run it: {why}")
+            lines.append(f"  {words} cannot run it: {how}")
+        lines += [f"  {line}" for line in self.not_installed]
         return "\n".join(lines)
 
     def refusals(self, names: Collection[str] | None = None) -> list[str]:
@@ -124,10 +124,3 @@ class Explanation:
 
     def __str__(self) -> str:
         return self.text()
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Pair":
-        warnings.warn("Pair is now Combination", DeprecationWarning, stacklevel=2)
-        return Combination
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

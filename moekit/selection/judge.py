@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
+from moekit.discovery.packages import not_installed
 from moekit.discovery.registry import Registry
-from moekit.discovery.specs import CHECK_FAILED, BackendSpec, SpecT
+from moekit.discovery.specs import CHECK_FAILED, BackendSpec, DispatcherSpec, SpecT
 from moekit.errors import NameClash, UnknownBackend
 from moekit.problem import MoEProblem
 from moekit.selection.composite import find_experts
 from moekit.selection.explanation import Explanation
 from moekit.selection.policy import Candidate, Ranking, expected, rank
+from moekit.untrusted.code import watched
 
 
 class Asked(NamedTuple):
@@ -63,20 +65,12 @@ class Selection:
         why = dispatcher_by = self.dispatcher.by or ranking.dispatcher_by
         if (experts_by := self.experts.by or ranking.experts_by) != dispatcher_by:
             why = f"dispatcher {dispatcher_by}, experts {experts_by}"
-        notes = [ranking.note] if ranking.note else []
-        for best in ranking.candidates[:1]:
-            notes += best.notes(self.problem)
-        if self.problem.parallel.moves_tokens and not any(
-            spec.moves_tokens for spec in self.backends.dispatchers.values()
-        ):
-            notes.append("no dispatcher that moves tokens is installed: pip install moekit-naive")
         return Explanation(
             self.problem,
             tuple(candidate.combination for candidate in ranking.candidates),
             why,
             {name: why for (kind, name), why in self.rejected.items() if kind == "dispatcher"},
             {name: why for (kind, name), why in self.rejected.items() if kind != "dispatcher"},
-            "; ".join(notes),
             frozenset(
                 f"{kind} {asked.name}"
                 for kind, asked in (("dispatcher", self.dispatcher), ("experts", self.experts))
@@ -84,6 +78,8 @@ class Selection:
             ),
             expected(self.problem, ranking.candidates),
             frozenset(filter(_is_fault, chain(*self.rejected.values()))),
+            tuple(not_installed(self.problem)),
+            partial(_notes, self.problem, ranking.note, ranking.candidates[:1]),
         )
 
     def without(self, spec: BackendSpec, reason: str) -> Selection:
@@ -102,8 +98,8 @@ class Selection:
     def why_not(self) -> str:
         """Return a line for each rejected backend and each plugin at fault, and what is missing."""
         found = self.explanation()
-        notes = [found.note] if found.note and found.chosen is None else []
-        return "\n  ".join([*found.refusals(), *self.backends.faults(), *notes])
+        missing = found.not_installed if found.chosen is None else ()
+        return "\n  ".join([*found.refusals(), *self.backends.faults(), *missing])
 
 
 def judge(
@@ -118,20 +114,45 @@ def judge(
     dispatchers = asked[0].specs(backends.dispatchers, backends.dispatcher)
     every = [spec.made_for(problem) for spec in asked[1].specs(backends.experts, find)]
     specs: list[BackendSpec] = [*dispatchers, *every]
-    rejected = {
-        (spec.kind, spec.name): tuple(why) for spec in specs if (why := spec.unsupported(problem))
-    }
+    rejected: dict[tuple[str, str], tuple[str, ...]] = {}
+    for spec, reasons in _checked(specs, problem):
+        if not asked[0].name and isinstance(spec, DispatcherSpec):
+            reasons = [*_nothing_to_move(spec, problem), *reasons]
+        if reasons:
+            rejected[spec.kind, spec.name] = tuple(reasons)
     able = [spec for spec in dispatchers if (spec.kind, spec.name) not in rejected]
     candidates = []
     for spec in every:
         if (spec.kind, spec.name) in rejected:
             continue
-        reasons = {each.name: spec.unsupported_behind(each.format) for each in able}
-        candidates += [Candidate(each, spec) for each in able if not reasons[each.name]]
-        if reasons and all(reasons.values()):
-            rejected[spec.kind, spec.name] = tuple(dict.fromkeys(chain(*reasons.values())))
+        behind = {each.name: spec.unsupported_behind(each.format) for each in able}
+        candidates += [Candidate(each, spec) for each in able if not behind[each.name]]
+        if behind and all(behind.values()):
+            rejected[spec.kind, spec.name] = tuple(dict.fromkeys(chain(*behind.values())))
     ranking = rank(problem, candidates)
     return Selection(problem, backends, *asked, ranking, rejected)
+
+
+def _checked(
+    specs: Sequence[BackendSpec], problem: MoEProblem
+) -> Iterator[tuple[BackendSpec, list[str]]]:
+    """Yield each spec with the reasons against it. A check that hangs is named in the log."""
+    begun: list[str] = []
+    with watched(lambda: f"checking backends (now the {begun[-1]})"):
+        for spec in specs:
+            begun.append(f"{spec.kind} {spec.name!r}")
+            yield spec, spec.unsupported(problem)
+
+
+def _nothing_to_move(spec: DispatcherSpec, problem: MoEProblem) -> list[str]:
+    """Return why nobody would choose a dispatcher that moves tokens if they stay on their rank."""
+    if not spec.moves_tokens or problem.parallel.moves_tokens:
+        return []
+    return ["moves tokens between ranks, and in this problem every token stays on its rank"]
+
+
+def _notes(problem: MoEProblem, measured: str, best: Sequence[Candidate]) -> list[str]:
+    return [*filter(None, [measured]), *(note for each in best for note in each.notes(problem))]
 
 
 def _is_fault(reason: str) -> bool:

@@ -6,13 +6,14 @@ Measurements decide if the tuned tables have any, else priorities.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from moekit.discovery.specs import DispatcherSpec, ExpertsSpec
 from moekit.problem import ActivationFormat, MoEProblem
+from moekit.runtime.rows import quantized_by
 from moekit.selection import tuned as tune
-from moekit.selection.composite import composite
+from moekit.selection.composite import composite, members
 from moekit.selection.explanation import Combination
 
 _BY_PRIORITY = "by priority"
@@ -44,7 +45,7 @@ class Candidate:
 
     def notes(self, problem: MoEProblem) -> list[str]:
         """Return what users should know of this combination's numbers."""
-        notes = self.experts.notes(problem)
+        notes = [*self._arithmetic(problem), *self.experts.notes(problem)]
         dispatcher, seen = self.dispatcher, self.experts.bridged_to(self.dispatcher.format)
         applies = dispatcher.applies_weights or problem.batch_invariant
         taken = dispatcher.weights_in_fp32 or not applies
@@ -54,6 +55,25 @@ class Candidate:
                 "weight"
             )
         return notes
+
+    def _arithmetic(self, problem: MoEProblem) -> Iterator[str]:
+        """Yield who quantizes the activations, if the scheme quantizes them."""
+        scheme = problem.quant.name
+        by = quantized_by(problem, self.dispatcher, self.experts)
+        if by == "sender":
+            yield f"activations are quantized to {scheme} for the transfer"
+        elif by == "receiver":
+            yield f"activations are quantized to {scheme} when they arrive"
+        elif by == "experts":
+            exact = [each.name for each in members(self.experts) if each.emulates]
+            others = [each.name for each in members(self.experts) if not each.emulates]
+            if exact:
+                yield (
+                    f"activations stay exact ({problem.dtype_name}) in {', '.join(exact)}, which "
+                    f"emulates {scheme}"
+                )
+            if others:
+                yield f"{', '.join(others)} quantizes activations to {scheme}"
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from moekit.errors import InvalidProblem, MoekitError
+from moekit.untrusted.code import printable, text_of
 
 # Bounds of sizes: far above every model and machine, and low enough that loops over ranks or
 # experts end soon.
@@ -83,20 +84,17 @@ def accept_fields(
 
 
 def shown(value: object) -> str:
-    """Return ``repr(value)`` in about 60 characters; of a tensor its shape, dtype and device."""
+    """Return ``repr(value)``, shortened, whatever its own methods do.
+
+    Tensors are shown by shape, dtype and device.
+    """
     if isinstance(value, Tensor):
         layout = "" if value.layout is torch.strided else f" {value.layout}"
         shape = "nested" if value.is_nested else tuple(value.shape)
         return f"<{shape} {value.dtype}{layout} tensor on {value.device}>"
-    try:
-        return _short.repr(value)
-    except Exception:
-        return f"<{type(value).__name__}>"
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of a foreign error's text."""
-    return str(error).partition("\n")[0]
+    if isinstance(value, int) and value.bit_length() > 1000:  # Python refuses to print some
+        return f"<int of {value.bit_length()} bits>"
+    return printable(text_of(lambda: _short.repr(value)), 400)
 
 
 def _require(condition: bool) -> None:

@@ -7,7 +7,6 @@ BaseException only (pyo3's PanicException, pytest's Skipped), exceptions whose t
 from __future__ import annotations
 
 import logging
-import reprlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,9 +15,6 @@ logger = logging.getLogger("moekit")
 
 _LONGEST = 2000
 _SLOW = 10.0  # seconds
-
-_repr = reprlib.Repr()
-_repr.maxstring = _repr.maxother = 200
 
 
 class Fault(Exception):
@@ -37,10 +33,14 @@ def contained() -> Iterator[None]:
 
 
 @contextmanager
-def watched(what: str, seconds: float = _SLOW) -> Iterator[None]:
-    """Log a warning that names ``what`` if the block takes longer than ``seconds``."""
-    text = "moekit: %s has taken %g s so far; `python -m moekit doctor` ends what hangs"
-    timer = threading.Timer(seconds, logger.warning, (text, what, seconds))
+def watched(what: Callable[[], str], seconds: float = _SLOW) -> Iterator[None]:
+    """Log a warning with the text of ``what()`` if the block takes longer than ``seconds``."""
+
+    def warn() -> None:
+        text = "moekit: %s has taken %g s so far; `python -m moekit doctor` ends what hangs"
+        logger.warning(text, what(), seconds)
+
+    timer = threading.Timer(seconds, warn)
     timer.daemon = True
     with suppress(RuntimeError):  # no more threads can be started: skip the warning
         timer.start()
@@ -52,18 +52,18 @@ def watched(what: str, seconds: float = _SLOW) -> Iterator[None]:
 
 def describe(error: BaseException) -> str:
     """Return ``Type: message``, whatever the exception's own methods do."""
-    kind, said = _read(lambda: type(error).__name__), message(error)
+    kind, said = text_of(lambda: type(error).__name__), message(error)
     return f"{printable(kind, 100)}: {said}" if said else printable(kind, 100)
 
 
 def message(error: BaseException) -> str:
     """Return the exception's text, whatever its own methods do."""
-    return printable(_read(lambda: str(error)))
+    return printable(text_of(lambda: str(error)))
 
 
-def shown(value: object) -> str:
-    """Return the value's repr, shortened, whatever its own methods do."""
-    return printable(_read(lambda: _repr.repr(value)), 400)
+def first_line(error: BaseException) -> str:
+    """Return the first line of the exception's text, whatever its own methods do."""
+    return printable(text_of(lambda: str(error)).partition("\n")[0])
 
 
 def printable(text: str, most: int = _LONGEST) -> str:
@@ -79,7 +79,8 @@ def printable(text: str, most: int = _LONGEST) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def _read(make: Callable[[], str]) -> str:
+def text_of(make: Callable[[], str]) -> str:
+    """Return what ``make`` returns, or that it raised."""
     try:
         return str.__str__(make())  # a plain str, also of a subclass
     except KeyboardInterrupt:

@@ -16,7 +16,6 @@ import moekit
 from moekit.discovery.registry import Registry
 from moekit.discovery.specs import ExpertsSpec, importable
 from moekit.errors import BackendBroken, NameClash, NoBackend, UnknownBackend, Unsupported
-from moekit.selection import explanation
 from moekit.testing.calls import check_call
 from moekit.testing.cases import make_case
 
@@ -226,11 +225,3 @@ def test_a_bridge_is_better_than_a_reference_backend(fakes: Fakes) -> None:
         "batched_reference + rows (bridged)",
         "batched_reference + reference (bridged)",
     ]
-
-
-def test_old_names_of_combinations_warn() -> None:
-    explained = moekit.explain(PROBLEM)
-    with pytest.warns(DeprecationWarning, match="Explanation.combinations"):
-        assert explained.pairs is explained.combinations
-    with pytest.warns(DeprecationWarning, match="Combination"):
-        assert explanation.Pair is explanation.Combination

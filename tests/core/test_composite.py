@@ -311,8 +311,9 @@ def test_other_layouts_cost_memory_and_the_cost_is_logged(caplog) -> None:
     note = kernel.explanation.note
     assert "known when they are packed" in note and "emulates" not in note
     kernel, _ = packed("torch:4|turned", PROBLEM.replace(quant="int8_channel_token"))
-    assert kernel.explanation.note.partition("; torch: ")[0].endswith(
-        "; torch emulates int8_channel_token: it quantizes no activations itself"
+    assert kernel.explanation.note.startswith(
+        "activations stay exact (float32) in torch, which emulates int8_channel_token; turned "
+        "quantizes activations to int8_channel_token; "
     )
 
 
@@ -345,7 +346,7 @@ def test_the_workspace_is_that_of_the_largest_member() -> None:
     class Sized(TorchExperts):
         def workspace(self, rows):
             each = {"small": 10, "large": 1000}[self.spec.name]
-            return (moekit.kernel.BufferSpec((rows * each,), torch.uint8),)
+            return (moekit.BufferSpec((rows * each,), torch.uint8),)
 
         def transient_bytes(self, rows):
             return {"small": 7000, "large": 1}[self.spec.name] * rows

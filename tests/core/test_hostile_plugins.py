@@ -7,8 +7,10 @@ import json
 import os
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,7 +24,7 @@ from moekit.discovery import registry as plugins
 from moekit.discovery import specs
 from moekit.discovery.entry_points import SWITCHES
 from moekit.discovery.specs import DispatcherSpec, ExpertsSpec
-from moekit.selection import select
+from moekit.selection import judge, select
 from moekit.untrusted import code as strangers
 from moekit.untrusted import process as isolate
 
@@ -91,52 +93,61 @@ def test_interrupts_pass() -> None:
         raise KeyboardInterrupt
 
 
-def test_a_slow_plugin_is_named_while_it_loads(caplog: pytest.LogCaptureFixture) -> None:
-    with strangers.watched("loading plugin slow", seconds=0.05):
-        deadline = time.monotonic() + 10
-        while not caplog.records and time.monotonic() < deadline:
-            time.sleep(0.01)
-    assert "loading plugin slow has taken 0.05 s so far" in caplog.text
-    caplog.clear()
-    with strangers.watched("loading plugin quick", seconds=0.05):
-        pass
-    time.sleep(0.1)
-    assert not caplog.records
+class Warned(threading.Event):
+    """Set by a warning of `watched`, whose text it keeps."""
+
+    text = ""
+
+    def warning(self, text: str, *args: object) -> None:
+        self.text = text % args
+        self.set()
 
 
-def test_isolated_memory() -> None:
-    """The memory of its children counts, too."""
+def test_a_slow_plugin_is_named_while_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    warned = Warned()
+    monkeypatch.setattr(strangers, "logger", warned)
+    with strangers.watched(lambda: "loading plugin slow", seconds=0.05):
+        assert warned.wait(60)
+    assert warned.text.startswith("moekit: loading plugin slow has taken 0.05 s so far")
+    warned.clear()
+    with strangers.watched(lambda: "loading plugin quick", seconds=60):
+        timers = [each for each in threading.enumerate() if isinstance(each, threading.Timer)]
+    for timer in timers:
+        timer.join()
+    assert timers and not warned.is_set()
 
-    def hoard(tell: isolate.Tell) -> NoReturn:
-        os.fork()
-        held = []
+
+def test_a_check_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    warned, known = Warned(), plugins.registry().copy()
+    monkeypatch.setattr(strangers, "logger", warned)
+    monkeypatch.setattr(judge, "watched", partial(strangers.watched, seconds=0.05))
+    check = lambda problem: [] if warned.wait(60) else ["nobody was told"]  # noqa: E731
+    known.register(replace(known.expert("torch"), name="stuck", check=check))
+    assert moekit.explain(PROBLEM, experts="stuck", backends=known).chosen is not None
+    assert "checking backends (now the experts backend 'stuck') has taken" in warned.text
+
+
+def test_isolated_memory_and_files() -> None:
+    def hoard(tell: isolate.Report) -> None:
+        bytearray(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+    def flood(tell: isolate.Report) -> NoReturn:
         while True:
-            held.append(b"x" * (1 << 24))
-            time.sleep(0.02)
+            print("x" * 10**7)
 
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    most = 2 * pages * os.sysconf("SC_PAGE_SIZE") + (1 << 28)  # both forks count this process's
-    outcome = isolate.run(hoard, 60, most_bytes=most)
-    assert outcome.fault.startswith("it took ") and "GiB of memory" in outcome.fault
-
-
-def test_isolated_flood_of_answers() -> None:
-    def flood(tell: isolate.Tell) -> NoReturn:
-        while True:
-            tell("step", "x" * 1000)
-
-    assert isolate.run(flood, 60).fault == "it answered more than 1 MiB"
+    assert isolate.run(hoard, 600) == ([], "MemoryError")
+    answers, fault = isolate.run(flood, 600)
+    assert answers == [] and "File too large" in fault
 
 
 def test_isolated_answers_and_faults() -> None:
-    def answer(tell: isolate.Tell) -> None:
+    def answer(tell: isolate.Report) -> None:
         tell("a", "b\x1b")
         print("noise")
         raise OSError("gone")
 
-    outcome = isolate.run(answer, 60)
-    assert (outcome.answers, outcome.fault) == ([["a", "b\\x1b"]], "OSError: gone")
-    assert isolate.run(lambda tell: tell("done"), 60) == isolate.Outcome([["done"]], "")
+    assert isolate.run(answer, 600) == ([["a", "b\\x1b"]], "OSError: gone")
+    assert isolate.run(lambda tell: tell("done"), 600) == ([["done"]], "")
 
 
 def test_doctor_time_limit(capsys: pytest.CaptureFixture[str]) -> None:

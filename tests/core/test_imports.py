@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import moekit
+
 ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = {"moekit", "moekit.plugin", "moekit.errors", "moekit.testing"}
 # Device code that plugins share, with an interface of its own.
@@ -121,3 +123,8 @@ def test_help_shows_no_environment():
         if default is not None and ast.unparse(default) in ("os.environ", "environ")
     ]
     assert not found, "\n".join(found)
+
+
+def test_dir_is_the_api() -> None:
+    assert set(dir(moekit)) == {*moekit.__all__, "__version__"}
+    assert all(hasattr(moekit, name) for name in dir(moekit))

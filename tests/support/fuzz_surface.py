@@ -33,7 +33,8 @@ import moekit.integrations.transformers as integration
 from moekit import eplb
 from moekit.cli.main import main as command_line
 from moekit.errors import MoekitError
-from moekit.untrusted.arguments import first_line, shown
+from moekit.untrusted.arguments import shown
+from moekit.untrusted.code import first_line
 
 CASE_SECONDS = 10
 

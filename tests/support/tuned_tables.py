@@ -12,7 +12,7 @@ import moekit
 from moekit.discovery.registry import Registry, registry
 from moekit.discovery.specs import ExpertsSpec
 from moekit.problem import ActivationFormat
-from moekit.selection.tuned import table
+from moekit.selection.tuned import VARIABLE, table
 from moekit.selection.tuned.table import Key, Record, Table
 
 PROBLEM = moekit.MoEProblem(
@@ -59,7 +59,7 @@ def no_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     for variable in ("MOEKIT_EXPERTS", "MOEKIT_DISPATCHER"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(table, "SHIPPED", tmp_path / "shipped")
-    monkeypatch.setenv(table.VARIABLE, str(tmp_path / "tuned"))
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "tuned"))
     yield tmp_path / "tuned"
 
 

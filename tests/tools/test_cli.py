@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,8 @@ from fake_plugins import Fakes, offers, only_named
 import moekit
 from moekit.cli import commands, explain
 from moekit.cli.main import main
+from moekit.discovery import packages
+from moekit.discovery.registry import registry
 
 DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
 SIZES = "--num-experts 256 --top-k 8 --hidden-size 7168 --intermediate-size 2048".split()
@@ -156,7 +159,7 @@ def test_explain_is_short_unless_asked_for_all(only, capsys) -> None:
     assert main(args) == 0
     out = capsys.readouterr().out
     assert out.count("then: ") == 2 and "not experts" not in out and "pip install" not in out
-    assert "\n  3 others cannot run it: text(every=True), or explain with --all, gives" in out
+    assert "\n  3 others cannot run it: pass --all for the reasons\n" in out
     assert main([*args, "--all"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert out.count("then: ") > 4 and out.count("not experts") == 3 and "others" not in out
@@ -189,14 +192,15 @@ def check(problem):
     assert "too slow" not in out and "\n  2 others cannot run it" in out
 
 
-def test_explain_says_what_moves_tokens(only, capsys) -> None:
-    """The hint appears if no installed dispatcher moves tokens, as after `pip install .`."""
-    said = "no dispatcher that moves tokens is installed: pip install moekit-naive"
+def test_explain_says_what_moves_tokens(only, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hint appears if moekit-naive is not installed, as after `pip install .`."""
+    monkeypatch.setattr(packages, "importable", lambda name: False)
+    said = "moekit-naive has a dispatcher for this problem and is not installed: pip install"
     assert main(["explain", *SIZES, "--device", "cpu", "--ep", "2"]) == 1
-    assert said in capsys.readouterr().out
+    assert said in " ".join(capsys.readouterr().out.split())
     parallel = moekit.ParallelConfig(ep_size=2, dp_size=1)
     problem = dict(num_experts=8, top_k=2, hidden_size=64, intermediate_size=64, device="cpu")
-    assert said not in moekit.explain(moekit.MoEProblem(**problem, parallel=parallel)).note
+    assert not moekit.explain(moekit.MoEProblem(**problem, parallel=parallel)).not_installed
     parallel = moekit.ParallelConfig(ep_size=2)
     with pytest.raises(moekit.errors.NoBackend, match=said):
         moekit.compose(moekit.MoEProblem(**problem, parallel=parallel))
@@ -218,8 +222,45 @@ def test_explain_names_emulated_schemes(only, quant: str) -> None:
     sizes = dict(num_experts=8, top_k=2, hidden_size=64, intermediate_size=64, device="cpu")
     note = moekit.explain(moekit.MoEProblem(**sizes, quant=quant)).note
     quantized = quant in ("fp8_tensor_static", "nvfp4")
-    assert note.startswith(f"torch emulates {quant}: ") == quantized
+    exact = f"activations stay exact (bfloat16) in torch, which emulates {quant}; "
+    assert note.startswith(exact) == quantized
     assert ("emulates" in note) == quantized
+
+
+@pytest.mark.parametrize(
+    ("combination", "facts", "said"),
+    [
+        (("naive", "torch"), {}, "activations are quantized to fp8_block for the transfer"),
+        (("naive", "good"), {"takes_quantized": False}, "good quantizes activations to fp8_block"),
+        (("local", "good"), {}, "good quantizes activations to fp8_block"),
+        (("local", "good"), {"takes_unquantized": False}, "to fp8_block when they arrive"),
+    ],
+)
+def test_explain_says_which_arithmetic_runs(
+    combination: tuple[str, str], facts: dict[str, bool], said: str
+) -> None:
+    backends = registry().copy()
+    backends.register(replace(backends.expert("torch"), name="good", emulates=False, **facts))
+    problem = moekit.MoEProblem(
+        num_experts=8, top_k=2, hidden_size=256, intermediate_size=256, device="cpu",
+        quant="fp8_block", parallel=moekit.ParallelConfig(ep_size=1 + (combination[0] == "naive")),
+    )  # fmt: skip
+    note = moekit.explain(problem, *combination, backends=backends).note
+    assert said in note and note.count("activations") == 1
+
+
+def test_an_explanation_is_current_after_weights_are_packed() -> None:
+    """Some backends know only then how they will run."""
+    backends, how = registry().copy(), ["not timed yet"]
+    backends.register(replace(backends.expert("torch"), name="good", describe=lambda p: how[0]))
+    problem = moekit.MoEProblem(
+        num_experts=8, top_k=2, hidden_size=64, intermediate_size=64, device="cpu"
+    )
+    explanation = moekit.explain(problem, experts="good", backends=backends)
+    assert explanation.note == "good: not timed yet"
+    how[0] = "by method 3"
+    assert explanation.note == "good: by method 3" and "by method 3" in str(explanation)
+    assert explanation.as_dict()["note"] == "good: by method 3"
 
 
 def test_explain_batch_invariant_problems(only, capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,10 +272,13 @@ def test_explain_batch_invariant_problems(only, capsys: pytest.CaptureFixture[st
     assert "silu, batch-invariant on" in out and "chosen: local + torch (by priority)" in out
     assert "not experts plain: is not batch-invariant: the bits of a token's result" in out
     assert main([*args, "--tp", "2"]) != 0
-    assert "batch_invariant=True needs tp_size=1" in capsys.readouterr().err
+    assert "--batch-invariant needs --tp 1" in capsys.readouterr().err
 
 
-def test_explain_json_is_as_documented(only, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_json_is_as_documented(
+    only, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packages, "importable", lambda name: False)
     fakes = only("needy")
     fakes.install("needy", offers("needy", more=NEEDY))
     args = ["explain", *SIZES, "--device", "cpu", "--json"]
@@ -244,6 +288,19 @@ def test_explain_json_is_as_documented(only, capsys: pytest.CaptureFixture[str])
     nothing = json.loads(capsys.readouterr().out)
     assert nothing["chosen"] is None and nothing["runners_up"] == []
     assert (found | actual(nothing)) - {"chosen"} == documented("explain --json")
+
+
+def test_explain_names_options_and_no_python(only, capsys: pytest.CaptureFixture[str]) -> None:
+    fakes = only("picky")
+    check = "\ndef check(p): return [f'max_num_tokens={p.max_num_tokens} exceeds 8 with tp_size']\n"
+    fakes.install("picky", check + offers("picky", more=", check=check"))
+    args = ["explain", *SIZES, "--device", "cpu"]
+    assert main([*args, "--experts", "picky", "--max-num-tokens", "16"]) == 1
+    assert "--max-num-tokens 16 exceeds 8 with --tp" in capsys.readouterr().out
+    assert main([*args, "--top-k", "999"]) == 2
+    assert "--top-k 999 exceeds --num-experts 256" in capsys.readouterr().err
+    assert main([*args, "--batch-invariant", "--tp", "2"]) == 2
+    assert "--batch-invariant needs --tp 1 (got --tp 2)" in capsys.readouterr().err
 
 
 def test_every_option_reaches_the_problem(only, capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,16 +334,16 @@ def test_every_option_reaches_the_problem(only, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ("--top-k 300", "top_k=300 exceeds num_experts=256"),
-        ("--hidden-size 0", "hidden_size=0: it must be an integer of at least 1"),
+        ("--top-k 300", "--top-k 300 exceeds --num-experts 256"),
+        ("--hidden-size 0", "--hidden-size 0: it must be an integer of at least 1"),
         ("--quant fp3", "'fp3'"),
         ("--activation tanh", "activation 'tanh' is unknown; choose one of"),
         ("--activation gelu --activation-limit 7", "has no clamp"),
         ("--device nvidia!", "device 'nvidia!' is not understood; expected"),
         ("--device H200", "'sm90' for H100 and H200"),
         ("--device gpu", "device 'gpu' is not understood; expected a torch device ('cpu', 'cuda')"),
-        ("--tp 3", "tp_size=3 must divide intermediate_size=2048"),
-        ("--ep 0", "ep_size=0"),
+        ("--tp 3", "--tp 3 must divide --intermediate-size 2048"),
+        ("--ep 0", "--ep 0: it must be"),
         ("--experts tritn", "no experts backend named 'tritn'; there are: reference, torch"),
         ("--dispatcher torch", "'torch' is known as: experts backend"),
     ],
@@ -390,7 +447,7 @@ def test_commands_that_are_not_installed_say_what_to_install(
 ) -> None:
     monkeypatch.setattr(commands, "entry_points", lambda group: iter(()))
     assert main([name, "--help"]) == 2
-    wanted = f"{name} is a command of moekit-bench: pip install moekit-bench"
+    wanted = f"{name} is a command of moekit-bench: pip install ./plugins/moekit-bench"
     assert capsys.readouterr().err == f"error: {wanted}\n"
     with pytest.raises(SystemExit):
         main(["--help"])
@@ -517,12 +574,15 @@ def test_fast_and_without_vendors(tmp_path: Path) -> None:
     for vendor in VENDORS:
         (tmp_path / f"{vendor}.py").touch()
     code = f"""
-import sys, time, torch
+import sys, time
+begin = time.process_time()
+import torch
 start = time.process_time()
 from moekit.cli.main import main
 main(["plugins"])
 main(["explain", *{SIZES}, "--quant", "fp8_block", "--device", "sm90"])
-print(time.process_time() - start, [v for v in {VENDORS} if v in sys.modules], file=sys.stderr)
+end, imported = time.process_time(), [v for v in {VENDORS} if v in sys.modules]
+print(start - begin, end - start, imported, file=sys.stderr)
 """
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
@@ -530,12 +590,12 @@ print(time.process_time() - start, [v for v in {VENDORS} if v in sys.modules], f
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
-    seconds, imported = done.stderr.strip().splitlines()[-1].split(" ", 1)
+    torchs, ours, imported = done.stderr.strip().splitlines()[-1].split(" ", 2)
     assert imported == "[]"
-    assert float(seconds) < 1, f"{seconds} s of CPU time, importing torch excluded"
+    assert float(ours) < float(torchs), "seconds of CPU time"
 
 
 # -- problems of models ----------------------------------------------------------------------------

@@ -23,6 +23,35 @@ def roofline(overhead: float, read: float, flop: float, tokens=TOKENS) -> tune.C
     return [(t, overhead + max(read * min(1, t / 16), flop * t)) for t in tokens]
 
 
+class Counted(list):
+    """A curve that counts how often its points are read."""
+
+    reads = 0
+
+    def __getitem__(self, index):
+        Counted.reads += 1
+        return super().__getitem__(index)
+
+    def __iter__(self):
+        for point in super().__iter__():
+            Counted.reads += 1
+            yield point
+
+
+def test_planning_takes_time_with_the_points_of_a_table() -> None:
+    reads = []
+    for points in (200, 400, 800):
+        Counted.reads = 0
+        tokens = range(1, points + 1)
+        curves = {
+            name: Counted((t, 10 + t + (t * step % 13) / 10) for t in tokens)
+            for name, step in (("a", 7919), ("b", 7907))
+        }
+        assert plan(curves) is not None
+        reads.append(Counted.reads)
+    assert reads[1] < 2.6 * reads[0] and reads[2] < 2.6 * reads[1], reads
+
+
 # -- interpolation -----------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -272,18 +273,27 @@ def test_measured_combinations_order_dispatchers_too(tuned: Path) -> None:
 
 
 def test_a_dispatcher_that_cannot_be_made_is_skipped(monkeypatch, caplog) -> None:
-    """A local dispatcher, since nothing moves here, takes the name of one that moves tokens."""
-
     def check(tokens, run=select.check_dispatcher):
         if tokens.spec.name == "rows":
             raise BackendBroken("no memory")
         return run(tokens)
 
     monkeypatch.setattr(select, "check_dispatcher", check)
-    kernel = moekit.compose(PROBLEM, backends=movers("a", priorities={"rows": 200}))
+    found = fakes("a")
+    found.register(replace(found.dispatcher("local"), name="rows", priority=200))
+    kernel = moekit.compose(PROBLEM, backends=found)
     assert kernel.explanation.chosen.dispatcher == "local"
     assert kernel.explanation.rejected_dispatchers["rows"] == ("no memory",)
     assert "passing over rows: no memory" in caplog.text
+
+
+def test_dispatchers_that_move_tokens_are_no_choice_where_none_move() -> None:
+    explanation = moekit.explain(PROBLEM, backends=movers("a", priorities={"rows": 200}))
+    assert not {"rows", "slabs"} & {each.dispatcher for each in explanation.combinations}
+    (reason,) = explanation.rejected_dispatchers["rows"]
+    assert "every token stays on its rank" in reason
+    named = moekit.explain(PROBLEM, "rows", backends=movers("a"))
+    assert named.chosen.dispatcher == "rows" and "rows" not in named.rejected_dispatchers
 
 
 # -- the command line --------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from tuned_tables import MADE, PROBLEM, fakes, make_table, no_tables, write_tabl
 import moekit
 from moekit.plugin import TableFiles, device_file, nearest, size_distance
 from moekit.selection import tuned as tune
+from moekit.selection.tuned import files as tuned_files
 from moekit.selection.tuned import table
 from moekit.selection.tuned.table import Key, Record
 
@@ -57,7 +58,7 @@ def test_an_empty_moekit_tuned_reads_no_table(tuned: Path, monkeypatch) -> None:
 
 
 def test_a_moekit_tuned_that_does_not_exist_is_said_once(tuned: Path, monkeypatch, caplog) -> None:
-    for kind in (table, TableFiles(tuned, dict, lambda *tiers: tiers, "tune again", owner="acme")):
+    for kind in (table, TableFiles(tuned, dict, list, "tune again", owner="acme")):
         caplog.clear()
         missing = tuned / ("no-tables" if kind is table else "no-tables-of-a-plugin")
         monkeypatch.setenv("MOEKIT_TUNED", str(missing))
@@ -76,10 +77,10 @@ def test_a_moekit_tuned_that_does_not_exist_is_said_once(tuned: Path, monkeypatc
 
 
 def test_the_users_folder(monkeypatch) -> None:
-    assert table.user_path({"XDG_CACHE_HOME": "/c"}) == Path("/c/moekit/tuned")
-    assert table.user_path({"MOEKIT_TUNED": "/t.json"}) == Path("/t.json")
+    assert tuned_files.user_path({"XDG_CACHE_HOME": "/c"}) == Path("/c/moekit/tuned")
+    assert tuned_files.user_path({"MOEKIT_TUNED": "/t.json"}) == Path("/t.json")
     monkeypatch.setenv("HOME", "/home/me")
-    assert table.user_path({}) == Path("/home/me/.cache/moekit/tuned")
+    assert tuned_files.user_path({}) == Path("/home/me/.cache/moekit/tuned")
 
 
 def test_shipped_tables_are_readable() -> None:
@@ -88,13 +89,12 @@ def test_shipped_tables_are_readable() -> None:
         assert table.read(file)
 
 
-def test_newer_records_and_user_tables_win(tuned: Path) -> None:
-    old, new = {"date": "2025-01-01"}, {"date": "2026-06-01"}
+def test_later_files_and_user_tables_win(tuned: Path) -> None:
     shipped = tuned.parent / "shipped"
-    write_table(shipped / "a.json", make_table({"a": {1: 1.0}}, **new))
-    write_table(shipped / "b.json", make_table({"a": {1: 2.0, 4: 2.0}, "b": {1: 2.0}}, **old))
+    write_table(shipped / "z.json", make_table({"a": {1: 1.0}}))
+    write_table(shipped / "b.json", make_table({"a": {1: 2.0, 4: 2.0}, "b": {1: 2.0}}))
     assert (time(), time(tokens=4), time(experts="b")) == (1.0, 2.0, 2.0)
-    write_table(tuned / "mine.json", make_table({"a": {1: 3.0}}, date="2024-01-01"))
+    write_table(tuned / "a.json", make_table({"a": {1: 3.0}}))
     assert (time(), time(tokens=4), time(experts="b")) == (3.0, 2.0, 2.0)
 
 
@@ -105,6 +105,22 @@ def test_a_changed_file_is_read_again(tuned: Path) -> None:
         assert time() == us
     (tuned / "x.json").unlink()
     assert time() is None
+
+
+def test_a_file_of_the_same_size_and_date_is_read_if_it_is_another(tuned: Path) -> None:
+    for us in (5.0, 6.0):
+        write_table(tuned / "new", make_table({"a": {1: us}}))
+        os.utime(tuned / "new", ns=(0, 7))
+        (tuned / "new").replace(tuned / "x.json")
+        assert time() == us
+
+
+def test_an_unchanged_file_is_read_once(tuned: Path, monkeypatch) -> None:
+    read, read_json = [], tuned_files.read_json
+    monkeypatch.setattr(tuned_files, "read_json", lambda f: read.append(f) or read_json(f))
+    write_table(tuned / "x.json", make_table({"a": {1: 5.0}}))
+    assert [time() for _ in range(5)] == [5.0] * 5
+    assert read.count(tuned / "x.json") == 1
 
 
 # -- what is refused ---------------------------------------------------------------------------
@@ -341,7 +357,7 @@ def test_concurrent_writers_lose_nothing_and_readers_see_whole_files(tuned: Path
 
 def tiles(tmp_path: Path, **options: object) -> TableFiles:
     return TableFiles(
-        tmp_path / "shipped", lambda data: data["tiles"], lambda shipped, user: user + shipped,
+        tmp_path / "shipped", lambda data: data["tiles"], list,
         "tune again", **options,
     )  # fmt: skip
 
@@ -357,8 +373,8 @@ def test_plugins_tables_lie_in_a_subfolder_by_device(tmp_path: Path, monkeypatch
     write_json(tmp_path / "shipped" / "acme-x2.json", {"tiles": 2})
     write_json(tmp_path / "mine" / "acme" / "acme-x1.json", {"tiles": 3})
     kind = tiles(tmp_path, owner="acme")
-    assert kind.known("Acme X1") == [3, 1] and kind.known("Acme X2") == [2]
-    assert kind.known("Acme X3") == [] and kind.known() == [3, 1, 2]
+    assert kind.known("Acme X1") == [1, 3] and kind.known("Acme X2") == [2]
+    assert kind.known("Acme X3") == [] and kind.known() == [1, 2, 3]
     write_json(tmp_path / "mine" / "acme" / "acme-x1.json", [])
     assert kind.known("Acme X1") == [1]
     assert "acme-x1.json cannot be used: TypeError" in caplog.text and "tune again" in caplog.text

@@ -7,8 +7,9 @@ what was tried, its state (ok, no or bad), and what was found or what to do.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from dataclasses import astuple
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,8 @@ from moekit.errors import MoekitError
 from moekit.problem import DTYPES, DeviceSpec, MoEProblem, ParallelConfig
 from moekit.problem.quant import SCHEMES
 from moekit.untrusted import process as isolate
-from moekit.untrusted.code import message, shown
+from moekit.untrusted.arguments import shown
+from moekit.untrusted.code import message
 
 CHECKS = "moekit.checks"
 _STATES = ("ok", "no", "bad")
@@ -41,19 +43,19 @@ def examine(environ: Mapping[str, str], seconds: float) -> _Found:
         if blocked:
             yield source.name, "no", f"blocked: {blocked}"
             continue
-        outcome = isolate.run(partial(_examine_plugin, source, device), seconds)
+        answers, fault = isolate.run(partial(_examine_plugin, source, device), seconds)
         step = "it was loaded"
-        for kind, *texts in outcome.answers:
-            if kind == "step" and len(texts) == 1:
+        for kind, *texts in answers:
+            if kind == "step":
                 step = texts[0]
-            elif kind == "broken" and len(texts) == 1:
+            elif kind == "broken":
                 yield source.name, "bad", f"broken: {texts[0]}"
-            elif kind == "offer" and len(texts) == 2:
+            elif kind == "offer":
                 offers[-1][1].append((texts[0], texts[1]))
-            elif kind == "finding" and len(texts) == 3 and texts[1] in _STATES:
+            else:
                 yield texts[0], texts[1], f"{texts[2]} ({owner})"
-        if outcome.fault:
-            yield source.name, "bad", f"while {step}: {outcome.fault} ({owner})"
+        if fault:
+            yield source.name, "bad", f"while {step}: {fault} ({owner})"
     for (source, _), (reason, _) in zip(found, discovery.clashes(offers), strict=True):
         if reason:
             yield source.name, "bad", f"clash: {reason}"
@@ -79,11 +81,11 @@ def checks(environ: Mapping[str, str], seconds: float) -> _Found:
         if blocked:
             continue
         owner = f"{source.distribution} {source.version}"
-        outcome = isolate.run(partial(_run_checks, source.load), seconds)
-        for name, state, text in (each for each in outcome.answers if len(each) == 3):
+        answers, fault = isolate.run(partial(_run_checks, source.load), seconds)
+        for name, state, text in answers:
             yield name, state, f"{text} ({owner})"
-        if outcome.fault:
-            yield source.name, "bad", f"its checks failed: {outcome.fault} ({owner})"
+        if fault:
+            yield source.name, "bad", f"its checks failed: {fault} ({owner})"
 
 
 def _run_checks(load: Callable[[], object], tell: isolate.Report) -> None:
@@ -102,19 +104,13 @@ def _device(seconds: float) -> tuple[DeviceSpec, str]:
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return DeviceSpec.detect(), ""
-    outcome = isolate.run(_tell_device, seconds)
-    for answer in outcome.answers:
-        with suppress(ValueError):
-            kind, capability, name, arch = answer
-            major, minor = map(int, capability.split(".")) if capability else (0, 0)
-            return DeviceSpec(kind, (major, minor) if capability else None, name, arch), ""
-    return DeviceSpec("cpu"), outcome.fault
-
-
-def _tell_device(tell: isolate.Report) -> None:
-    device = DeviceSpec.detect()
-    capability = ".".join(map(str, device.capability or ()))
-    tell(device.type, capability, device.name, device.arch)
+    answers, fault = isolate.run(
+        lambda tell: tell(json.dumps(astuple(DeviceSpec.detect()))), seconds
+    )
+    if not answers:
+        return DeviceSpec("cpu"), fault
+    kind, capability, name, arch = json.loads(answers[0][0])
+    return DeviceSpec(kind, capability and tuple(capability), name, arch), fault
 
 
 def _try_backend(spec: BackendSpec, device: DeviceSpec) -> tuple[str, str]:

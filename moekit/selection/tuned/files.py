@@ -69,7 +69,8 @@ class TableFiles(Generic[T, M]):
     shipped: the package's folder of tables; `importlib.resources` finds it in a zip file, too.
     parse: makes a table of a file's JSON; raises ValueError, TypeError, LookupError or
         AttributeError for JSON that is no table.
-    merge: makes one table of the shipped tables and the user's, which count first.
+    merge: makes one table of several. Later ones count more: the user's come after the shipped
+        ones, and those of a folder in the order of their names.
     remedy: how to make a table, as in ``measure again with `...` ``; for error messages.
     owner: the subfolder of the user's tables; empty: the folder itself, which may be a file.
     optional: no table is read if MOEKIT_TUNED is empty; else only the user's are left out.
@@ -77,7 +78,7 @@ class TableFiles(Generic[T, M]):
 
     shipped: Path | Traversable
     parse: Callable[[Any], T]
-    merge: Callable[[Sequence[T], Sequence[T]], M]
+    merge: Callable[[Sequence[T]], M]
     remedy: str
     owner: str = ""
     optional: bool = False
@@ -128,8 +129,9 @@ def _warn_missing(named: str) -> None:
     )  # fmt: skip
 
 
-# A file, and what tells whether it changed. Mypy takes no Traversable for hashable.
-_Signature = tuple[Any, int, int]
+# A file and its identity: device, inode, size and time of change. Mypy takes no Traversable for
+# hashable.
+_Signature = tuple[Any, int, int, int, int]
 
 
 def _files(path: Any, pattern: str) -> tuple[_Signature, ...]:
@@ -141,22 +143,22 @@ def _files(path: Any, pattern: str) -> tuple[_Signature, ...]:
     except OSError as error:
         logger.warning("tuned tables in %s cannot be read: %s", path, error)
         return ()
-    return tuple((file, stat.st_mtime_ns, stat.st_size) for file, stat in stats)
+    return tuple((f, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for f, s in stats)
 
 
 @lru_cache(maxsize=64)
 def _zipped(folder: Any, pattern: str) -> tuple[_Signature, ...]:
     """Return the files in a folder of a zip file, which does not change."""
     files = (file for file in folder.iterdir() if fnmatch(file.name, pattern))
-    return tuple((file, 0, 0) for file in sorted(files, key=lambda file: file.name))
+    return tuple((file, 0, 0, 0, 0) for file in sorted(files, key=lambda file: file.name))
 
 
 @lru_cache(maxsize=64)
 def _merged(
     kind: TableFiles[Any, Any], shipped: tuple[_Signature, ...], user: tuple[_Signature, ...]
 ) -> Any:
-    tiers = [[_read_or_warn(kind, *file) for file in tier] for tier in (shipped, user)]
-    return kind.merge(*([table for table in tier if table is not None] for tier in tiers))
+    tables = [_read_or_warn(kind, *file) for file in (*shipped, *user)]
+    return kind.merge([table for table in tables if table is not None])
 
 
 @lru_cache(maxsize=256)

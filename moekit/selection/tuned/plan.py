@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -62,7 +63,8 @@ def time_at(curve: Curve, tokens: float) -> float:
         return first
     if tokens >= high:
         return last * tokens / high
-    (a, at_a), (b, at_b) = next(ends for ends in itertools.pairwise(curve) if tokens <= ends[1][0])
+    after = bisect_left(curve, (tokens,))
+    (a, at_a), (b, at_b) = curve[after - 1], curve[after]
     if tokens == b or math.inf in (at_a, at_b):
         return at_b if tokens == b else math.inf
     share = math.log(tokens / a) / math.log(b / a)
@@ -94,8 +96,9 @@ def plan(
     allowed: the backends that may serve, and that are compared; default: all.
     """
     able = {name: c for name, c in curves.items() if allowed is None or name in allowed}
-    # By the name that serves the last span: (switches, cost, names of the spans so far).
-    best: dict[str, tuple[int, float, tuple[str, ...]]] = {}
+    # By the name that serves the last span: (switches, cost, that name).
+    best: dict[str, tuple[int, float, str]] = {}
+    came_from: list[dict[str, str]] = []  # for each span, the name before each name
     covered: list[_Span] = []
     lacking = 0.0
     for span in _spans(curves, high):
@@ -103,20 +106,23 @@ def plan(
         if not fit:  # the neighbours' backends serve it too
             lacking = math.inf if _fit(curves, span) else lacking
             continue
-        before = list(best.values()) or [(0, 0.0, ())]
-        best = {
-            name: min(
-                (switches + (path[-1:] != (name,)), cost + _width(span) * log, (*path, name))
-                for switches, cost, path in before
+        before = list(best.values()) or [(0, 0.0, "")]
+        best, names = {}, {}
+        for name, log in fit.items():
+            switches, cost, names[name] = min(
+                (switches + (last != name), cost, last) for switches, cost, last in before
             )
-            for name, log in fit.items()
-        }
+            best[name] = switches, cost + _width(span) * log, name
+        came_from.append(names)
         covered.append(span)
     if not best:
         return None
-    _, cost, path = min(best.values())
+    _, cost, last = min(best.values())
+    path = [last]
+    for names in reversed(came_from[1:]):
+        path.append(names[path[-1]])
     starts = [start for start, _ in covered]
-    return Plan(_buckets(curves, starts, path), cost / sum(map(_width, covered)) + lacking)
+    return Plan(_buckets(curves, starts, path[::-1]), cost / sum(map(_width, covered)) + lacking)
 
 
 def _buckets(curves: Mapping[str, Curve], starts: Sequence[float], names: Sequence[str]) -> Buckets:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from moekit.problem import MoEProblem
-from moekit.selection.tuned.files import VARIABLE as VARIABLE
 from moekit.selection.tuned.files import TableFiles, size_distance
 from moekit.selection.tuned.files import user_path as user_path
 
@@ -116,12 +115,7 @@ def known() -> Table:
 
 def _tables() -> TableFiles[Table, Table]:
     remedy = "measure again with `python -m moekit tune --select`"
-    return TableFiles(SHIPPED, parse, _tiers, remedy, optional=True)
-
-
-def _tiers(shipped: Sequence[Table], user: Sequence[Table]) -> Table:
-    """Merge by date within each tier; the user's records count before the shipped ones."""
-    return merge([merge(shipped), merge(user)], newest=False)
+    return TableFiles(SHIPPED, parse, merge, remedy, optional=True)
 
 
 def parse(data: Any) -> Table:
@@ -137,7 +131,7 @@ def parse(data: Any) -> Table:
             record = Record(**values)
             _check_record(record)
             times = table.setdefault(key, {}).setdefault((dispatcher, experts), {})
-            times[tokens] = _newer(times.get(tokens), record)
+            times[tokens] = record
     return table
 
 
@@ -155,20 +149,14 @@ def encode(table: Table) -> str:
     return f'{{"format": {FORMAT}, "cells": [\n' + ",\n".join(cells) + "\n]}\n"
 
 
-def merge(tables: Iterable[Table], *, newest: bool = True) -> Table:
-    """Merge tables. Of two records the newer one counts, or with newest=False the later table's."""
+def merge(tables: Iterable[Table]) -> Table:
+    """Merge tables. Of two records of a cell the later table's counts."""
     merged: dict[Key, dict[tuple[str, str], dict[int, Record]]] = {}
     for table in tables:
         for key, times in table.items():
             for combination, records in times.items():
-                mine = merged.setdefault(key, {}).setdefault(combination, {})
-                for tokens, record in records.items():
-                    mine[tokens] = _newer(mine.get(tokens), record) if newest else record
+                merged.setdefault(key, {}).setdefault(combination, {}).update(records)
     return merged
-
-
-def _newer(old: Record | None, new: Record) -> Record:
-    return old if old is not None and old.date > new.date else new
 
 
 def _check(key: Key, tokens: object) -> None:

@@ -15,15 +15,10 @@ LEGACY_WORKSPACE_BYTES = 32 << 20
 # Up to here, padding rows cost the experts less than waiting for their number costs the host.
 FEW_ROWS = 4096
 
-# The GPUs of a host that `Buffer` connects over NVLink.
-_GPUS_PER_HOST = 8
-# Tokens in an NVLink queue, by the number of ranks. Network queues hold 128, rounded up to a
-# multiple of what is sent at a time. Metadata has room for the largest top_k and all scales.
-_QUEUE = {16: 288, 24: 288, 32: 288, 48: 288, 64: 288, 96: 480, 128: 560, 144: 720, 160: 720}
-_SENT = {16: 20, 24: 8, 32: 8, 48: 8, 64: 8}
+# Tokens in an NVLink queue. Metadata has room for the largest top_k and all scales.
+_QUEUE = 256
 _META = 8 + 128 * (8 + 4) + 128 * 4
 _ELASTIC_PAGE = 2 << 20
-_ELASTIC_CHANNELS = 8 * 160
 _SOURCE = "the library's formula"
 
 
@@ -73,18 +68,10 @@ def elastic_transient(problem: MoEProblem, num_tokens: int, rows: int) -> int:
 
 
 def normal_buffers(hidden_size: int, ranks: int) -> dict[str, int]:
-    """Return the parts of a `deep_ep.Buffer` for bf16 rows: queues within and between hosts."""
+    """Return the parts of a `deep_ep.Buffer` for bf16 rows."""
     channels, row = NUM_SMS // 2, 2 * hidden_size + _META
-    near, hosts = min(ranks, _GPUS_PER_HOST), max(ranks // _GPUS_PER_HOST, 1)
-    queue = next((n for most, n in _QUEUE.items() if ranks <= most), 720) if hosts > 1 else 256
-    nvlink = channels * near * ((2 * hosts + 3) * 4 + queue * row)
-    buffers = {"NVLink queues": _up(nvlink, 128), "workspace": LEGACY_WORKSPACE_BYTES}
-    if hosts > 1:
-        sent = next((n for most, n in _SENT.items() if ranks <= most), 12)
-        counters = (2 * _GPUS_PER_HOST + 2) * 2 * 4
-        network = channels * hosts * (counters + 2 * _up(128, sent) * (row + 16))
-        buffers["network queues (NVSHMEM)"] = _up(network, 128)
-    return buffers
+    queues = channels * ranks * (5 * 4 + _QUEUE * row)
+    return {"NVLink queues": _up(queues, 128), "workspace": LEGACY_WORKSPACE_BYTES}
 
 
 def low_latency_buffers(capacity: int, hidden_size: int, num_experts: int) -> dict[str, int]:
@@ -98,22 +85,11 @@ def low_latency_buffers(capacity: int, hidden_size: int, num_experts: int) -> di
     return {"rows (NVSHMEM)": _up(nbytes + 1, 128), "workspace": LEGACY_WORKSPACE_BYTES}
 
 
-def elastic_buffer(capacity: int, hidden_size: int, top_k: int, ranks: int, hosts: int = 1) -> int:
-    """Return the bytes of a `deep_ep.ElasticBuffer` for bf16 tokens.
-
-    With several hosts its hybrid mode counts.
-    """
-    near = ranks // hosts
+def elastic_buffer(capacity: int, hidden_size: int, top_k: int, ranks: int) -> int:
+    """Return the bytes of a `deep_ep.ElasticBuffer` for bf16 tokens."""
     there = 2 * hidden_size + _up(8 * top_k + 4 * (1 + top_k), 32)
     back = 2 * hidden_size + _up(8 * top_k, 32)
-    if hosts == 1:
-        return _up(
-            max(ranks * capacity * there, min(ranks, top_k) * capacity * back), _ELASTIC_PAGE
-        )
-    channel_rows = hosts * (capacity + _ELASTIC_CHANNELS)
-    dispatch = (near * hosts * capacity + capacity + channel_rows) * there
-    combine = (min(near, top_k) * hosts + min(hosts, top_k)) * capacity + channel_rows
-    return _up(max(dispatch, combine * back), _ELASTIC_PAGE)
+    return _up(max(ranks * capacity * there, min(ranks, top_k) * capacity * back), _ELASTIC_PAGE)
 
 
 def _up(n: int, multiple: int) -> int:
@@ -121,15 +97,6 @@ def _up(n: int, multiple: int) -> int:
 
 
 # -- footprints ----------------------------------------------------------------------------------
-
-
-def _layout(problem: MoEProblem) -> str:
-    parallel = problem.parallel
-    near = parallel.num_ranks // parallel.nodes
-    return (
-        f"the library needs {_GPUS_PER_HOST} consecutive ranks per host (here {near}); ranks with "
-        "the same place on their hosts exchange over the network, and forward to the others"
-    )
 
 
 def ht(problem: MoEProblem) -> Footprint:
@@ -140,12 +107,6 @@ def ht(problem: MoEProblem) -> Footprint:
         buffers=normal_buffers(p.hidden_size, ranks),
         transient=ht_transient(p, T, rows),
         source=_SOURCE,
-        across=(
-            f"layout: {_layout(p)}",
-            "needs NVSHMEM with IBGDA and a mlx5 network card per GPU (RDMA); the library's "
-            "internode kernels exist, but this adapter does not call them",
-            "no CUDA graphs: the library supports a fixed number of rows on one host only",
-        ),
     )
 
 
@@ -156,31 +117,19 @@ def ll(problem: MoEProblem) -> Footprint:
         rows=rows,
         buffers=low_latency_buffers(even(T), p.hidden_size, p.num_physical_experts),
         transient=ll_transient(p, T, rows),
-        source=_SOURCE + "; only the batched layout grows with the number of ranks",
-        across=(
-            "layout: any order; every rank writes to every other rank, over NVLink or RDMA",
-            "needs NVSHMEM with IBGDA and a mlx5 network card per GPU (RDMA), and a queue pair for "
-            f"each of the {p.num_local_experts} local experts and each other rank; the kernels are "
-            "the same as on one host, but this adapter has only been run on one",
-        ),
+        source=_SOURCE,
     )
 
 
 def elastic(problem: MoEProblem) -> Footprint:
     p, (T, ranks) = problem, _sizes(problem)
     rows = ranks * T
-    buffer = elastic_buffer(T, p.hidden_size, p.top_k, ranks, p.parallel.nodes)
+    buffer = elastic_buffer(T, p.hidden_size, p.top_k, ranks)
     return Footprint(
         rows=rows,
         buffers={"rows (NCCL windows)": buffer},
         transient=elastic_transient(p, T, rows),
-        source=_SOURCE + (", hybrid mode" if p.parallel.nodes > 1 else ""),
-        across=(
-            "layout: NCCL's, NVLink domains first; hybrid mode sends a token once per host and "
-            "distributes it there",
-            "needs NCCL's GIN (a network card with RDMA); no NVSHMEM; this adapter switches GIN "
-            "and hybrid mode off",
-        ),
+        source=_SOURCE,
     )
 
 

@@ -19,12 +19,6 @@ _COUNTS_FIFO = (1 << 20) + 256
 _RANKS_PER_BLOCK = 8
 _MULTIPROCESSORS = 132
 
-_HOSTS = (
-    "file descriptors map the memory, and do not leave a host; fabric handles do, only within an "
-    "NVLink domain that spans hosts (GB200 NVL72, aarch64)",
-    "no network path: neither RDMA nor NVSHMEM",
-)
-
 
 def pages(nbytes: int) -> int:
     """Round up to the driver's granularity."""
@@ -70,7 +64,6 @@ def one_sided(problem: MoEProblem) -> Footprint:
         buffers={"workspace, for each in-flight call": workspace},
         transient=one_sided_transient(p, T, ranks * T),
         source="the library's formula",
-        across=_HOSTS,
     )
 
 
@@ -102,7 +95,6 @@ def two_sided(problem: MoEProblem) -> Footprint:
         buffers=two_sided_buffers(ranks),
         transient=two_sided_transient(p, T, ranks * T, T),
         source=f"the library's formula, for {_MULTIPROCESSORS} multiprocessors",
-        across=_HOSTS,
     )
 
 
@@ -128,11 +120,6 @@ def allgather(problem: MoEProblem) -> Footprint:
         buffers={},
         transient=allgather_transient(p, T, ranks * T, T),
         source="it keeps no buffers",
-        across=(
-            f"one NCCL communicator of {ranks} ranks, in any order over the hosts: NCCL finds the "
-            "NVLink and network paths; InfiniBand, RoCE or plain TCP, no NVSHMEM",
-            f"every token goes to all {ranks} ranks: traffic and rows grow with them",
-        ),
     )
 
 

@@ -34,9 +34,4 @@ def footprint(problem: MoEProblem) -> Footprint:
         buffers={},
         transient=transient_bytes(problem, tokens),
         source="it keeps no buffers",
-        across=(
-            f"one NCCL communicator of {parallel.num_ranks} ranks, in any order over the hosts: "
-            "NCCL finds the NVLink and network paths; InfiniBand, RoCE or plain TCP, no NVSHMEM",
-            f"every token goes to all {parallel.num_ranks} ranks: traffic and rows grow with them",
-        ),
     )

@@ -137,5 +137,4 @@ def footprint(problem: MoEProblem, batched: bool) -> Footprint:
         buffers={"symmetric memory": layout.nbytes},
         transient=transient_bytes(problem, layout.capacity, batched),
         source="its own layout; a second buffer where two calls are in flight",
-        across=("all ranks must be on one host, whose GPUs reach each other's memory",),
     )

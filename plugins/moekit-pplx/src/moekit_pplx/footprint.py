@@ -17,9 +17,4 @@ def footprint(problem: MoEProblem) -> Footprint:
         buffers={"library objects and output, for each in-flight call": lane},
         transient=at.transient_bytes(problem, tokens),
         source="the dispatcher's function, from the library's intranode sizes",
-        across=(
-            "needs the library's internode kernels, over NVSHMEM with IBGDA and a network card per "
-            "GPU (RDMA); this adapter calls the intranode ones, which map memory of one host",
-            "layout: any order; every rank writes to every other rank",
-        ),
     )

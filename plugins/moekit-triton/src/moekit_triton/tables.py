@@ -77,11 +77,11 @@ def _entry(values: Mapping[str, Any]) -> Entry:
     return Entry(key, plans)
 
 
-def _merge(shipped: Iterable[list[Entry]], user: Iterable[list[Entry]]) -> list[Entry]:
-    """Join the entries of a key; the user's plan counts where both have a number of rows."""
+def _merge(tables: Iterable[list[Entry]]) -> list[Entry]:
+    """Join the entries of a key; the later plan counts where both have a number of rows."""
     plans: dict[str, dict[float, TilePlan]] = {}
     keys = {}
-    for entry in itertools.chain(*shipped, *user):
+    for entry in itertools.chain(*tables):
         keys[str(entry.key)] = entry.key
         plans.setdefault(str(entry.key), {}).update(entry.plans)
     by_rows = operator.itemgetter(0)
