@@ -36,8 +36,7 @@ def padded(problem: MoEProblem, multiples: Multiples) -> MoEProblem:
 def faults(problem: MoEProblem, made: MoEProblem, multiples: Multiples) -> list[str]:
     """Return why padding to ``made`` would not be exact, or is not possible at all."""
     weight, inner = problem.quant.weight, problem.local_intermediate_size
-    made_inner = made.local_intermediate_size
-    if made.hidden_size % multiples[0] or made_inner % multiples[1]:
+    if made.hidden_size % multiples[0] or made.local_intermediate_size % multiples[1]:
         return [
             f"H={problem.hidden_size} and I={inner} must be multiples of {multiples[0]} and "
             f"{multiples[1]}, and are too large to be padded"
@@ -46,12 +45,6 @@ def faults(problem: MoEProblem, made: MoEProblem, multiples: Multiples) -> list[
         return []
     if weight.packed and (problem.hidden_size % 2 or inner % 2):
         return [f"H={problem.hidden_size} and I={inner} must be even: 4 bits pack two in a byte"]
-    rows = weight.group[0]
-    if rows > 1 and problem.activation.gated and inner != made_inner and inner % rows:
-        return [
-            f"I={inner} cannot be padded to {made_inner}: a block of {rows} rows of w13 has rows "
-            "of gate and of up"
-        ]
     return []
 
 

@@ -175,9 +175,9 @@ class ExpertWeights:
         if found and inner * problem.parallel.tp_size != problem.intermediate_size:
             held = problem.local_neurons
             found.append(
-                f"tp_size={problem.parallel.tp_size} cuts blocks of {scheme.name}: this rank's "
-                f"weights are those of neurons {held.start} to {held.stop} of "
-                f"{problem.intermediate_size}, and zeros up to {inner}"
+                f"{scheme.name} needs whole blocks of gate, up and w2: this rank's weights are "
+                f"neurons {held.start} to {held.stop} of {problem.intermediate_size}, padded with "
+                f"zeros to {inner} before they are quantized"
             )
         for name, shape in biases.items():
             bias = getattr(self, name)

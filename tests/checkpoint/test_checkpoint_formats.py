@@ -260,7 +260,7 @@ def test_slices_that_cut_blocks_are_refused_with_a_reason() -> None:
         quant="fp8_block", parallel=ParallelConfig(tp_size=2, tp_rank=1),
     )  # fmt: skip
     weights = ExpertWeights(torch.randn(2, 384, 128), torch.randn(2, 128, 192))
-    with pytest.raises(WeightsError, match="neurons 256 to 384 of 384, and zeros up to 256"):
+    with pytest.raises(WeightsError, match="neurons 256 to 384 of 384, padded with zeros to 256"):
         weights.quantize(problem.quant).check(problem)
 
 

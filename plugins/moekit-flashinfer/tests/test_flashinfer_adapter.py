@@ -228,7 +228,6 @@ def reasons(name: str, **changes) -> str:
             {"parallel": ParallelConfig(ep_size=4, dp_size=2)},
             "every rank must have a batch of tokens",
         ),
-        ("flashinfer_cutlass", {"quant": "fp8_block"}, "I=32 cannot be padded to 128"),
         ("flashinfer_cutlass", {"quant": "fp8_tensor"}, "quant scheme fp8_tensor is not supported"),
         ("flashinfer_cutlass", {"activation": "gelu"}, "activation gelu is not supported"),
         (
