@@ -63,24 +63,21 @@ def _run(directory: Path) -> int:
         print("\n3. Its first layer, compared with transformers' eager experts")
         whole = _relative_rms(*states)
         print(f"   hidden states behind it, 2 x 24 tokens: error {whole:.1e}")
-        blocks = [m.model.layers[0].mlp for m in (eager, ours)]
-        same = _same_routing(config, blocks[0], device)
+        block, our_block = (m.model.layers[0].mlp for m in (eager, ours))
+        same = _same_routing(config, block, device)
+        print(f"   moekit.route chooses experts of the same logits for {same:.0%} of 512 tokens")
+        print(f"\n   {'tokens':>8} {'error':>9} {'eager':>12} {'moekit':>12} {'speed-up':>9}")
         begin, waited = time.perf_counter(), waited_for_cores()
-        rows = _compare(config, *blocks, device)
+        sizes = [(1, tokens, config.hidden_size) for tokens in TOKENS]
+        xs = [torch.randn(size, dtype=torch.bfloat16, device=device) for size in sizes]
+        errors = [_compare(block, our_block, x) for x in xs]
         took, waited = time.perf_counter() - begin, waited_for_cores() - waited
-    print(f"   moekit.route chooses experts of the same logits for {same:.0%} of 512 tokens")
-    print(f"\n   {'tokens':>8} {'error':>9} {'eager':>12} {'moekit':>12} {'speed-up':>9}")
-    for tokens, rms, theirs, own in rows:
-        print(
-            f"   {tokens:>8} {rms:>9.1e} {theirs * 1e6:>9.0f} us {own * 1e6:>9.0f} us "
-            f"{theirs / own:>8.2f}x"
-        )
     if _disturbed(waited, took):
         print("\n   Other work took the cores meanwhile, so these times say little. If it stays,")
         print("   OMP_WAIT_POLICY=passive keeps torch's threads from waiting actively.")
     memory = kernel.memory(max(TOKENS))
     print(f"\n   scratch for {max(TOKENS)} tokens: {memory.total / 2**20:.1f} MiB (kernel.memory)")
-    agrees = same == 1 and max(whole, *(row[1] for row in rows)) < 2e-2
+    agrees = same == 1 and max(whole, *errors) < 2e-2
     print("   " + ("agrees with transformers" if agrees else "DISAGREES with transformers"))
     return 0 if agrees else 1
 
@@ -122,16 +119,16 @@ def _save(transformers: Any, directory: Path) -> Any:
     return config
 
 
-def _compare(
-    config: Any, eager: nn.Module, ours: nn.Module, device: torch.device
-) -> list[tuple[int, float, float, float]]:
-    """Return (tokens, relative RMS error, eager seconds, moekit seconds) for each token count."""
-    rows = []
-    for tokens in TOKENS:
-        x = torch.randn(1, tokens, config.hidden_size, dtype=torch.bfloat16, device=device)
-        error = _relative_rms(ours(x), eager(x))
-        rows.append((tokens, error, *_seconds([eager, ours], x)))
-    return rows
+def _compare(eager: nn.Module, ours: nn.Module, x: Tensor) -> float:
+    """Print the relative RMS error and both times for ``x``, and return the error."""
+    error = _relative_rms(ours(x), eager(x))
+    theirs, own = _seconds([eager, ours], x)
+    print(
+        f"   {x.shape[1]:>8} {error:>9.1e} {theirs * 1e6:>9.0f} us {own * 1e6:>9.0f} us "
+        f"{theirs / own:>8.2f}x",
+        flush=True,
+    )
+    return error
 
 
 def _disturbed(waited: float, took: float) -> bool:

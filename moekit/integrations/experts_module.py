@@ -119,7 +119,8 @@ def _weights(module: nn.Module) -> tuple[ExpertWeights, bool]:
 
 def _dbrx_weights(module: Any) -> ExpertWeights:
     found = _parameters(module, "w1", "v1", "w2")
-    w1, v1, w2 = (found[n].unflatten(0, (module.moe_num_experts, -1)) for n in ("w1", "v1", "w2"))
+    shape = module.moe_num_experts, -1, module.hidden_size
+    w1, v1, w2 = (found[name].view(shape) for name in ("w1", "v1", "w2"))
     return ExpertWeights(torch.cat([w1, v1], dim=1), w2.mT)
 
 

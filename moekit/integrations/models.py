@@ -115,7 +115,7 @@ def _dbrx(self: Any, hidden_states: Tensor, ids: Tensor, topk_weights: Tensor) -
 
 
 # (model, class): the forward that replaces the class's.
-OWN = {
+OWN: dict[tuple[str, str], Callable[..., Any]] = {
     ("dbrx", "DbrxExperts"): _dbrx,
     ("llama4", "Llama4TextMoe"): _llama4,
     ("longcat_flash", "LongcatFlashExperts"): _longcat_flash,

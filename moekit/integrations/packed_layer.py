@@ -119,11 +119,10 @@ class Layer:
         """
         with _lock:
             chosen = list(cls.numbered.values() if layers is None else layers)
-            if lost := sum(
-                layer.packed is not None and _freed(layer._module()) for layer in chosen
-            ):
+            lost = [x for x in chosen if x.packed is not None and _freed(x._module())]
+            if lost:
                 raise WeightsError(
-                    f"{lost} layer(s) of a model have only packed weights, because of "
+                    f"{len(lost)} layer(s) of a model have only packed weights, because of "
                     "install(free_original=True), and would lose them: delete that model first"
                 )
             for layer in chosen:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +26,7 @@ from typing import Any
 from torch import nn
 
 from moekit.discovery.registry import registry
-from moekit.errors import InvalidProblem, MoekitError
+from moekit.errors import MoekitError
 from moekit.integrations.forward import experts_forward
 from moekit.integrations.models import NAME, OWN, asking, settle
 from moekit.integrations.packed_layer import Layer, Options
@@ -63,15 +64,11 @@ def install(
     Raises:
         MoekitError: The installed transformers has no experts interface.
         UnknownBackend: There is no backend of that name.
-        InvalidProblem: The scheme is unknown, or needs activation scales from a checkpoint.
+        InvalidProblem: The scheme is unknown.
         WeightsError: Packing again is impossible, because the weights of a living model were
             freed.
     """
     found = scheme(quant)
-    if found.activation is not None and found.activation.static:
-        raise InvalidProblem(
-            f"quant={quant!r} needs activation scales from a checkpoint; choose a dynamic scheme"
-        )
     if dispatcher is not None:
         registry().dispatcher(dispatcher)
     if experts is not None:
@@ -118,7 +115,6 @@ class ExpertMemory:
 
     @property
     def total(self) -> int:
-        """The sum of both."""
         return self.parameters + self.packed
 
 
@@ -175,9 +171,10 @@ def _patch() -> None:
         each.register(NAME, experts_forward)
         _undo.append(partial(each._global_mapping.pop, NAME, None))
     for (model, name), ours in OWN.items():
-        own = getattr(_import(f"models.{model}.modeling_{model}"), name)
-        _set(own, "forward", asking(own.forward, ours))
-        _set(own, "config", None)
+        with suppress(ImportError, AttributeError):  # another transformers may lack the model
+            own = getattr(_import(f"models.{model}.modeling_{model}"), name)
+            _set(own, "forward", asking(own.forward, ours))
+            _set(own, "config", None)
     base = _import("modeling_utils").PreTrainedModel
     _set(base, "post_init", _settling(base.post_init))
     _set(base, "set_experts_implementation", _switching(base.set_experts_implementation))

@@ -15,7 +15,7 @@ from test_transformers_models import errors, logits
 from torch import Tensor, nn
 
 import moekit
-from moekit.errors import InvalidProblem, MoekitError, UnknownBackend, Unsupported
+from moekit.errors import InvalidProblem, MoekitError, UnknownBackend, Unsupported, WeightsError
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install moekit[hf]")
 
@@ -220,8 +220,12 @@ def test_options_are_checked_at_once() -> None:
         integration.install(dispatcher="nonesuch")
     with pytest.raises(InvalidProblem, match="int3"):
         integration.install(quant="int3")
-    with pytest.raises(InvalidProblem, match="activation scales from a checkpoint"):
-        integration.install(quant="fp8_tensor_static")
+
+
+def test_a_scheme_that_needs_scales_from_a_checkpoint() -> None:
+    integration.install(quant="fp8_tensor_static")
+    with pytest.raises(WeightsError, match="w13_input_scale is missing"):
+        module_of("qwen3_moe", "Qwen3MoeExperts")(*inputs())
 
 
 def test_a_transformers_without_the_interface(monkeypatch: pytest.MonkeyPatch) -> None:
