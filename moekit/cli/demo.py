@@ -27,7 +27,7 @@ TOKENS = (1, 32, 256)
 
 
 def run(model_dir: str | None = None) -> int:
-    """Run the demo; return 0 if moekit's numbers agree with those of transformers.
+    """Run the demo; return 0 if moekit and transformers agree.
 
     model_dir: keep the generated model there; default: in a temporary folder.
     """

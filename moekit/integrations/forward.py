@@ -12,7 +12,7 @@ from moekit.errors import MoekitError, Unsupported
 from moekit.integrations.packed_layer import ATTRIBUTE, Layer
 from moekit.runtime.operators import Operators
 
-# Whether dynamo evaluates functions of modules while it compiles; that of torch 2.11 does not.
+# Whether dynamo evaluates functions of modules while it compiles; torch 2.11 does not.
 BINDS_MODULES = torch.__version__ >= (2, 13)  # type: ignore[operator]  # a TorchVersion
 RUN_FIRST = "before torch 2.13, run the model once before torch.compile sees it"
 

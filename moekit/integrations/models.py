@@ -24,10 +24,10 @@ _ROUTED = re.compile(r"(?<!shared)(?<!shared_)(experts|moe)$", re.IGNORECASE)
 def settle(model: Any) -> None:
     """Make every experts module of ``model`` follow the config of the model that it belongs to.
 
-    transformers reaches neither modules with a copy of that config nor those outside its interface.
+    transformers reaches neither modules with a copy of that config nor modules of `OWN`.
 
     Raises:
-        Unsupported: The config asks for moekit, and such modules are not in `OWN`.
+        Unsupported: The config asks for moekit, and an experts module asks no config.
     """
     found = list(_experts(model, model))
     outside = {
@@ -76,7 +76,7 @@ def _experts(module: Any, owner: Any, path: str = "") -> Iterator[tuple[str, Any
 
 def _asks(module: nn.Module) -> bool:
     """Return whether the module's forward asks its config for the implementation."""
-    return hasattr(module, "is_transposed") or hasattr(type(module), "config")
+    return hasattr(module, "is_concatenated") or hasattr(type(module), "config")
 
 
 def asking(forward: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,7 +93,7 @@ def asking(forward: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..
 
 
 def _llama4(self: Any, hidden_states: Tensor) -> Any:
-    """Compute the chosen experts; transformers' block computes all of them for every token."""
+    """Compute the chosen experts; the original block computes all of them for every token."""
     x = hidden_states.reshape(-1, self.hidden_dim)
     scores, logits = self.router(x)
     topk_weights, ids = scores.topk(self.top_k, dim=1)
@@ -102,7 +102,7 @@ def _llama4(self: Any, hidden_states: Tensor) -> Any:
 
 
 def _longcat_flash(self: Any, x: Tensor, ids: Tensor, topk_weights: Tensor) -> Tensor:
-    """Compute the experts; those with the last ids return the token."""
+    """Compute the experts; the ones past `num_routed_experts` return the token."""
     identity = ids >= self.num_routed_experts
     routed = experts_forward(self, x, ids.masked_fill(identity, -1), topk_weights)
     kept = torch.where(identity, topk_weights, 0).sum(1, keepdim=True)

@@ -243,7 +243,7 @@ def _seen(module: nn.Module, dtype: torch.dtype, top_k: int) -> tuple[Any, ...]:
                 p.untyped_storage()._cdata,
                 p.data_ptr(),
                 p.shape,
-                p.stride(),  # a view of the same memory is a new parameter, too
+                p.stride(),  # a view of the same memory is another parameter
                 0 if p.is_inference() else p._version,
             )
             for p in _parameters(module)

@@ -37,12 +37,14 @@ SIZES = {
 }  # fmt: skip
 
 
+# docs/guide/transformers.md has the reasons.
+REFUSED = {"Inkling2Experts", "Inkling2LoopExperts", "MuseSparkExperts"}
 # Modules outside the experts interface, with parameters as if they were of it.
 OWN = (("longcat_flash", "LongcatFlashExperts"), ("step3p7", "Step3p7Experts"))
 
 
 def classes() -> Iterator[type[nn.Module]]:
-    """Yield the classes that are decorated with the experts interface, and those of OWN."""
+    """Yield the classes that are decorated with the experts interface, and OWN."""
     for model, name in OWN:
         yield getattr(
             importlib.import_module(f"transformers.models.{model}.modeling_{model}"), name
@@ -107,4 +109,4 @@ def test_every_module_is_right_or_refused() -> None:
     assert not wrong
     refused = {name: said for name, said in found.items() if said != "right"}
     assert all(said.startswith(f"moekit cannot run {name}: ") for name, said in refused.items())
-    assert len(found) > 20 and len(refused) < len(found) / 5, refused
+    assert len(found) > 20 and set(refused) <= REFUSED
