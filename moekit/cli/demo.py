@@ -1,7 +1,7 @@
-"""``python -m moekit demo``: a model's MoE layer through moekit, compared with transformers'.
+"""``python -m moekit demo``: a Hugging Face model with moekit's experts, compared with eager ones.
 
-The demo builds a small Qwen3-MoE with random weights, saves it with transformers, reads its experts
-back from the safetensors file, composes a kernel for this machine, and compares outputs and times.
+The demo saves a small Qwen3-MoE with random weights, loads it with both experts implementations,
+and compares outputs and times.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 import moekit
 from moekit.backends.cpu_costs import BUSY, waited_for_cores
-from moekit.checkpoint import load_experts
 from moekit.errors import MoekitError
+from moekit.integrations import transformers as integration
 
 TOKENS = (1, 32, 256)
 
 
 def run(model_dir: str | None = None) -> int:
-    """Run the demo; return 0 if moekit's numbers agree with those of transformers.
+    """Run the demo; return 0 if moekit and transformers agree.
 
     model_dir: keep the generated model there; default: in a temporary folder.
     """
@@ -39,53 +39,45 @@ def _run(directory: Path) -> int:
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     transformers = _transformers()
     print(f"1. A small Qwen3-MoE, random weights, saved by transformers to {directory}", flush=True)
-    config, model = _build(transformers, directory, device)
+    config = _save(transformers, directory)
     print(
         f"   {config.num_hidden_layers} layers, {config.num_experts} experts, top-"
         f"{config.num_experts_per_tok}, hidden {config.hidden_size}, "
         f"intermediate {config.moe_intermediate_size}, bfloat16, on {device}"
     )
 
-    problem = moekit.MoEProblem(
-        num_experts=config.num_experts,
-        top_k=config.num_experts_per_tok,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.moe_intermediate_size,
-        dtype=torch.bfloat16,
-        device=device,
+    print('\n2. The model loaded again with experts_implementation="moekit"')
+    transformers.logging.disable_progress_bar()
+    integration.install()
+    load = transformers.Qwen3MoeForCausalLM.from_pretrained
+    eager, ours = (
+        load(directory, dtype=torch.bfloat16, experts_implementation=how).eval().to(device)
+        for how in ("eager", "moekit")
     )
-    print("\n2. moekit's choice for it")
-    kernel = moekit.compose(problem)
-    print("   " + str(kernel.explanation).replace("\n", "\n   "))
-
-    print("\n3. The model with moekit in place of its experts, read from the safetensors file")
-    block = model.model.layers[0].mlp
-    weights = kernel.pack(load_experts(directory, "qwen3_moe", 0, problem).to(device))
-
-    def moekit_block(x: Tensor) -> Tensor:
-        x_TH = x.reshape(-1, config.hidden_size)
-        _, topk_weights, topk_ids = block.gate(x_TH)  # transformers' own router
-        return kernel(x_TH, weights, moekit.Routing(topk_weights.float(), topk_ids)).view_as(x)
-
     with torch.inference_mode():
-        begin, waited = time.perf_counter(), waited_for_cores()
-        rows = _compare(config, block, moekit_block, device)
-        took, waited = time.perf_counter() - begin, waited_for_cores() - waited
-        whole = _compare_model(config, model, block, moekit_block, device)
+        ids = torch.randint(config.vocab_size, (2, 24), device=device)
+        states = [m.model(ids, output_hidden_states=True).hidden_states[1] for m in (ours, eager)]
+        kernel = next(iter(integration.kernels(ours).values()))
+        print("   " + str(kernel.explanation).replace("\n", "\n   "))
+
+        print("\n3. Its first layer, compared with transformers' eager experts")
+        whole = _relative_rms(*states)
+        print(f"   hidden states behind it, 2 x 24 tokens: error {whole:.1e}")
+        block, our_block = (m.model.layers[0].mlp for m in (eager, ours))
         same = _same_routing(config, block, device)
-    print(f"   moekit.route chooses the same experts for {same:.1%} of tokens (bf16 logits tie)")
-    print(f"\n   {'tokens':>8} {'error':>9} {'eager':>12} {'moekit':>12} {'speed-up':>9}")
-    for tokens, rms, eager, ours in rows:
-        print(
-            f"   {tokens:>8} {rms:>9.1e} {eager * 1e6:>9.0f} us {ours * 1e6:>9.0f} us "
-            f"{eager / ours:>8.2f}x"
-        )
+        print(f"   moekit.route chooses experts of the same logits for {same:.0%} of 512 tokens")
+        print(f"\n   {'tokens':>8} {'error':>9} {'eager':>12} {'moekit':>12} {'speed-up':>9}")
+        begin, waited = time.perf_counter(), waited_for_cores()
+        sizes = [(1, tokens, config.hidden_size) for tokens in TOKENS]
+        xs = [torch.randn(size, dtype=torch.bfloat16, device=device) for size in sizes]
+        errors = [_compare(block, our_block, x) for x in xs]
+        took, waited = time.perf_counter() - begin, waited_for_cores() - waited
     if _disturbed(waited, took):
         print("\n   Other work took the cores meanwhile, so these times say little. If it stays,")
         print("   OMP_WAIT_POLICY=passive keeps torch's threads from waiting actively.")
     memory = kernel.memory(max(TOKENS))
     print(f"\n   scratch for {max(TOKENS)} tokens: {memory.total / 2**20:.1f} MiB (kernel.memory)")
-    agrees = max(whole, *(row[1] for row in rows)) < 2e-2
+    agrees = same == 1 and max(whole, *errors) < 2e-2
     print("   " + ("agrees with transformers" if agrees else "DISAGREES with transformers"))
     return 0 if agrees else 1
 
@@ -97,7 +89,8 @@ def _transformers() -> Any:
         raise MoekitError("the demo needs transformers: pip install 'moekit[hf]'") from error
 
 
-def _build(transformers: Any, directory: Path, device: torch.device) -> tuple[Any, Any]:
+def _save(transformers: Any, directory: Path) -> Any:
+    """Write a model to ``directory``, and return its config."""
     from safetensors import SafetensorError  # transformers requires it
 
     torch.manual_seed(0)
@@ -113,7 +106,6 @@ def _build(transformers: Any, directory: Path, device: torch.device) -> tuple[An
         head_dim=64,
         norm_topk_prob=True,
         initializer_range=0.05,
-        experts_implementation="eager",
     )
     model = transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16)
     try:
@@ -124,20 +116,19 @@ def _build(transformers: Any, directory: Path, device: torch.device) -> tuple[An
         raise MoekitError(
             f"--model-dir {directory} cannot be written ({why}): choose another folder"
         ) from error
-    return config, model.eval().to(device)
+    return config
 
 
-def _compare(
-    config: Any, block: Any, ours: Callable[[Tensor], Tensor], device: torch.device
-) -> list[tuple[int, float, float, float]]:
-    """Return (tokens, relative RMS error, eager seconds, moekit seconds) for each token count."""
-    rows = []
-    for tokens in TOKENS:
-        x = torch.randn(1, tokens, config.hidden_size, dtype=torch.bfloat16, device=device)
-        error = _relative_rms(ours(x), block(x))
-        eager, own = _seconds([block, ours], x)
-        rows.append((tokens, error, eager, own))
-    return rows
+def _compare(eager: nn.Module, ours: nn.Module, x: Tensor) -> float:
+    """Print the relative RMS error and both times for ``x``, and return the error."""
+    error = _relative_rms(ours(x), eager(x))
+    theirs, own = _seconds([eager, ours], x)
+    print(
+        f"   {x.shape[1]:>8} {error:>9.1e} {theirs * 1e6:>9.0f} us {own * 1e6:>9.0f} us "
+        f"{theirs / own:>8.2f}x",
+        flush=True,
+    )
+    return error
 
 
 def _disturbed(waited: float, took: float) -> bool:
@@ -145,30 +136,18 @@ def _disturbed(waited: float, took: float) -> bool:
     return waited > BUSY * took * torch.get_num_threads()
 
 
-def _compare_model(
-    config: Any, model: Any, block: Any, ours: Callable[[Tensor], Tensor], device: torch.device
-) -> float:
-    """Return the error of the hidden states after layer 0 when moekit computes its experts."""
-    ids = torch.randint(config.vocab_size, (2, 24), device=device)
-    expected = model.model(ids, output_hidden_states=True).hidden_states[1]
-    original, block.forward = block.forward, ours
-    try:
-        got = model.model(ids, output_hidden_states=True).hidden_states[1]
-    finally:
-        block.forward = original
-    error = _relative_rms(got, expected)
-    print(f"   hidden states of the whole first layer, 2 x 24 tokens: error {error:.1e}")
-    return error
-
-
 def _same_routing(config: Any, block: Any, device: torch.device) -> float:
-    """Return the share of tokens for which `moekit.route` chooses the same experts."""
+    """Return the share of tokens whose experts have the logits of those that transformers chooses.
+
+    bf16 logits tie, and either expert is right then.
+    """
     x_TH = torch.randn(512, config.hidden_size, dtype=torch.bfloat16, device=device)
-    logits = nn.functional.linear(x_TH, block.gate.weight)
-    ours = moekit.route(logits, config.num_experts_per_tok, renormalize=config.norm_topk_prob)
-    theirs = block.gate(x_TH)[2]
-    equal = ours.topk_ids.sort(dim=1).values == theirs.sort(dim=1).values
-    return float(equal.all(dim=1).float().mean())
+    logits_TE = nn.functional.linear(x_TH, block.gate.weight)
+    ours = moekit.route(logits_TE, config.num_experts_per_tok, renormalize=config.norm_topk_prob)
+    chosen = [
+        logits_TE.gather(1, ids).sort().values for ids in (ours.topk_ids, block.gate(x_TH)[2])
+    ]
+    return float((chosen[0] == chosen[1]).all(dim=1).float().mean())
 
 
 def _relative_rms(got: Tensor, expected: Tensor) -> float:

@@ -2,7 +2,8 @@
 
 This relies on what transformers' own experts implementations use: the parameters `gate_up_proj`
 (`up_proj` without a gate) and `down_proj` with their `_bias` and `_scale_inv`, the flag
-`is_transposed`, and the functions `_apply_gate` or `act_fn` between the two products.
+`is_transposed`, and the functions `_apply_gate` or `act_fn` between the two products. DBRX has
+parameters w1, v1 and w2, with all experts in dimension 0.
 """
 
 from __future__ import annotations
@@ -51,11 +52,12 @@ def read(
     activation, interleaved = _activation(module, gated)
     weights = replace(weights, interleaved=interleaved)
     stored = weights.w13_scale is not None
+    columns = 2 if weights.w13.dtype == torch.uint8 else 1  # in an element
     problem = MoEProblem(
         num_experts=weights.num_experts,
         top_k=top_k,
-        hidden_size=weights.w13.shape[2],
-        intermediate_size=weights.w2.shape[2],
+        hidden_size=weights.w13.shape[2] * columns,
+        intermediate_size=weights.w2.shape[2] * columns,
         dtype=dtype if stored else weights.w13.dtype,
         activation=activation,
         has_bias=weights.w13_bias is not None,
@@ -68,7 +70,7 @@ def read(
             f"its weights are quantized already: call install() without quant={quant.name!r}",
         )
     if stored:
-        return problem.replace(quant=_stored_scheme(module)), weights
+        return problem.replace(quant=_stored_scheme(module, weights)), weights
     if quant.weight is None:
         return problem, weights
     weights = weights.canonical(problem)  # blocks of scales need gate and up as halves
@@ -81,29 +83,31 @@ def _unsupported(module: nn.Module, reason: str) -> Unsupported:
 
 def _weights(module: nn.Module) -> tuple[ExpertWeights, bool]:
     """Return the parameters as w13 (E, 2I or I, H) and w2 (E, H, I), and if there is a gate."""
+    if "v1" in module._parameters:
+        return _dbrx_weights(module), True
     gated = module._parameters.get("gate_up_proj") is not None
     first = "gate_up_proj" if gated else "up_proj"
-    found = _parameters(module, first)
+    found = _parameters(module, first, "down_proj")
     w13, w2 = found[first], found["down_proj"]
-    if f"{first}_scale_inv" not in found and w13.dtype not in DTYPES.values():
+    scales = [found.get(f"{name}_scale_inv") for name in (first, "down_proj")]
+    known = list(DTYPES.values()) if None in scales else [torch.float8_e4m3fn]
+    if all(s is not None and s.dtype == torch.float8_e8m0fnu for s in scales):
+        known.append(torch.int8)  # pairs of fp4
+    if not {w13.dtype, w2.dtype} <= set(known) or w13.dim() != 3 or w2.dim() != 3:
+        got = " and ".join(f"{w.dtype} {tuple(w.shape)}" for w in (w13, w2))
         raise _unsupported(
             module,
-            f"{first} must be one of {', '.join(DTYPES)}, or fp8 with its scales (got "
-            f"{w13.dtype}); load the model dequantized",
+            f"{first} and down_proj must have 3 dimensions and be of {', '.join(DTYPES)}, fp8 with "
+            f"scales, or fp4 with scales in e8m0 (got {got}); load the model dequantized",
         )
-    if w13.dim() != 3 or w2.dim() != 3:
-        raise _unsupported(
-            module,
-            f"{first} and down_proj must have 3 dimensions (got {tuple(w13.shape)} and "
-            f"{tuple(w2.shape)})",
-        )
-    if _transposed(module, w13, w2):
+    stated = getattr(module, "is_transposed", None)  # which Llama 4's module lacks
+    if w13.shape[2] != w2.shape[1] if stated is None else stated:
         w13, w2 = w13.mT, w2.mT
-
-    scales = (found.get(f"{name}_scale_inv") for name in (first, "down_proj"))
     w13_scale, w2_scale = (None if scale is None else scale.float() for scale in scales)
+    if w13.dtype == torch.int8:
+        w13, w2 = w13.view(torch.uint8), w2.view(torch.uint8)
     weights = ExpertWeights(
-        w13,
+        w13[: getattr(module, "num_routed_experts", None)],  # LongCat-Flash's identity experts
         w2,
         w13_bias=found.get(f"{first}_bias"),
         w2_bias=found.get("down_proj_bias"),
@@ -113,21 +117,27 @@ def _weights(module: nn.Module) -> tuple[ExpertWeights, bool]:
     return weights, gated
 
 
-def _parameters(module: nn.Module, first: str) -> dict[str, Tensor]:
+def _dbrx_weights(module: Any) -> ExpertWeights:
+    found = _parameters(module, "w1", "v1", "w2")
+    shape = module.moe_num_experts, -1, module.hidden_size
+    w1, v1, w2 = (found[name].view(shape) for name in ("w1", "v1", "w2"))
+    return ExpertWeights(torch.cat([w1, v1], dim=1), w2.mT)
+
+
+def _parameters(module: nn.Module, *names: str) -> dict[str, Tensor]:
     """Return the detached parameters by name.
 
     Raises:
-        Unsupported: They are not those of transformers' experts interface.
+        Unsupported: One of ``names`` is missing, or a parameter is none of them.
         WeightsError: One has no data.
     """
     found = dict(module.named_parameters(recurse=False))
-    known = {f"{p}{part}" for p in (first, "down_proj") for part in ("", "_bias", "_scale_inv")}
-    if not {first, "down_proj"} <= set(found):
-        names = ", ".join(found) or "none"
+    known = {f"{name}{part}" for name in names for part in ("", "_bias", "_scale_inv")}
+    if not set(names) <= set(found):
         raise _unsupported(
             module,
             "it must have the parameters gate_up_proj (or up_proj) and down_proj of transformers' "
-            f"experts interface (found: {names})",
+            f"experts interface (found: {', '.join(found) or 'none'})",
         )
     if unknown := sorted(set(found) - known):
         raise _unsupported(module, f"its parameters {', '.join(unknown)} are unknown")
@@ -149,14 +159,10 @@ def _parameters(module: nn.Module, first: str) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in found.items()}
 
 
-def _transposed(module: nn.Module, w13: Tensor, w2: Tensor) -> bool:
-    """Return whether weights are for x @ w. Llama 4's module has no flag, so shapes decide."""
-    stated = getattr(module, "is_transposed", None)
-    return w13.shape[2] != w2.shape[1] if stated is None else bool(stated)
-
-
-def _stored_scheme(module: Any) -> str:
-    """Return the scheme of transformers' FP8 experts."""
+def _stored_scheme(module: Any, weights: ExpertWeights) -> str:
+    """Return the scheme of transformers' FP8 experts, which may hold fp4."""
+    if weights.w13.dtype == torch.uint8:
+        return "mxfp4_w4a16"
     block, activation = getattr(module, "block_size", None), module.activation_scheme
     if block is None or tuple(block) != (128, 128) or activation != "dynamic":
         raise _unsupported(
@@ -203,16 +209,10 @@ def _activation(module: nn.Module, gated: bool) -> tuple[Activation, bool]:
 
 def _between(module: Any, gated: bool) -> Callable[[Tensor], Tensor]:
     """Return the module's function between its two products."""
-    if not gated:
-        return module.act_fn  # type: ignore[no-any-return]
-    if hasattr(module, "_apply_gate"):
+    if hasattr(module, "_apply_gate") and gated:
         return module._apply_gate  # type: ignore[no-any-return]
-
-    def default(h: Tensor) -> Tensor:
-        gate, up = h.chunk(2, dim=-1)
-        return module.act_fn(gate) * up  # type: ignore[no-any-return]
-
-    return default
+    act: Callable[[Tensor], Tensor] = getattr(module, "act_fn", None) or module.activation_fn
+    return (lambda h: act(h.chunk(2, dim=-1)[0]) * h.chunk(2, dim=-1)[1]) if gated else act
 
 
 def _candidates(gated: bool, limits: list[float], alphas: list[float]) -> Iterator[Activation]:

@@ -12,7 +12,7 @@ from moekit.errors import MoekitError, Unsupported
 from moekit.integrations.packed_layer import ATTRIBUTE, Layer
 from moekit.runtime.operators import Operators
 
-# Whether dynamo evaluates functions of modules while it compiles; that of torch 2.11 does not.
+# Whether dynamo evaluates functions of modules while it compiles; torch 2.11 does not.
 BINDS_MODULES = torch.__version__ >= (2, 13)  # type: ignore[operator]  # a TorchVersion
 RUN_FIRST = "before torch 2.13, run the model once before torch.compile sees it"
 
@@ -35,14 +35,12 @@ def experts_forward(
         inputs = (hidden_states, top_k_weights, *self.parameters(recurse=False))
         needs_grad = [t for t in inputs if t.requires_grad]
     if needs_grad or torch.compiler.is_compiling():
-        top_k = int(top_k_index.shape[1])
-        if BINDS_MODULES or not torch.compiler.is_compiling():
-            _bind(self, hidden_states.dtype, top_k, weight_on_input)
-        elif getattr(self, ATTRIBUTE, None) is None:
-            raise Unsupported(f"this layer has not run yet: {RUN_FIRST}", [RUN_FIRST])
-        else:
-            number = getattr(self, ATTRIBUTE).number
-            _prepare(number, hidden_states.dtype, top_k, weight_on_input)
+        known: nn.Module | int = self
+        if torch.compiler.is_compiling() and not BINDS_MODULES:
+            if getattr(self, ATTRIBUTE, None) is None:
+                raise Unsupported(f"this layer has not run yet: {RUN_FIRST}", [RUN_FIRST])
+            known = getattr(self, ATTRIBUTE).number
+        _prepare(known, hidden_states.dtype, int(top_k_index.shape[1]), weight_on_input)
         # Read from the module, so that a guard binds compiled code to it.
         layer = getattr(self, ATTRIBUTE)
         operator = _operators.plain if layer.graph_safe else _operators.without_graphs
@@ -54,17 +52,11 @@ def experts_forward(
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _bind(module: nn.Module, dtype: torch.dtype, top_k: int, on_input: bool) -> None:
-    """While code is compiled, pack the module, before any graph is captured."""
+def _prepare(known: nn.Module | int, dtype: torch.dtype, top_k: int, on_input: bool) -> None:
+    """Pack a module, or the one of a layer's number, before compiled code captures a graph."""
+    layer = Layer.numbered[known] if isinstance(known, int) else Layer.of(known)
     with suppress(MoekitError):  # the call raises it
-        Layer.of(module).prepare(dtype, top_k, on_input)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _prepare(number: int, dtype: torch.dtype, top_k: int, on_input: bool) -> None:
-    """Do the same for a module that has its Layer."""
-    with suppress(MoekitError):
-        Layer.numbered(number).prepare(dtype, top_k, on_input)
+        layer.prepare(dtype, top_k, on_input)
 
 
 def _run(
@@ -79,7 +71,7 @@ def _run(
 
     number: the Layer's. needs_grad: tensors that would receive the gradient.
     """
-    return Layer.numbered(number).run(x, ids, topk_weights, on_input)
+    return Layer.numbered[number].run(x, ids, topk_weights, on_input)
 
 
 _operators = Operators.of(

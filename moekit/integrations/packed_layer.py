@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -20,10 +21,9 @@ from moekit.contract import PackedWeights, Routing
 from moekit.errors import WeightsError
 from moekit.integrations.experts_module import read
 from moekit.kernel import ModularKernel
-from moekit.problem import MoEProblem
 from moekit.problem.quant import QuantScheme, scheme
 from moekit.runtime import graphs
-from moekit.selection.select import compose
+from moekit.selection.select import SWITCHES, compose
 
 logger = logging.getLogger("moekit")
 
@@ -47,7 +47,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Packed:
-    """A packed module. A call keeps one, whatever other threads pack meanwhile.
+    """A packed module. A call keeps its Packed even if another thread repacks.
 
     Attributes:
         seen: The state of the parameters; see `_seen`.
@@ -70,8 +70,8 @@ class Layer:
     """The kernel and packed weights of one module. Copies of the module start without one."""
 
     options = Options()
-    _all: weakref.WeakValueDictionary[int, Layer] = weakref.WeakValueDictionary()
-    _kernels: dict[tuple[MoEProblem, torch.device], ModularKernel] = {}
+    numbered: weakref.WeakValueDictionary[int, Layer] = weakref.WeakValueDictionary()
+    _kernels: dict[tuple[Any, ...], ModularKernel] = {}  # by the problem and what chose for it
     _count = itertools.count()
 
     def __init__(self, module: nn.Module) -> None:
@@ -80,7 +80,7 @@ class Layer:
         # Whether calls can be captured in a CUDA graph: a plain value, which dynamo guards.
         self.graph_safe = False
         self._module = weakref.ref(module)
-        self._all[self.number] = self
+        self.numbered[self.number] = self
 
     @property
     def kernel(self) -> ModularKernel | None:
@@ -105,11 +105,6 @@ class Layer:
         return layer
 
     @classmethod
-    def numbered(cls, number: int) -> Layer:
-        """Return the layer that has this number."""
-        return cls._all[number]
-
-    @classmethod
     def find(cls, model: nn.Module) -> dict[str, Layer]:
         """Return the packed layers of ``model`` by their modules' names."""
         found = {name: vars(m).get(ATTRIBUTE) for name, m in model.named_modules()}
@@ -123,10 +118,11 @@ class Layer:
             WeightsError: A living module has no other weights.
         """
         with _lock:
-            chosen = list(cls._all.values() if layers is None else layers)
-            if lost := sum(layer.packed is not None and layer.freed for layer in chosen):
+            chosen = list(cls.numbered.values() if layers is None else layers)
+            lost = [x for x in chosen if x.packed is not None and _freed(x._module())]
+            if lost:
                 raise WeightsError(
-                    f"{lost} layer(s) of a model have only packed weights, because of "
+                    f"{len(lost)} layer(s) of a model have only packed weights, because of "
                     "install(free_original=True), and would lose them: delete that model first"
                 )
             for layer in chosen:
@@ -176,7 +172,7 @@ class Layer:
         with torch.inference_mode(False), torch.no_grad():
             problem, weights = read(module, dtype, top_k, options.quant, on_input)
             problem = problem.replace(batch_invariant=options.batch_invariant)
-            key = problem, weights.w13.device
+            key = problem, weights.w13.device, *map(os.environ.get, SWITCHES)
             kernel = self._kernels.get(key)
             if kernel is None:
                 kernel = compose(problem, options.dispatcher, options.experts)
@@ -196,12 +192,6 @@ class Layer:
             graphed = graphs.Graphed(eager, options.graph_tokens)
         storages = [_weak(p.untyped_storage()) for p in _parameters(module)]
         return Packed(_seen(module, dtype, top_k), storages, kernel, packed, eager, graphed)
-
-    @property
-    def freed(self) -> bool:
-        """Return whether a parameter of the module has no data."""
-        module = self._module()
-        return module is not None and _freed(module)
 
     def storages(self) -> tuple[dict[int, int], dict[int, int]]:
         """Return bytes by storage, of the parameters and of the packed weights."""
@@ -253,11 +243,10 @@ def _seen(module: nn.Module, dtype: torch.dtype, top_k: int) -> tuple[Any, ...]:
                 p.untyped_storage()._cdata,
                 p.data_ptr(),
                 p.shape,
-                p.stride(),  # a view of the same memory is a new parameter, too
+                p.stride(),  # a view of the same memory is another parameter
                 0 if p.is_inference() else p._version,
             )
-            for p in module._parameters.values()
-            if p is not None
+            for p in _parameters(module)
         ],
     )
 
@@ -273,8 +262,8 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 _FREED = "the experts' parameters were freed after packing (install(free_original=True))"
 
 
-def _freed(module: nn.Module) -> bool:
-    return any(p.device.type == "meta" for p in _parameters(module))
+def _freed(module: nn.Module | None) -> bool:
+    return module is not None and any(p.device.type == "meta" for p in _parameters(module))
 
 
 def _free(module: nn.Module, weights: PackedWeights) -> None:

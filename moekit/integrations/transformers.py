@@ -1,12 +1,9 @@
 """moekit as an experts implementation of transformers.
 
-    import moekit.integrations.transformers
-
     moekit.integrations.transformers.install()
     model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="moekit")
 
-This works for models whose experts use transformers' experts interface, and for Llama 4, whose
-experts do not. Models that moekit cannot compute exactly are refused by name.
+Models whose experts moekit cannot compute exactly are refused by name.
 
 A layer is packed at its first call; `memory` returns how many bytes that takes. Weights that
 change later (by load_state_dict, ``to``, an optimizer or a new parameter) are packed again at the
@@ -21,32 +18,20 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from moekit.checkpoint.schema import EXPERTS
 from moekit.discovery.registry import registry
-from moekit.errors import InvalidProblem, MoekitError, Unsupported
+from moekit.errors import MoekitError
 from moekit.integrations.forward import experts_forward
+from moekit.integrations.models import NAME, OWN, asking, settle
 from moekit.integrations.packed_layer import Layer, Options
 from moekit.kernel import ModularKernel
 from moekit.problem.quant import scheme
-from moekit.untrusted import arguments as validate
-from moekit.untrusted.arguments import FLAG, accept, instance, optional, size
-
-NAME = "moekit"
-
-
-_KINDS = {
-    "dispatcher": optional(validate.NAME),
-    "experts": optional(validate.NAME),
-    "free_original": FLAG,
-    "graph_tokens": size(0, 2**16),
-    "batch_invariant": FLAG,
-}
-_MODEL = {"model": instance("a torch.nn.Module", nn.Module)}
 
 
 def install(
@@ -65,7 +50,7 @@ def install(
     Args:
         dispatcher: Name of the dispatcher. Default: MOEKIT_DISPATCHER, else the best one.
         experts: Name of the experts backend. Default: MOEKIT_EXPERTS, else the best one for each
-            layer.
+            layer. Both variables are read whenever a layer is packed.
         quant: Quantize unquantized weights to this scheme when packing.
         free_original: If packing copies weights, drop the parameters that they were copied from.
             These become meta tensors, so the model cannot be saved, moved or run by another
@@ -79,16 +64,11 @@ def install(
     Raises:
         MoekitError: The installed transformers has no experts interface.
         UnknownBackend: There is no backend of that name.
-        InvalidProblem: The scheme is unknown, or needs activation scales from a checkpoint.
+        InvalidProblem: The scheme is unknown.
         WeightsError: Packing again is impossible, because the weights of a living model were
             freed.
     """
-    accept(_KINDS, locals())
     found = scheme(quant)
-    if found.activation is not None and found.activation.static:
-        raise InvalidProblem(
-            f"quant={quant!r} needs activation scales from a checkpoint; choose a dynamic scheme"
-        )
     if dispatcher is not None:
         registry().dispatcher(dispatcher)
     if experts is not None:
@@ -118,9 +98,7 @@ def kernels(model: nn.Module) -> dict[str, ModularKernel]:
 
     Layers with equal problems share a kernel.
     """
-    accept(_MODEL, locals())
-    found = {name: layer.kernel for name, layer in Layer.find(model).items()}
-    return {name: kernel for name, kernel in found.items() if kernel is not None}
+    return {name: kernel for name, x in Layer.find(model).items() if (kernel := x.kernel)}
 
 
 @dataclass(frozen=True)
@@ -137,13 +115,11 @@ class ExpertMemory:
 
     @property
     def total(self) -> int:
-        """The sum of both."""
         return self.parameters + self.packed
 
 
 def memory(model: nn.Module) -> ExpertMemory:
     """Return the memory of the experts of ``model``. A layer counts from its first call on."""
-    accept(_MODEL, locals())
     parameters: dict[int, int] = {}
     packed: dict[int, int] = {}
     for layer in Layer.find(model).values():
@@ -160,7 +136,6 @@ def repack(model: nn.Module) -> None:
     Raises:
         WeightsError: Parameters were freed.
     """
-    accept(_MODEL, locals())
     Layer.forget(Layer.find(model).values())
 
 
@@ -186,70 +161,48 @@ def _import(name: str) -> Any:
 def _patch() -> None:
     try:
         interface = _import("integrations.moe").ExpertsInterface
-        base = _import("modeling_utils").PreTrainedModel
-        choose = base.get_correct_experts_implementation
+        fp8 = _import("integrations.finegrained_fp8").FP8ExpertsInterface
     except (ImportError, AttributeError) as error:
         raise MoekitError(
             "no transformers with the experts interface (transformers.integrations.moe) is "
             f"installed: pip install 'moekit[hf]' ({type(error).__name__}: {error})"
         ) from error
-    _register(interface)
-    fp8 = _import("integrations.finegrained_fp8")
-    if hasattr(fp8, "FP8ExpertsInterface"):
-        _register(fp8.FP8ExpertsInterface)
-    _set(base, "get_correct_experts_implementation", _choosing(choose))
-    llama4 = _import("models.llama4.modeling_llama4")
-    _set(llama4.Llama4TextMoe, "forward", _llama4_block(llama4.Llama4TextMoe.forward))
-    _set(llama4.Llama4PreTrainedModel, "_can_set_experts_implementation", _yes)
-    _set(llama4.Llama4PreTrainedModel, "_grouped_mm_can_dispatch", _not_llama4)
+    for each in (interface, fp8):
+        each.register(NAME, experts_forward)
+        _undo.append(partial(each._global_mapping.pop, NAME, None))
+    for (model, name), ours in OWN.items():
+        with suppress(ImportError, AttributeError):  # another transformers may lack the model
+            own = getattr(_import(f"models.{model}.modeling_{model}"), name)
+            _set(own, "forward", asking(own.forward, ours))
+            _set(own, "config", None)
+    base = _import("modeling_utils").PreTrainedModel
+    _set(base, "post_init", _settling(base.post_init))
+    _set(base, "set_experts_implementation", _switching(base.set_experts_implementation))
+    quantizer = _import("quantizers.base").HfQuantizer
+    _set(quantizer, "preprocess_model", _settling(quantizer.preprocess_model))
 
 
-def _register(interface: Any) -> None:
-    interface.register(NAME, experts_forward)
-    _undo.append(lambda: interface._global_mapping.pop(NAME, None))
+def _settling(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what a model calls once its modules exist, or what quantizes the modules of a model."""
+
+    def settled(self: Any, *args: Any, **given: Any) -> Any:
+        result = original(self, *args, **given)
+        model = given.get("model", args[0] if args else self)
+        if NAME in model.get_experts_implementation().values():
+            settle(model)
+        return result
+
+    return settled
 
 
-def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a model's check of the requested implementation.
+def _switching(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the choice for a model that exists, which transformers ignores for some models."""
 
-    transformers accepts any registered one, even if the model's experts would not use it.
-    """
+    def set_experts_implementation(self: Any, experts_implementation: str | dict[str, str]) -> None:
+        asked, before = experts_implementation, self.get_experts_implementation()
+        original(self, asked)
+        if NAME in (*before.values(), *(asked.values() if isinstance(asked, dict) else [asked])):
+            self.config._experts_implementation = asked
+            settle(self)
 
-    def get_correct_experts_implementation(self: Any, requested_experts: str | None) -> Any:
-        if requested_experts != NAME:
-            return original(self, requested_experts)
-        counts = {name: getattr(self.config, name, None) for name in EXPERTS}
-        routed = {n: c for n, c in counts.items() if isinstance(c, int) and c > 1}
-        if routed and not self._can_set_experts_implementation():
-            reason = (
-                f"{type(self).__name__} has experts ({routed}) that do not go through "
-                "transformers' experts interface"
-            )
-            raise Unsupported(
-                f"experts_implementation={NAME!r}: {reason}; leave the argument out", [reason]
-            )
-        return NAME
-
-    return get_correct_experts_implementation
-
-
-_yes = classmethod(lambda cls: True)
-
-
-def _not_llama4(self: Any) -> bool:
-    raise ValueError(f"{type(self).__name__} supports its own experts and moekit's only")
-
-
-def _llama4_block(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace Llama 4's block, which computes all experts for every token."""
-
-    def forward(self: Any, hidden_states: Tensor) -> Any:
-        if self.shared_expert.config._experts_implementation != NAME:
-            return original(self, hidden_states)
-        x = hidden_states.reshape(-1, self.hidden_dim)
-        scores, logits = self.router(x)
-        topk_weights, ids = scores.topk(self.top_k, dim=1)
-        routed = experts_forward(self.experts, x, ids, topk_weights, weight_on_input=True)
-        return self.shared_expert(x).add_(routed), logits
-
-    return forward
+    return set_experts_implementation

@@ -146,10 +146,7 @@ PARTS = [
     (lambda: route(LOGITS, 2, scoring=[]), r"scoring=\[\]: it must be one of sigmoid, softmax"),
     (lambda: route(LOGITS, 2, renormalize=1), "renormalize=1"),
     (lambda: route(LOGITS, 2, custom=3), "custom=3: it must be a function"),
-    (lambda: integration.install(graph_tokens="x"), "graph_tokens='x'"),
-    (lambda: integration.install(experts=5), "experts=5"),
     (lambda: integration.install(quant=None), "quant scheme None is unknown"),
-    (lambda: integration.memory(None), "model=None: it must be a torch.nn.Module"),
     (lambda: Balanced(2.0), "num_groups=2.0"),
 ]
 

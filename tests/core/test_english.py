@@ -33,7 +33,6 @@ TO_EDIT = (
     "moekit/discovery/",
     "moekit/eplb/",
     "moekit/errors.py",
-    "moekit/integrations/",
     "moekit/kernel.py",
     "moekit/layer/",
     "moekit/problem/",

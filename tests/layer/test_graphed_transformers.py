@@ -12,8 +12,6 @@ from test_transformers_models import errors
 from test_transformers_modules import both, inputs, module_of
 from torch import Tensor, nn
 
-from moekit.errors import InvalidProblem
-
 pytest.importorskip("transformers", reason="transformers is not installed: pip install moekit[hf]")
 
 import moekit.integrations.transformers as integration  # noqa: E402
@@ -120,8 +118,6 @@ def test_the_number_of_tokens_is_an_option(device: Device) -> None:  # noqa: F81
             for tokens in (1, 2, 3):
                 check(module, tokens)
         assert device.captures == captured
-    with pytest.raises(InvalidProblem, match="graph_tokens=-1"):
-        integration.install(graph_tokens=-1)
 
 
 def test_without_graphs_calls_are_eager() -> None:

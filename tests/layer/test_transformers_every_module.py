@@ -37,8 +37,18 @@ SIZES = {
 }  # fmt: skip
 
 
+# docs/guide/transformers.md has the reasons.
+REFUSED = {"Inkling2Experts", "Inkling2LoopExperts", "MuseSparkExperts"}
+# Modules outside the experts interface, with parameters as if they were of it.
+OWN = (("longcat_flash", "LongcatFlashExperts"), ("step3p7", "Step3p7Experts"))
+
+
 def classes() -> Iterator[type[nn.Module]]:
-    """Yield the classes that are decorated with the experts interface."""
+    """Yield the classes that are decorated with the experts interface, and OWN."""
+    for model, name in OWN:
+        yield getattr(
+            importlib.import_module(f"transformers.models.{model}.modeling_{model}"), name
+        )
     for file in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
         decorated = r"@use_experts_implementation(?:\([^)]*\))?\s*\nclass (\w+)"
         names = re.findall(decorated, file.read_text(encoding="utf-8"))
@@ -73,13 +83,14 @@ def made(cls: type[nn.Module]) -> nn.Module:
             for tensor in (*module.parameters(), *module.buffers()):
                 if tensor.is_floating_point():
                     tensor.normal_(std=0.3)
+        module.config = config
         return module.float().eval().requires_grad_(False)
     raise AssertionError(f"{cls.__name__} takes no config of its module: {errors}")
 
 
 def verdict(module: Any) -> str:
     """Return "right", the reason of a refusal, or the error."""
-    ids = torch.rand(9, EXPERTS).topk(2).indices
+    ids = torch.rand(9, getattr(module, "total_experts", EXPERTS)).topk(2).indices
     hidden = getattr(module, "hidden_dim", HIDDEN)  # where no config has a name of SIZES for it
     args = 2 * torch.randn(9, hidden), ids, torch.rand(9, 2)
     want = module(*args)
@@ -98,4 +109,4 @@ def test_every_module_is_right_or_refused() -> None:
     assert not wrong
     refused = {name: said for name, said in found.items() if said != "right"}
     assert all(said.startswith(f"moekit cannot run {name}: ") for name, said in refused.items())
-    assert len(found) > 20 and len(refused) < len(found) / 5, refused
+    assert len(found) > 20 and set(refused) <= REFUSED

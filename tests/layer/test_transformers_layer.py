@@ -210,7 +210,9 @@ def test_uninstall_leaves_nothing() -> None:
     moe = importlib.import_module("transformers.integrations.moe")
     base = importlib.import_module("transformers.modeling_utils").PreTrainedModel
     llama4 = importlib.import_module("transformers.models.llama4.modeling_llama4")
-    owners = (moe.ExpertsInterface, base, llama4.Llama4TextMoe, llama4.Llama4PreTrainedModel)
+    dbrx = importlib.import_module("transformers.models.dbrx.modeling_dbrx")
+    quantizer = importlib.import_module("transformers.quantizers.base").HfQuantizer
+    owners = (moe.ExpertsInterface, base, llama4.Llama4TextMoe, dbrx.DbrxExperts, quantizer)
     integration.uninstall()
     clean = [dict(vars(owner)) for owner in owners]
     keys = set(moe.ALL_EXPERTS_FUNCTIONS.keys())
@@ -231,10 +233,18 @@ def test_uninstall_leaves_nothing() -> None:
 
 
 def test_backends_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable is read whenever a layer is packed, also if an equal one has a kernel."""
+
+    def chosen(model: Any) -> set[str]:
+        check(model)
+        return {k.experts.spec.name for k in integration.kernels(model).values()}
+
+    before, after = make(hfm.MIXTRAL), make(hfm.MIXTRAL, seed=1)
+    assert chosen(before) == {"torch"}
     monkeypatch.setenv("MOEKIT_EXPERTS", "reference")
-    model = make(hfm.MIXTRAL)
-    check(model)
-    assert {k.experts.spec.name for k in integration.kernels(model).values()} == {"reference"}
+    assert chosen(after) == {"reference"} and chosen(before) == {"torch"}
+    integration.repack(before)
+    assert chosen(before) == {"reference"}
 
 
 # -- memory ---------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import runpy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -199,3 +200,64 @@ def test_example_generates_equal_tokens(capsys: pytest.CaptureFixture[str]) -> N
     path = Path(__file__).parents[2] / "examples" / "hf_generate.py"
     assert runpy.run_path(str(path))["main"](["--tokens", "6"]) == 0
     assert "equal tokens" in capsys.readouterr().out
+
+
+# -- models without the experts interface ---------------------------------------------------
+
+
+def outside(name: str) -> Any:
+    """Return a tiny model with random weights and eager experts."""
+    transformers = importlib.import_module("transformers")
+    sizes = dict(vocab_size=hfm.VOCAB, hidden_size=64, num_attention_heads=4, pad_token_id=0)
+    if name == "dbrx":
+        config = transformers.DbrxConfig(
+            d_model=64, n_heads=4, n_layers=2, max_seq_len=64, vocab_size=hfm.VOCAB,
+            attn_config=dict(kv_n_heads=2, rope_theta=1e4, clip_qkv=8),
+            ffn_config=dict(ffn_hidden_size=48, moe_num_experts=4, moe_top_k=2, hidden_size=64),
+        )  # fmt: skip
+    elif name == "longcat_flash":
+        config = transformers.LongcatFlashConfig(
+            **sizes, num_layers=2, n_routed_experts=6, zero_expert_num=3, moe_topk=4,
+            expert_ffn_hidden_size=48, ffn_hidden_size=96, q_lora_rank=32, kv_lora_rank=32,
+            qk_rope_head_dim=16, qk_nope_head_dim=16, head_dim=16, v_head_dim=16,
+        )  # fmt: skip
+    else:
+        config = importlib.import_module("transformers.models.step3p7").Step3p7TextConfig(
+            **sizes, num_hidden_layers=2, num_key_value_heads=2, head_dim=16,
+            intermediate_size=96, moe_intermediate_size=48, share_expert_dim=48, n_routed_experts=6,
+            num_experts_per_tok=2, mlp_layer_types=["sparse"] * 2, swiglu_limits=[0.5, None],
+            sliding_window=8,
+        )  # fmt: skip
+    torch.manual_seed(0)
+    kinds = dict(
+        dbrx="DbrxForCausalLM", longcat_flash="LongcatFlashForCausalLM", step3p7="Step3p7TextModel"
+    )
+    kind = getattr(importlib.import_module(f"transformers.models.{name}"), kinds[name])
+    model = kind._from_config(config, attn_implementation="eager", experts_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5)
+    return model.eval()
+
+
+@torch.no_grad()
+def states(model: Any) -> Tensor:
+    return model(hfm.token_ids(), use_cache=False)[0]
+
+
+@pytest.mark.parametrize("name", ["dbrx", "longcat_flash", "step3p7"])
+def test_models_without_the_experts_interface(name: str, tmp_path: Path) -> None:
+    model = outside(name)
+    want = states(model)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(
+        tmp_path, attn_implementation="eager", experts_implementation="moekit"
+    )
+    model.set_experts_implementation("moekit")
+    for each in (model, loaded):
+        assert errors(states(each), want).max() < 1e-5
+        assert len(integration.kernels(each)) == 2
+    model.set_experts_implementation("eager")
+    integration.repack(model)
+    assert torch.equal(states(model), want) and not integration.kernels(model)

@@ -15,7 +15,7 @@ from test_transformers_models import errors, logits
 from torch import Tensor, nn
 
 import moekit
-from moekit.errors import InvalidProblem, MoekitError, UnknownBackend, Unsupported
+from moekit.errors import InvalidProblem, MoekitError, UnknownBackend, Unsupported, WeightsError
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install moekit[hf]")
 
@@ -135,10 +135,9 @@ def test_no_tokens() -> None:
     assert out.shape == (0, 32)
 
 
-def test_transformers_fp8_experts() -> None:
-    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
-    if not hasattr(fp8, "FP8ExpertsInterface"):
-        pytest.skip("fp8 experts of this transformers ask for no implementation")
+def fp8_experts(**options: Any) -> Any:
+    """Return transformers' module for 4 fp8 experts of 256 x 128."""
+    fp8 = importlib.import_module("transformers.integrations.finegrained_fp8")
     config = SimpleNamespace(
         num_local_experts=4, hidden_size=256, moe_intermediate_size=128, hidden_act="silu",
         _experts_implementation="moekit",
@@ -148,7 +147,42 @@ def test_transformers_fp8_experts() -> None:
         experts_class=type("Experts", (fp8.FP8Experts,), {}),
         experts_interface=fp8.ALL_FP8_EXPERTS_FUNCTIONS,
     )
-    module = made(config, block_size=(128, 128)).requires_grad_(False)
+    return made(config, block_size=(128, 128), **options).requires_grad_(False)
+
+
+def test_transformers_fp4_experts() -> None:
+    fp8 = importlib.import_module("transformers.integrations.finegrained_fp8")
+    module = fp8_experts(scale_fmt="ue8m0", expert_dtype="fp4")
+    problem = moekit.MoEProblem(
+        num_experts=4, top_k=2, hidden_size=256, intermediate_size=128, dtype=FP32
+    )
+    plain = moekit.compose(problem, "local", "reference")
+    full = []
+    for name in ("gate_up_proj", "down_proj"):
+        module.get_parameter(name).random_(-128, 128)
+        scale = module.get_parameter(f"{name}_scale_inv")
+        scale.copy_(torch.randint(-6, -3, scale.shape).float().exp2())
+        full.append(
+            fp8.Fp8Dequantize(None)._dequantize_one(module.get_parameter(name), scale, FP32)
+        )
+    x, routing = torch.randn(6, 256), moekit.route(torch.randn(6, 4), 2)
+    want = plain(x, plain.pack(moekit.ExpertWeights(*full)), routing)
+    got = module(x, routing.topk_ids, routing.topk_weights)
+    assert errors(got[None], want[None]).max() < 1e-5
+    kernel = Layer.of(module).kernel
+    assert kernel is not None and kernel.problem.quant.name == "mxfp4_w4a16"
+
+
+def test_fp4_with_other_scales() -> None:
+    module = fp8_experts(expert_dtype="fp4")
+    with pytest.raises(
+        Unsupported, match=r"cannot run Experts: .*fp4 with scales in e8m0 .got.*int8"
+    ):
+        module(torch.randn(3, 256), torch.tensor([[0, 1]] * 3), torch.rand(3, 2))
+
+
+def test_transformers_fp8_experts() -> None:
+    module = fp8_experts()
     scheme = moekit.SCHEMES["fp8_block"]
     full = moekit.ExpertWeights(torch.randn(4, 256, 256) / 16, torch.randn(4, 256, 128) / 11)
     stored = full.quantize(scheme)
@@ -186,8 +220,12 @@ def test_options_are_checked_at_once() -> None:
         integration.install(dispatcher="nonesuch")
     with pytest.raises(InvalidProblem, match="int3"):
         integration.install(quant="int3")
-    with pytest.raises(InvalidProblem, match="activation scales from a checkpoint"):
-        integration.install(quant="fp8_tensor_static")
+
+
+def test_a_scheme_that_needs_scales_from_a_checkpoint() -> None:
+    integration.install(quant="fp8_tensor_static")
+    with pytest.raises(WeightsError, match="w13_input_scale is missing"):
+        module_of("qwen3_moe", "Qwen3MoeExperts")(*inputs())
 
 
 def test_a_transformers_without_the_interface(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,14 +236,33 @@ def test_a_transformers_without_the_interface(monkeypatch: pytest.MonkeyPatch) -
         integration.install()
 
 
-def test_experts_without_the_interface() -> None:
+def test_a_model_without_experts() -> None:
     transformers = importlib.import_module("transformers")
-    config = transformers.LongcatFlashConfig(n_routed_experts=4, num_layers=1)
-    with torch.device("meta"), pytest.raises(Unsupported, match="LongcatFlash.* experts interface"):
-        transformers.AutoModelForCausalLM.from_config(config, experts_implementation="moekit")
-    with torch.device("meta"):  # no experts, nothing to refuse
+    with torch.device("meta"):
         dense = transformers.LlamaConfig(num_hidden_layers=1)
+        model = transformers.AutoModelForCausalLM.from_config(dense)
+        model.set_experts_implementation("moekit")
         transformers.AutoModelForCausalLM.from_config(dense, experts_implementation="moekit")
+
+
+def test_quantized_modules_outside_the_interface() -> None:
+    """transformers replaces gpt-oss's experts by kernels for mxfp4, where it has these."""
+    base = importlib.import_module("transformers.quantizers.base").HfQuantizer
+    mxfp4 = importlib.import_module("transformers.integrations.mxfp4")
+
+    class Quantizer(base):  # type: ignore[misc, valid-type]
+        quantization_config = SimpleNamespace(quant_method="mxfp4")
+        pre_quantized = False
+        is_serializable = is_trainable = False
+
+        def __init__(self) -> None: ...
+
+        def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+            model.model.layers[1].mlp.experts = mxfp4.Mxfp4GptOssExperts(model.config)
+
+    Quantizer().preprocess_model(model=make(hfm.GPT_OSS, how="eager"))
+    with pytest.raises(Unsupported, match=r"Mxfp4GptOssExperts at model\.layers\.1.*dequantized"):
+        Quantizer().preprocess_model(model=make(hfm.GPT_OSS))
 
 
 class Odd(nn.Module):
@@ -227,11 +284,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a stranger's parameter": (lambda: Odd(scale=torch.ones(8)), "parameters scale are unknown"),
     "integers": (
         lambda: Odd(down_proj=torch.ones(8, 32, 48, dtype=torch.int8)),
-        "w2 is torch.int8 but w2_scale is missing",
+        "down_proj must .*got torch.float32 .* and torch.int8",
     ),
     "packed": (
         lambda: Odd(gate_up_proj=torch.ones(8, 96, 16, dtype=torch.uint8)),
-        "gate_up_proj must be one of .*got torch.uint8.*dequantized",
+        "gate_up_proj and down_proj must .*got torch.uint8.*dequantized",
     ),
     "two dimensions": (lambda: Odd(down_proj=torch.ones(8, 48)), "must have 3 dimensions"),
     "no data": (

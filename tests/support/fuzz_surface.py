@@ -29,7 +29,6 @@ import torch
 from fuzz_junk import JUNK, E, H, I, K, T
 
 import moekit
-import moekit.integrations.transformers as integration
 from moekit import eplb
 from moekit.cli.main import main as command_line
 from moekit.errors import MoekitError
@@ -421,32 +420,6 @@ def _eplb(d: Draw) -> Call:
     )
 
 
-def _transformers(d: Draw) -> Call:
-    options = d.some(
-        dispatcher=_NAMES,
-        experts=_NAMES,
-        quant=("none", "fp8_block"),
-        free_original=_FLAG,
-        graph_tokens=(0, 16),
-    )
-    model = d(lambda: torch.nn.Linear(2, 2))
-
-    def install() -> None:
-        try:
-            integration.install(**options)
-        finally:
-            integration.uninstall()
-
-    return d.random.choice(
-        (
-            install,
-            lambda: integration.kernels(model),
-            lambda: integration.memory(model),
-            lambda: integration.repack(model),
-        )
-    )
-
-
 def _cli(d: Draw) -> Call:
     def word(*valid: Any) -> str:
         return str(d(*valid)) if d.junk_share < 0.9 else d.random.choice(("", "x", "-1", "1e9"))
@@ -503,7 +476,6 @@ SURFACE: dict[str, tuple[Callable[[Draw], Call], int]] = {
     "vLLM's FusedMoE": (fuzz_compat.layer, 4),
     "vLLM's FusedMoE loads": (fuzz_compat.loading, 8),
     "eplb": (_eplb, 15),
-    "transformers": (_transformers, 2),
     "command line": (_cli, 3),
 }
 
