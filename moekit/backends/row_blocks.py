@@ -10,14 +10,13 @@ Shape suffixes beyond the kernel's: B rows of a block; W rows of w13.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from moekit.backends import cpu_costs
-from moekit.backends.cpu_experts import Experts, activate, matrices
+from moekit.backends.cpu_experts import Experts, activate, is_plain_silu, matrices
 from moekit.problem import Activation, MoEProblem
 
 _BLOCK = 16
@@ -102,8 +101,7 @@ def _activated(h_BW: Tensor, activation: Activation) -> Tensor:
     """
     if h_BW.device.type != "cpu":
         return activate(h_BW, activation).contiguous()
-    plain = activation.name == "silu" and activation.limit is None
-    rows = max(1, _GRAIN // h_BW.shape[1]) if plain else 1
+    rows = max(1, _GRAIN // h_BW.shape[1]) if is_plain_silu(activation) else 1
     parts: Sequence[Tensor] = torch.split(h_BW, rows)
     return torch.cat([activate(part, activation) for part in parts])
 
@@ -123,7 +121,6 @@ def _in_range(experts: Experts, expert: int, x_BH: Tensor, z_BH: Tensor) -> Tens
 
 # -- which sizes give the same bits -------------------------------------------------------------
 
-_lock = threading.Lock()
 _known: dict[tuple[object, ...], Sizes] = {}
 
 
@@ -134,15 +131,14 @@ def sizes_for(problem: MoEProblem, device: torch.device) -> Sizes:
         p.dtype_name, p.hidden_size, p.w13_rows, p.local_intermediate_size, str(device),
         torch.get_num_threads(), cpu_costs.capability(), torch.get_float32_matmul_precision(),
     )  # fmt: skip
-    with _lock:
-        if key not in _known:
-            like = torch.empty(0, dtype=p.dtype, device=device)
-            with torch.inference_mode(), torch.autocast(device.type, enabled=False):
-                first = same_bits_sizes(_product, p.hidden_size, p.w13_rows, like)
-                second = same_bits_sizes(_product, p.local_intermediate_size, p.hidden_size, like)
-            both = {1} if {1} in (first, second) else first & second
-            _known[key] = tuple(sorted(both, reverse=True))
-        return _known[key]
+    if key not in _known:
+        like = torch.empty(0, dtype=p.dtype, device=device)
+        with torch.inference_mode(), torch.autocast(device.type, enabled=False):
+            first = same_bits_sizes(_product, p.hidden_size, p.w13_rows, like)
+            second = same_bits_sizes(_product, p.local_intermediate_size, p.hidden_size, like)
+        both = {1} if {1} in (first, second) else first & second
+        _known[key] = tuple(sorted(both, reverse=True))
+    return _known[key]
 
 
 def same_bits_sizes(product: _Product, inner: int, columns: int, like: Tensor) -> set[int]:

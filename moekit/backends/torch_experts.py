@@ -42,8 +42,7 @@ class TorchExperts(PermuteExpertsUnpermute):
     def workspace(self, rows: int) -> Sequence[BufferSpec]:
         if self.problem.device.type != "cpu" or self.problem.batch_invariant:
             return ()
-        nbytes = cpu_experts.arena_bytes(self.problem, rows * self.problem.top_k)
-        return (BufferSpec((nbytes,), torch.uint8),)
+        return cpu_experts.workspace(self.problem, rows * self.problem.top_k)
 
     def transient_bytes(self, rows: int) -> int:
         p = self.problem
@@ -57,11 +56,12 @@ class TorchExperts(PermuteExpertsUnpermute):
             dequantized = weights * (12 + 2 * size)
         if p.quant.weight is not None and p.quant.weight.packed:
             dequantized += weights * 14  # unpacked, zero points, g_idx's indices
-        per_expert = 1 + cpu_experts.BATCHED_ROWS_PER_EXPERT
-        index = 12 * 8 * (assignments + p.num_local_experts * per_expert)
         if p.batch_invariant:
             return row_blocks.transient_bytes(p, rows) + dequantized + 8 * weights
-        return activations + index + 2 * 4 * rows * p.hidden_size + dequantized
+        activations += 12 * 8 * (assignments + p.num_local_experts)  # the sort's indices
+        if p.device.type == "cpu":
+            activations = max(activations, cpu_experts.transient_bytes(p, assignments))
+        return activations + 2 * 4 * rows * p.hidden_size + dequantized
 
     def apply(
         self,
@@ -89,8 +89,7 @@ class TorchExperts(PermuteExpertsUnpermute):
             return
         if x.device.type == "cpu":
             experts, chosen = self._experts(weights), self._choice()
-            arena = cpu_experts.Arena(workspace[0])
-            cpu_experts.run(experts, chosen, y, x, ids, topk_weights, arena)
+            cpu_experts.run(experts, chosen, y, x, ids, topk_weights, workspace)
         else:
             _on_any_device(self.problem, weights, y, x, ids, topk_weights)
         if y.dtype == torch.float16 and not math.isfinite(y.sum(dtype=torch.float32).item()):
@@ -102,7 +101,9 @@ class TorchExperts(PermuteExpertsUnpermute):
     def _choice(self) -> cpu_experts.Choice:
         now = torch.get_num_threads(), cpu_costs.onednn_enabled()
         if self._chosen is None or self._chosen[0] != now:
-            self._chosen = now, cpu_experts.choice(self.problem)
+            chosen = cpu_experts.choice(self.problem)
+            assert chosen is not None
+            self._chosen = now, chosen
         return self._chosen[1]
 
     def _experts(self, weights: PackedWeights) -> cpu_experts.Experts:
