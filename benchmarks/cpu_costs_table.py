@@ -23,7 +23,7 @@ SIZES = ((16, 256, 512), (64, 2048, 768))  # experts, hidden, intermediate
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("name", choices=("AVX2", "AVX512", "AVX512_BF16"))
+    parser.add_argument("name", choices=("AVX2", "AVX512", "AVX512_BF16", "AMX"))
     args = parser.parse_args()
     tables = json.loads(TABLE.read_text()) if TABLE.exists() else []
     tables = [t for t in tables if t["capability"] != args.name]
@@ -34,6 +34,8 @@ def main() -> None:
                 dtype=getattr(torch, dtype), device="cpu",
             )  # fmt: skip
             timed = cpu_experts._timed(problem, cpu_experts.methods_for(problem))
+            if timed is None:
+                parser.exit(1, "other work took the cores: nothing was written\n")
             tables.append({
                 "capability": args.name,
                 "measured": f"{cpu_costs.cpu_name()}, {cpu_costs.capability()}, "

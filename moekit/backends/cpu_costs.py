@@ -238,14 +238,9 @@ def find(
 ) -> Costs | None:
     """Return the costs of one kind of expert on this machine with the current number of threads.
 
-    Args:
-        key: the sizes, dtype and activation that the costs depend on.
-        elements: the number of elements of an expert's weights.
-        timed: times the methods by `measure`; it runs if the cache folder has no times yet.
-
-    Returns:
-        The costs, or None if the cache folder has none and ``timed`` is None. Where other work
-        disturbs the measurement, shipped costs, which are not kept: the next process tries again.
+    key: what the costs depend on. elements: of an expert's weights. timed: times the methods by
+    `measure` if the cache folder has no times yet; without it the result is None then. Where other
+    work disturbs it, the costs are shipped ones and are not kept: the next process tries again.
     """
     where = f"{capability()}, {torch.get_num_threads()} thread(s)"
     if not switch(CALIBRATE, True):

@@ -28,14 +28,14 @@ from moekit.problem.activation import Activation, apply_activation
 #             16-bit product, so it repacks a small x and not the weights
 #   native    right with oneDNN switched off: its 16-bit products of one row are slow
 #   upcast    fp32 products by torch.mm of 16-bit weights, converted piece by piece in the cache
-#   onednn    the same by oneDNN, where torch.mm calls MKL: faster on AMD. Also of fp32 weights
+#   onednn    the same by oneDNN, where torch.mm calls MKL, of fp32 weights, too: on AMD's AVX-512
+#             twice as fast
 LOOPS = ("right", "left", "native", "upcast", "onednn")
 # Methods that run all experts at once: F.grouped_mm, and a padded bmm over the batched layout.
 ALL_AT_ONCE = ("grouped", "batched")
 
 _PIECE_BYTES = 4 << 20  # fp32 bytes of upcast weights that fit in second-level caches
-# Most rows of the batched layout per assignment, or per expert, that memory may hold.
-BATCHED_ROWS_PER_ASSIGNMENT, BATCHED_ROWS_PER_EXPERT = 4, 8
+_BATCHED_ROWS = 4  # of the batched layout, that memory may hold per assignment or half expert
 # Calibration: the most weight elements of an expert (times of larger experts are scaled), and the
 # bytes of experts to cycle through, which exceed the caches if the layer's experts do.
 _MAX_ELEMENTS, _CYCLE_BYTES = 8 << 20, 64 << 20
@@ -81,15 +81,15 @@ def transient_bytes(problem: MoEProblem, assignments: int) -> int:
     activation = 0 if is_plain_silu(p.activation) else 14 * W
     loop = assignments * (4 * (3 * H + 2 * W) + activation) + _PIECE_BYTES
     at_once = _most_rows(p, assignments) * ((H + W) * p.dtype.itemsize + activation)
-    index = 12 * 8 * (assignments + p.num_local_experts * (1 + BATCHED_ROWS_PER_EXPERT))
+    index = 12 * 8 * (_most_rows(p, assignments) + p.num_local_experts)
     return max(loop, at_once) + index
 
 
 def _most_rows(problem: MoEProblem, assignments: int) -> int:
+    """Return the most rows of the gathered x, in the batched layout where weights allow it."""
     if problem.quant.weight is not None:
         return assignments
-    fits = BATCHED_ROWS_PER_EXPERT * problem.num_local_experts
-    return max(BATCHED_ROWS_PER_ASSIGNMENT * assignments, fits)
+    return _BATCHED_ROWS * max(assignments, 2 * problem.num_local_experts)
 
 
 # -- the choice ---------------------------------------------------------------------------------
@@ -134,15 +134,12 @@ class Choice:
         counts: rows of every local expert. batched_fits: there is memory for the batched layout.
         """
         hit = [n for n in counts if n]
-        found, least = None, _total(self._seconds, hit)
+        seconds: dict[str | None, float] = {None: _total(self._seconds, hit)}
         if grouped := self._at_once.get("grouped"):
-            seconds = _total(grouped, hit)
-            if seconds < least:
-                found, least = "grouped", seconds
+            seconds["grouped"] = _total(grouped, hit)
         if batched_fits and (batched := self._at_once.get("batched")):
-            if len(counts) * _total(batched, [max(hit)]) < least:
-                found = "batched"
-        return found
+            seconds["batched"] = len(counts) * _total(batched, [max(hit)])
+        return min(seconds, key=lambda method: seconds[method])
 
     def __str__(self) -> str:
         m = self._methods
@@ -262,9 +259,16 @@ def matrices(experts: Experts, expert: int, dtype: torch.dtype) -> tuple[Tensor,
     return experts.matrix("w13", expert, dtype), experts.matrix("w2", expert, dtype)
 
 
+# x @ w.T in fp32.
+_FP32: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "upcast": lambda x, w: torch.mm(x, w.T),
+    "onednn": lambda x, w: torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], ""),
+}
+
+
 def _right(method: str, experts: Experts, expert: int, x: Tensor, z: Tensor) -> None:
     """Compute x @ W.T: in fp32 for the methods 'upcast' and 'onednn', else in x's dtype."""
-    product = {"upcast": _mkl_fp32, "onednn": _onednn_fp32}.get(method)
+    product = _FP32.get(method)
     x = x.float() if product else x
     w13, w2 = matrices(experts, expert, x.dtype)
     h = _in_pieces(product, x, w13) if product else _mm(x, w13.T)
@@ -335,16 +339,6 @@ def _in_pieces(product: Callable[[Tensor, Tensor], Tensor], x: Tensor, w: Tensor
     for rows, columns in zip(w.split(step), out.split(step, dim=1), strict=True):
         columns.copy_(product(x, piece[: len(rows)].copy_(rows)))
     return out
-
-
-def _mkl_fp32(x: Tensor, w: Tensor) -> Tensor:
-    return torch.mm(x, w.T)
-
-
-def _onednn_fp32(x: Tensor, w: Tensor) -> Tensor:
-    """Return x @ w.T by oneDNN's fp32 kernels: on AMD's AVX-512 twice as fast as MKL's."""
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
-    return product
 
 
 # -- a call -------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def test_every_cpu_way(
     if method not in cpu_experts.methods_for(p):
         pytest.skip(f"{method} cannot run {dtype}{' with biases' if bias else ''}")
     forced = Forced(method)
-    monkeypatch.setattr(cpu_experts, "BATCHED_ROWS_PER_ASSIGNMENT", experts)
+    monkeypatch.setattr(cpu_experts, "_BATCHED_ROWS", experts)
     monkeypatch.setattr(cpu_experts, "choice", lambda problem: forced)
     kernel = moekit.compose(p, "local", "torch")
     out = kernel(x, kernel.pack(w), routing)
