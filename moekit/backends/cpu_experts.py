@@ -259,16 +259,9 @@ def matrices(experts: Experts, expert: int, dtype: torch.dtype) -> tuple[Tensor,
     return experts.matrix("w13", expert, dtype), experts.matrix("w2", expert, dtype)
 
 
-# x @ w.T in fp32.
-_FP32: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "upcast": lambda x, w: torch.mm(x, w.T),
-    "onednn": lambda x, w: torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], ""),
-}
-
-
 def _right(method: str, experts: Experts, expert: int, x: Tensor, z: Tensor) -> None:
     """Compute x @ W.T: in fp32 for the methods 'upcast' and 'onednn', else in x's dtype."""
-    product = _FP32.get(method)
+    product = {"upcast": _torch_fp32, "onednn": _onednn_fp32}.get(method)
     x = x.float() if product else x
     w13, w2 = matrices(experts, expert, x.dtype)
     h = _in_pieces(product, x, w13) if product else _mm(x, w13.T)
@@ -329,7 +322,16 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
     return out
 
 
-def _in_pieces(product: Callable[[Tensor, Tensor], Tensor], x: Tensor, w: Tensor) -> Tensor:
+def _torch_fp32(x: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
+    return torch.mm(x, w.T, out=out)
+
+
+def _onednn_fp32(x: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
+    return y if out is None else out.copy_(y)
+
+
+def _in_pieces(product: Callable[..., Tensor], x: Tensor, w: Tensor) -> Tensor:
     """Return x @ w.T in fp32, with 16-bit w converted a few rows at a time."""
     if w.dtype == torch.float32:
         return product(x, w)
@@ -337,7 +339,7 @@ def _in_pieces(product: Callable[[Tensor, Tensor], Tensor], x: Tensor, w: Tensor
     step = max(1, _PIECE_BYTES // (4 * w.shape[1]))
     piece = x.new_empty(min(step, len(w)), w.shape[1])
     for rows, columns in zip(w.split(step), out.split(step, dim=1), strict=True):
-        columns.copy_(product(x, piece[: len(rows)].copy_(rows)))
+        product(x, piece[: len(rows)].copy_(rows), columns)
     return out
 
 
