@@ -70,9 +70,13 @@ class Experts:
 
 
 def workspace(problem: MoEProblem, assignments: int) -> tuple[BufferSpec, BufferSpec]:
-    """Return the buffers of the gathered x and z, which are large: new ones cause page faults."""
-    shape = (_most_rows(problem, assignments), problem.hidden_size)
-    return BufferSpec(shape, problem.dtype), BufferSpec(shape, torch.float32)
+    """Return the buffers of the gathered x and z, which are large: new ones cause page faults.
+
+    They are bytes: a view as floats that was made in inference mode is read-only outside it.
+    """
+    rows, H = _most_rows(problem, assignments), problem.hidden_size
+    x, z = ((rows, H * dtype.itemsize) for dtype in (problem.dtype, torch.float32))
+    return BufferSpec(x, torch.uint8), BufferSpec(z, torch.uint8)
 
 
 def transient_bytes(problem: MoEProblem, assignments: int) -> int:
@@ -360,7 +364,7 @@ def run(
     ids: local, -1 for none. weights: fp32. buffers: as `workspace` describes them.
     """
     (R, K), L, alone = ids_RK.shape, experts.problem.num_local_experts, _alone()
-    x_NH, z_NH = buffers
+    x_NH, z_NH = buffers[0].view(x_RH.dtype), buffers[1].view(torch.float32)
     if R == 1:
         return _one_token(chosen.loop(1, alone), experts, y_RH, x_RH, ids_RK, weights_RK, z_NH)
     ids_S, order_S = torch.sort(ids_RK.reshape(-1), stable=True)
