@@ -28,8 +28,8 @@ from moekit.problem.activation import Activation, apply_activation
 #             16-bit product, so it repacks a small x and not the weights
 #   native    right with oneDNN switched off: its 16-bit products of one row are slow
 #   upcast    fp32 products by torch.mm of 16-bit weights, converted piece by piece in the cache
-#   onednn    the same by oneDNN, where torch.mm calls MKL, of fp32 weights, too: on AMD's AVX-512
-#             twice as fast
+#   onednn    fp32 products by oneDNN, where torch.mm calls MKL: on AMD's AVX-512 twice as fast.
+#             16-bit weights are converted in the same way
 LOOPS = ("right", "left", "native", "upcast", "onednn")
 # Methods that run all experts at once: F.grouped_mm, and a padded bmm over the batched layout.
 ALL_AT_ONCE = ("grouped", "batched")
@@ -288,10 +288,7 @@ _last_thread = 0
 
 
 def _alone() -> bool:
-    """Return whether this thread made the last call, too.
-
-    A method that switches oneDNN off slows down the calls of all other threads.
-    """
+    """Return whether the last call was in this thread. Without oneDNN, other threads are slow."""
     global _last_thread
     before, _last_thread = _last_thread, threading.get_ident()
     return before == _last_thread
@@ -342,7 +339,7 @@ def _in_pieces(product: Callable[..., Tensor], x: Tensor, w: Tensor) -> Tensor:
     out = x.new_empty(len(x), len(w))
     step = max(1, _PIECE_BYTES // (4 * w.shape[1]))
     piece = x.new_empty(min(step, len(w)), w.shape[1])
-    for rows, columns in zip(w.split(step), out.split(step, dim=1), strict=True):
+    for rows, columns in zip(torch.split(w, step), torch.split(out, step, dim=1), strict=True):
         product(x, piece[: len(rows)].copy_(rows), columns)
     return out
 
