@@ -70,14 +70,14 @@ class Costs:
 
 # -- the machine --------------------------------------------------------------------------------
 
-# Names in ONEDNN_MAX_CPU_ISA, and the flags of /proc/cpuinfo that show them.
+# Names in ONEDNN_MAX_CPU_ISA, the flags of /proc/cpuinfo that show them, and the shipped tables.
 _LEVELS = {
-    "SSE41": "sse4_1",
-    "AVX2": "avx2",
-    "AVX512_CORE": "avx512bw",
-    "AVX512_CORE_BF16": "avx512_bf16",
-    "AVX512_CORE_FP16": "avx512_fp16",
-    "AVX512_CORE_AMX": "amx_bf16",
+    "SSE41": ("sse4_1", "AVX2"),
+    "AVX2": ("avx2", "AVX2"),
+    "AVX512_CORE": ("avx512bw", "AVX512"),
+    "AVX512_CORE_BF16": ("avx512_bf16", "AVX512_BF16"),
+    "AVX512_CORE_FP16": ("avx512_fp16", "AVX512_BF16"),
+    "AVX512_CORE_AMX": ("amx_bf16", "AMX"),
 }
 _timing = threading.Lock()  # calibrations at the same time would disturb each other
 _switch = threading.Lock()  # held while oneDNN is switched off
@@ -99,7 +99,7 @@ def _onednn() -> str:
     flags = (_cpuinfo().get("flags") or _cpuinfo().get("Features", "")).split()
     if "asimd" in flags:  # moekit's names: the variable does not limit Arm Compute Library
         return "ARM_BF16" if "bf16" in flags else "ARM"
-    for name, flag in _LEVELS.items():
+    for name, (flag, _) in _LEVELS.items():
         found = name if flag in flags else found
         if name == limit.removesuffix("_VNNI"):
             break
@@ -222,13 +222,6 @@ def measure(
 
 # -- the stored times ---------------------------------------------------------------------------
 
-_TABLES = {  # oneDNN's instruction set -> the capability of a shipped table
-    "AVX512_CORE": "AVX512",
-    "AVX512_CORE_BF16": "AVX512_BF16",
-    "AVX512_CORE_FP16": "AVX512_BF16",
-    "AVX512_CORE_AMX": "AMX",
-}
-
 
 def find(
     key: tuple[object, ...],
@@ -288,7 +281,7 @@ def shipped(dtype: str, elements: int, why: str) -> Costs:
     why: the reason for them, a clause for `explain`.
     """
     aten, _, onednn = capability().partition(", oneDNN ")
-    name = _TABLES.get(onednn, "AVX2") if aten.startswith("AVX512") else "AVX2"
+    name = _LEVELS[onednn][1] if aten.startswith("AVX512") and onednn in _LEVELS else "AVX2"
     tables = [t for t in _shipped() if t["capability"] == name and t["dtype"] == dtype]
     nearest = min(tables, key=lambda t: abs(math.log(t["elements"] / elements)))
     scale = elements / nearest["elements"]

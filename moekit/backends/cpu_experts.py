@@ -18,8 +18,8 @@ from torch import Tensor
 
 from moekit.backends import cpu_costs
 from moekit.backends.cpu_costs import Costs, Points
-from moekit.contract import BufferSpec
-from moekit.problem import MoEProblem
+from moekit.contract import BufferSpec, PackedWeights
+from moekit.problem import MoEProblem, quant
 from moekit.problem.activation import Activation, apply_activation
 
 # Methods that run one expert after another:
@@ -44,29 +44,30 @@ _BURST = 3  # experts in a row, as a layer runs them
 
 @dataclass(frozen=True)
 class Experts:
-    """The local experts on the CPU.
-
-    w13 (L, W, H) and w2 (L, H, I) in the problem's dtype, None where they are quantized; bias13
-    (L, W), bias2 (L, H). matrix: (name, expert, dtype) -> that matrix of a quantized expert.
-    """
+    """The packed local experts: w13 (L, W, H), w2 (L, H, I), biases (L, W) and (L, H), scales."""
 
     problem: MoEProblem
-    w13: Tensor | None
-    w2: Tensor | None
-    bias13: Tensor | None
-    bias2: Tensor | None
-    matrix: Callable[[str, int, torch.dtype], Tensor] | None = None
+    weights: PackedWeights
 
     def in_fp32(self) -> Experts:
-        """Return the same experts for a problem in float32; matrices are converted when used."""
+        """Return the same experts for a problem in float32."""
+        return replace(self, problem=self.problem.replace(dtype=torch.float32))
 
-        def converted(name: str, expert: int, dtype: torch.dtype) -> Tensor:
-            stored: Tensor | None = getattr(self, name)
-            assert stored is not None
-            return stored[expert].to(dtype)
+    def bias(self, name: str) -> Tensor | None:
+        return self.weights.get(f"{name}_bias")
 
-        wide = self.problem.replace(dtype=torch.float32)
-        return replace(self, problem=wide, w13=None, w2=None, matrix=self.matrix or converted)
+    def matrices(self, expert: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return self.matrix("w13", expert, dtype), self.matrix("w2", expert, dtype)
+
+    def matrix(self, name: str, expert: int, dtype: torch.dtype) -> Tensor:
+        """Return w13 or w2 of an expert: quantized ones in ``dtype``, others in the problem's."""
+        stored, operand = self.weights[name][expert], self.problem.quant.weight
+        if operand is None:
+            return stored.to(self.problem.dtype)
+        extra = {what: self.weights.get(f"{name}_{what}") for what in ("zero_points", "g_idx")}
+        mine = {what: None if t is None else t[expert] for what, t in extra.items()}
+        scale = self.weights[f"{name}_scale"][expert]
+        return quant.dequantize(stored, scale, operand, dtype, **mine)
 
 
 def workspace(problem: MoEProblem, assignments: int) -> tuple[BufferSpec, BufferSpec]:
@@ -201,9 +202,10 @@ def _timed(problem: MoEProblem, methods: Sequence[str]) -> Mapping[str, Points] 
     def made(*shape: int, dtype: torch.dtype = p.dtype) -> Tensor:
         return torch.full(shape, 0.01, dtype=dtype, device="cpu")
 
-    w13, w2 = made(count, halves * inner, H), made(count, H, inner)
-    biases = (made(count, halves * inner), made(count, H)) if p.has_bias else (None, None)
-    experts, turn = Experts(p, w13, w2, *biases), 0
+    named = {"w13": made(count, halves * inner, H), "w2": made(count, H, inner)}
+    if p.has_bias:
+        named |= {"w13_bias": made(count, halves * inner), "w2_bias": made(count, H)}
+    experts, turn = Experts(p.replace(quant="none"), PackedWeights("", named)), 0
 
     def call_of(method: str, rows: int) -> tuple[Callable[[], object], int]:
         number = count if method in ALL_AT_ONCE else 1
@@ -251,35 +253,27 @@ def run_expert(method: str, experts: Experts, expert: int, x_nH: Tensor, z_nH: T
         cpu_costs.without_onednn(partial(_right, method, experts, expert, x_nH, z_nH))
     else:
         _right(method, experts, expert, x_nH, z_nH)
-    if experts.bias2 is not None:
-        z_nH += experts.bias2[expert]
-
-
-def matrices(experts: Experts, expert: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return w13 and w2 of an expert. dtype: of quantized experts' matrices."""
-    if experts.matrix is None:
-        assert experts.w13 is not None and experts.w2 is not None
-        return experts.w13[expert], experts.w2[expert]
-    return experts.matrix("w13", expert, dtype), experts.matrix("w2", expert, dtype)
+    if (bias := experts.bias("w2")) is not None:
+        z_nH += bias[expert]
 
 
 def _right(method: str, experts: Experts, expert: int, x: Tensor, z: Tensor) -> None:
     """Compute x @ W.T: in fp32 for the methods 'upcast' and 'onednn', else in x's dtype."""
     product = {"upcast": _torch_fp32, "onednn": _onednn_fp32}.get(method)
     x = x.float() if product else x
-    w13, w2 = matrices(experts, expert, x.dtype)
+    w13, w2 = experts.matrices(expert, x.dtype)
     h = _in_pieces(product, x, w13) if product else _mm(x, w13.T)
-    if experts.bias13 is not None:
-        h += experts.bias13[expert]
+    if (bias := experts.bias("w13")) is not None:
+        h += bias[expert]
     act = activate(h, experts.problem.activation)
     z.copy_(_in_pieces(product, act, w2) if product else _mm(act, w2.T))
 
 
 def _left(experts: Experts, expert: int, x: Tensor, z: Tensor) -> None:
-    w13, w2 = matrices(experts, expert, x.dtype)
+    w13, w2 = experts.matrices(expert, x.dtype)
     h = _mm(w13, x.T)
-    if experts.bias13 is not None:
-        h += experts.bias13[expert, :, None]
+    if (bias := experts.bias("w13")) is not None:
+        h += bias[expert, :, None]
     out = _mm(w2, activate(h, experts.problem.activation, dim=0))
     z[None].copy_(out.T[None])  # as 3-D: a 2-D transposing copy is single-threaded
 
@@ -296,24 +290,22 @@ def _alone() -> bool:
 
 def run_batched(experts: Experts, x_NH: Tensor, z_NH: Tensor) -> None:
     """Run all experts on the same number of rows each, in expert order."""
-    w13, w2 = experts.w13, experts.w2
-    assert w13 is not None and w2 is not None
+    w13, w2 = experts.weights["w13"], experts.weights["w2"]
     x, z = x_NH.view(len(w13), -1, x_NH.shape[1]), z_NH.view(len(w13), -1, z_NH.shape[1])
     h = torch.bmm(w13, x.mT)
-    if experts.bias13 is not None:
-        h += experts.bias13[:, :, None]
+    if (bias := experts.bias("w13")) is not None:
+        h += bias[:, :, None]
     z.copy_(torch.bmm(w2, activate(h, experts.problem.activation, dim=1)).mT)
-    if experts.bias2 is not None:
-        z += experts.bias2[:, None]
+    if (bias := experts.bias("w2")) is not None:
+        z += bias[:, None]
 
 
 def run_grouped(experts: Experts, x_SH: Tensor, count_L: Tensor) -> Tensor:
     """Run all experts on expert-sorted rows, count_L of each, in a C++ loop: (S, H) fp32."""
-    assert experts.w13 is not None and experts.w2 is not None
     ends_L = count_L.cumsum(0, dtype=torch.int32)
-    h = F.grouped_mm(x_SH, experts.w13.mT, offs=ends_L)
+    h = F.grouped_mm(x_SH, experts.weights["w13"].mT, offs=ends_L)
     act = activate(h, experts.problem.activation)
-    return F.grouped_mm(act, experts.w2.mT, offs=ends_L).float()
+    return F.grouped_mm(act, experts.weights["w2"].mT, offs=ends_L).float()
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moekit.backends import cpu_costs
-from moekit.backends.cpu_experts import Experts, activate, is_plain_silu, matrices
+from moekit.backends.cpu_experts import Experts, activate, is_plain_silu
 from moekit.problem import Activation, MoEProblem
 
 _BLOCK = 16
@@ -57,7 +57,7 @@ def run(experts: Experts, sizes: Sizes, y_RKH: Tensor, x_RH: Tensor, ids_RK: Ten
     for expert, rows in enumerate(counts):
         if not rows:
             continue
-        w13, w2 = (_aligned(w) for w in matrices(experts, expert, experts.problem.dtype))
+        w13, w2 = (_aligned(w) for w in experts.matrices(expert, experts.problem.dtype))
         for size in cover(rows, sizes):
             mine = order_S[end : end + min(size, rows)]
             x_BH = x_RH.new_zeros((size, x_RH.shape[1]))
@@ -82,10 +82,10 @@ def _aligned(matrix: Tensor) -> Tensor:
 
 def _mlp(experts: Experts, expert: int, w13: Tensor, w2: Tensor, x_BH: Tensor) -> Tensor:
     h_BW = _product(x_BH, w13)
-    if experts.bias13 is not None:
-        h_BW += experts.bias13[expert]
+    if (bias := experts.bias("w13")) is not None:
+        h_BW += bias[expert]
     z_BH = _product(_activated(h_BW, experts.problem.activation), w2)
-    return z_BH if experts.bias2 is None else z_BH.float() + experts.bias2[expert]
+    return z_BH if (bias := experts.bias("w2")) is None else z_BH.float() + bias[expert]
 
 
 def _product(x_BK: Tensor, w_NK: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def _in_range(experts: Experts, expert: int, x_BH: Tensor, z_BH: Tensor) -> Tens
     if experts.problem.dtype != torch.float16 or bool(finite_B.all()):
         return z_BH
     wide = experts.in_fp32()
-    w13, w2 = (_aligned(w) for w in matrices(wide, expert, torch.float32))
+    w13, w2 = (_aligned(w) for w in wide.matrices(expert, torch.float32))
     z_BH = z_BH.float()
     for row in (~finite_B).nonzero()[:, 0].tolist():
         z_BH[row] = _mlp(wide, expert, w13, w2, x_BH[row : row + 1].float().clone())[0]

@@ -413,7 +413,8 @@ def test_accelerator_path_on_the_cpu(dtype, activation, bias) -> None:
     p, w, x, routing = case(dtype, 8, 3, 21, has_bias=bias, activation=activation)
     packed = moekit.compose(p, "local", "torch").pack(w)
     y = torch.full_like(x, float("nan"))
-    _on_any_device(p.replace(device="sm90"), packed, y, x, routing.topk_ids, routing.topk_weights)
+    experts = cpu_experts.Experts(p.replace(device="sm90"), packed)
+    _on_any_device(experts, y, x, routing.topk_ids, routing.topk_weights)
     assert rms(y, oracle(x, w, routing, p)) < LIMIT[dtype]
 
 
