@@ -96,11 +96,17 @@ def test_weights_are_converted_in_pieces_of_any_size(monkeypatch, rows) -> None:
     assert rms(out, oracle(x, w, routing, p)) < LIMIT[torch.bfloat16]
 
 
-def test_calibration_is_kept_and_read_back(monkeypatch, tmp_path) -> None:
+@pytest.fixture
+def calibrating(monkeypatch, tmp_path) -> None:
+    """Methods may be timed, whatever else runs on the machine, and the cache is empty."""
     monkeypatch.setenv("MOEKIT_CALIBRATE", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cpu_experts, "_choices", {})
     monkeypatch.setattr(cpu_costs, "_TURNS", 1)
+    monkeypatch.setattr(cpu_costs, "waited_for_cores", lambda: 0.0)
+
+
+def test_calibration_is_kept_and_read_back(monkeypatch, tmp_path, calibrating) -> None:
     p, *_ = case(torch.float32, 4, 2, 1)
     first = cpu_experts.choice(p)
     assert "calibrated on this machine" in str(first)
@@ -120,12 +126,8 @@ def test_calibration_is_kept_and_read_back(monkeypatch, tmp_path) -> None:
     assert cpu_costs._read(kept) is None
 
 
-def test_calibration_names_its_dtypes(monkeypatch, tmp_path) -> None:
+def test_calibration_names_its_dtypes(calibrating) -> None:
     """vLLM sets torch's default dtype to the model's while it loads weights."""
-    monkeypatch.setenv("MOEKIT_CALIBRATE", "1")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cpu_experts, "_choices", {})
-    monkeypatch.setattr(cpu_costs, "_TURNS", 1)
     p, *_ = case(torch.bfloat16, 4, 2, 1)
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -134,22 +136,21 @@ def test_calibration_names_its_dtypes(monkeypatch, tmp_path) -> None:
         torch.set_default_dtype(torch.float32)
 
 
-def test_explain_says_how_the_cpu_runs_experts(monkeypatch, tmp_path) -> None:
+def test_explain_says_how_the_cpu_runs_experts(monkeypatch, calibrating) -> None:
     p, w, *_ = case(torch.float32, 4, 2, 1)
+    monkeypatch.setenv("MOEKIT_CALIBRATE", "0")
     assert "torch: method by rows per expert: '" in moekit.explain(p, experts="torch").note
     monkeypatch.setenv("MOEKIT_CALIBRATE", "1")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cpu_experts, "_choices", {})
+    cpu_experts._choices.clear()
     assert "when weights are first packed" in moekit.explain(p, experts="torch").note
     moekit.compose(p, experts="torch").pack(w)
     assert "calibrated on this machine" in moekit.explain(p, experts="torch").note
     assert "by rows" not in moekit.explain(p.replace(device="sm90"), experts="torch").note
 
 
-def test_unwritable_cache_costs_a_warning_alone(monkeypatch, tmp_path, caplog) -> None:
+def test_unwritable_cache_costs_a_warning_alone(monkeypatch, tmp_path, caplog, calibrating) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    monkeypatch.setenv("MOEKIT_CALIBRATE", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
     costs = cpu_costs.find(("k",), "float32", 100, lambda: {"right": [(1, 1e-6)]})
     assert costs is not None
@@ -157,8 +158,9 @@ def test_unwritable_cache_costs_a_warning_alone(monkeypatch, tmp_path, caplog) -
     assert f"{blocked}/moekit/cpu-" in caplog.text and "yours in XDG_CACHE_HOME" in caplog.text
 
 
-def test_calibration_that_is_not_kept_leaves_no_file(monkeypatch, tmp_path, caplog) -> None:
-    monkeypatch.setenv("MOEKIT_CALIBRATE", "1")
+def test_calibration_that_is_not_kept_leaves_no_file(
+    monkeypatch, tmp_path, caplog, calibrating
+) -> None:
     place = tmp_path / "folder"
     place.mkdir()
     monkeypatch.setattr(cpu_costs, "_file", lambda what: place)
@@ -166,8 +168,9 @@ def test_calibration_that_is_not_kept_leaves_no_file(monkeypatch, tmp_path, capl
     assert "was not kept" in caplog.text and list(tmp_path.iterdir()) == [place]
 
 
-def test_a_pipe_in_place_of_the_calibration_keeps_nobody_waiting(monkeypatch, tmp_path) -> None:
-    monkeypatch.setenv("MOEKIT_CALIBRATE", "1")
+def test_a_pipe_in_place_of_the_calibration_keeps_nobody_waiting(
+    monkeypatch, tmp_path, calibrating
+) -> None:
     monkeypatch.setattr(cpu_costs, "_file", lambda what: tmp_path / "pipe")
     os.mkfifo(tmp_path / "pipe")
     found = []
@@ -194,10 +197,7 @@ class Child:
         child.kill()
 
 
-def test_a_child_forked_during_calibration_composes(monkeypatch, tmp_path) -> None:
-    monkeypatch.setenv("MOEKIT_CALIBRATE", "1")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cpu_experts, "_choices", {})
+def test_a_child_forked_during_calibration_composes(monkeypatch, calibrating) -> None:
     timing, go_on, parent = threading.Event(), threading.Event(), os.getpid()
 
     def timed(*_):
@@ -251,11 +251,11 @@ def test_a_child_forked_while_onednn_is_off_has_it_on() -> None:
 @pytest.mark.parametrize(
     ("threads", "share", "kept"), [(2, 0.05, True), (2, 0.5, False), (1, 0.5, True)]
 )
-def test_disturbed_calibration_is_not_kept(monkeypatch, tmp_path, threads, share, kept) -> None:
+def test_disturbed_calibration_is_not_kept(
+    monkeypatch, tmp_path, calibrating, threads, share, kept
+) -> None:
     """Other processes take the cores for a share of the time; one thread's clock does not count
     that."""
-    monkeypatch.setenv("MOEKIT_CALIBRATE", "1")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     clock, rows = [0.0], []
     monkeypatch.setattr(cpu_costs.time, "perf_counter", lambda: clock[0])
@@ -329,12 +329,9 @@ def test_shipped_tables_have_a_loop_for_every_number_of_rows(
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_methods_are_timed_once_where_torch_switches_onednn_off(
-    monkeypatch, tmp_path, batch_invariant
+    monkeypatch, calibrating, batch_invariant
 ) -> None:
     """As torch 2.13 does at the first product of bf16 on ARM without such instructions."""
-    monkeypatch.setenv("MOEKIT_CALIBRATE", "1")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cpu_experts, "_choices", {})
     monkeypatch.setattr(row_blocks, "_known", {})
     mm, checked, timed = torch.mm, row_blocks.same_bits_sizes, []
 
