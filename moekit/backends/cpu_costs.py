@@ -16,12 +16,13 @@ import logging
 import math
 import os
 import platform
+import threading
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,44 +37,50 @@ logger = logging.getLogger("moekit")
 # Numbers of rows that an expert is timed with; costs in between are interpolated. They are not
 # multiples of a tile, because the rows that a router gives an expert rarely are.
 ROWS = (1, 2, 3, 6, 13, 27, 53, 107, 213)
-CALIBRATE, CACHE_VERSION = "MOEKIT_CALIBRATE", 2
-_TURNS, _CELL_SECONDS = 6, 0.04  # most timed rounds; the seconds after which two are enough
-_BURST = 3  # calls of one expert in a row, as a layer makes them
+MOST_ROWS = 1024  # beyond, time grows with the rows
+CALIBRATE, CACHE_VERSION = "MOEKIT_CALIBRATE", 3
+_TURNS, _CELL_SECONDS = 6, 0.06  # most timed rounds; the seconds after which two are enough
 BUSY = 0.1  # share of the time for which threads may wait for cores
 _LEAST_SECONDS = 0.1  # of which that is a share
 _HOPELESS = 3.0  # a method this many times slower than the fastest is not timed with more rows
 
-Points = Sequence[tuple[int, float]]
-
-
-class Disturbed(Exception):
-    """Other work took the cores while methods were timed."""
+Points = Sequence[tuple[int, float]]  # (rows, seconds of an expert), rows ascending
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds per expert and number of rows, for each method.
+    """The times of each method, and where they come from, for `explain`."""
 
-    seconds: method -> [(rows, seconds), ...], rows ascending. A method without an entry for the
-    last of `ROWS` is never chosen beyond its own last entry.
-    source: where the numbers come from, for `explain`.
-    """
-
-    seconds: Mapping[str, Points]
+    points: Mapping[str, Points]
     source: str
 
-    def of(self, method: str, rows: int) -> float:
-        """Return the seconds of ``method`` for an expert of ``rows`` rows, infinity if unknown."""
-        points = self.seconds.get(method, ())
-        if not points or rows > points[-1][0] < ROWS[-1]:
-            return math.inf
-        at = bisect_left(points, (rows, 0.0))
-        if at == 0:
-            return points[0][1]
-        if at == len(points):  # beyond the last entry, time grows with the rows
-            return points[-1][1] * rows / points[-1][0]
-        (n0, t0), (n1, t1) = points[at - 1], points[at]
-        return t0 + (t1 - t0) * (rows - n0) / (n1 - n0)
+    def by_rows(self, method: str) -> list[float]:
+        """Return the seconds of an expert of 1, 2, ... `MOST_ROWS` rows, infinity if unknown.
+
+        A method without a time for the last of `ROWS` was hopeless beyond its own last time.
+        """
+        points, seconds = self.points.get(method, ()), []
+        for (n0, t0), (n1, t1) in pairwise(points):
+            seconds += [t0 + (t1 - t0) * (n - n0) / (n1 - n0) for n in range(n0, n1)]
+        for n, t in points[-1:]:
+            more = t / n if n == ROWS[-1] else math.inf
+            seconds += [t] + [more * rows for rows in range(n + 1, MOST_ROWS + 1)]
+        return seconds or [math.inf] * MOST_ROWS
+
+
+# -- the machine --------------------------------------------------------------------------------
+
+# Names in ONEDNN_MAX_CPU_ISA, the flags of /proc/cpuinfo that show them, and the shipped tables.
+_LEVELS = {
+    "SSE41": ("sse4_1", "AVX2"),
+    "AVX2": ("avx2", "AVX2"),
+    "AVX512_CORE": ("avx512bw", "AVX512"),
+    "AVX512_CORE_BF16": ("avx512_bf16", "AVX512_BF16"),
+    "AVX512_CORE_FP16": ("avx512_fp16", "AVX512_BF16"),
+    "AVX512_CORE_AMX": ("amx_bf16", "AMX"),
+}
+_timing = threading.Lock()  # calibrations at the same time would disturb each other
+_switch = threading.Lock()  # held while oneDNN is switched off
 
 
 def capability() -> str:
@@ -85,9 +92,54 @@ def capability() -> str:
     return f"{aten}, oneDNN {_onednn() if onednn_enabled() else 'off'}"
 
 
+@cache
+def _onednn() -> str:
+    """Return the newest instruction set for 16-bit products that oneDNN may use."""
+    found, limit = "SSE41", os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    flags = (_cpuinfo().get("flags") or _cpuinfo().get("Features", "")).split()
+    if "asimd" in flags:  # moekit's names: the variable does not limit Arm Compute Library
+        return "ARM_BF16" if "bf16" in flags else "ARM"
+    for name, (flag, _) in _LEVELS.items():
+        found = name if flag in flags else found
+        if name == limit.removesuffix("_VNNI"):
+            break
+    return found
+
+
+@cache
+def cpu_name() -> str:
+    """Return the processor's name, family and model, which identify a machine's calibration."""
+    wanted = ("cpu family", "model", "model name", "stepping", "CPU implementer", "CPU part")
+    found = [_cpuinfo()[name] for name in wanted if name in _cpuinfo()]
+    return " ".join(found) or platform.processor() or platform.machine()
+
+
+@cache
+def _cpuinfo() -> dict[str, str]:
+    """Return what the system says about the first processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    except OSError:
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (s.partition(":") for s in lines)}
+
+
 def onednn_enabled() -> bool:
-    """Return whether torch may call oneDNN now."""
-    return bool(torch._C._has_mkldnn and torch._C._get_mkldnn_enabled())
+    """Return whether torch may call oneDNN, not counting `without_onednn`."""
+    return bool(torch._C._has_mkldnn and (torch._C._get_mkldnn_enabled() or _switch.locked()))
+
+
+def without_onednn(call: Callable[[], object]) -> None:
+    """Make a call with oneDNN switched off in the whole process; one thread at a time can."""
+    if not _switch.acquire(blocking=False):
+        call()
+        return
+    try:
+        torch._C._set_mkldnn_enabled(False)
+        call()
+    finally:
+        torch._C._set_mkldnn_enabled(True)
+        _switch.release()
 
 
 def settle_onednn(dtype: torch.dtype) -> None:
@@ -101,108 +153,16 @@ def settle_onednn(dtype: torch.dtype) -> None:
         torch.mm(square, square.T)
 
 
-@cache
-def _onednn() -> str:
-    """Return the newest instruction set for 16-bit products that oneDNN may use."""
-    flags, limit = _cpu_flags(), os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
-    levels = [  # name in ONEDNN_MAX_CPU_ISA, the flag that shows it
-        ("AVX2", "avx2"),
-        ("AVX512_CORE", "avx512bw"),
-        ("AVX512_CORE_BF16", "avx512_bf16"),
-        ("AVX512_CORE_FP16", "avx512_fp16"),
-        ("AVX512_CORE_AMX", "amx_bf16"),
-    ]
-    if "asimd" in flags:  # moekit's names: the variable does not limit Arm Compute Library
-        return "ARM_BF16" if "bf16" in flags else "ARM"
-    found = "SSE41"
-    for name, flag in levels:
-        if flag in flags:
-            found = name
-        if limit.startswith(name) and limit in (name, f"{name}_VNNI"):
-            break
-    return found
+def _forget_threads() -> None:
+    """Release what other threads held when this process was forked: they are not in it."""
+    if _switch.locked():
+        torch._C._set_mkldnn_enabled(True)
+    for lock in (_switch, _timing):
+        lock._at_fork_reinit()  # type: ignore[attr-defined]
 
 
-@cache
-def _cpu_flags() -> frozenset[str]:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return frozenset()
-    lines = [line for line in text.splitlines() if line.startswith(("flags", "Features"))]
-    return frozenset(lines[0].partition(":")[2].split()) if lines else frozenset()
-
-
-@cache
-def cpu_name() -> str:
-    """Return the processor's name, family and model, which identify a machine's calibration."""
-    with contextlib.suppress(OSError):
-        wanted = ("model name", "cpu family", "model", "stepping", "CPU implementer", "CPU part")
-        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
-        parts = [line.partition(":") for line in lines]
-        found = [value.strip() for name, _, value in parts if name.strip() in wanted]
-        if found:
-            return " ".join(found)
-    return platform.processor() or platform.machine()
-
-
-def calibrates() -> bool:
-    """Return whether this process may time products; ``MOEKIT_CALIBRATE=0`` forbids it."""
-    return switch(CALIBRATE, True)
-
-
-# -- the store ----------------------------------------------------------------------------------
-
-
-def find(
-    key: tuple[object, ...],
-    dtype: str,
-    elements: int,
-    timed: Callable[[], Mapping[str, Points]] | None,
-) -> Costs | None:
-    """Return the costs of one kind of expert on this machine with the current number of threads.
-
-    Args:
-        key: the sizes, dtype and activation that the costs depend on.
-        elements: the number of elements of an expert's weights.
-        timed: times the methods by `measure`; it runs if the cache folder has no times yet.
-
-    Returns:
-        The costs, or None if the cache folder has none and ``timed`` is None. Where other work
-        disturbs the measurement, shipped costs, which are not kept: the next process tries again.
-    """
-    where = f"{capability()}, {torch.get_num_threads()} thread(s)"
-    if not calibrates():
-        return shipped(dtype, elements, f"{CALIBRATE}=0 asks for them")
-    path, name = _file(), f"{where}: {key!r}"
-    entry = _read(path).get(name)
-    if entry is None:
-        if timed is None:
-            return None
-        begin = time.perf_counter()
-        try:
-            entry = {method: [[n, t] for n, t in points] for method, points in timed().items()}
-        except Disturbed:
-            return shipped(dtype, elements, "other work disturbed this process's calibration")
-        logger.info("moekit: timed the methods for %s in %.1f s", name, time.perf_counter() - begin)
-        _write(path, name, entry)
-    seconds = {method: [(int(n), float(t)) for n, t in points] for method, points in entry.items()}
-    return Costs(seconds, f"calibrated on this machine ({where})")
-
-
-def _file() -> Path:
-    machine = f"{cpu_name()} {torch.__version__} {CACHE_VERSION}"
-    digest = hashlib.sha256(machine.encode()).hexdigest()[:16]
-    return cache_folder() / "moekit" / f"cpu-{digest}.json"
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Return the entries of the cache file, none if it is missing or damaged."""
-    try:
-        found = read_json(path)
-        return {name: entry for name, entry in found.items() if _is_entry(entry)}
-    except (OSError, ValueError, AttributeError):
-        return {}
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_threads)
 
 
 def waited_for_cores() -> float:
@@ -215,84 +175,104 @@ def waited_for_cores() -> float:
     return total * 1e-9
 
 
-def _is_entry(entry: object) -> bool:
-    return isinstance(entry, dict) and all(
-        isinstance(points, list)
-        and all(
-            isinstance(point, list)
-            and len(point) == 2
-            and isinstance(point[0], int)
-            and isinstance(point[1], float)
-            and 0 < point[1] < math.inf
-            for point in points
-        )
-        for points in entry.values()
-    )
-
-
-def _write(path: Path, name: str, entry: Mapping[str, Any]) -> None:
-    """Add an entry. If the folder cannot be written, the next process calibrates again."""
-    try:
-        text = json.dumps({**_read(path), name: entry}, indent=1)
-        replace_file(path, text, "name a folder of yours in XDG_CACHE_HOME")
-    except MoekitError as error:
-        logger.warning("moekit: the CPU's calibration was not kept: %s", error)
-
-
 # -- measuring ----------------------------------------------------------------------------------
 
 
 def measure(
-    calls: Mapping[str, Callable[[int], Callable[[], object]]],
-    experts: int = 1,
-    against: Sequence[float] = (math.inf,) * len(ROWS),
-) -> dict[str, list[tuple[int, float]]]:
+    methods: Sequence[str], call_of: Callable[[str, int], tuple[Callable[[], object], int]]
+) -> dict[str, list[tuple[int, float]]] | None:
     """Time every method with every number of rows, in rounds of one call of each method.
 
     Args:
-        calls: method -> (rows -> a call of ``experts`` experts of that many rows).
-        against: the seconds of the fastest method known, for each of `ROWS`.
+        call_of: (method, rows) -> a call, and how many experts of that many rows it runs.
 
     Returns:
-        method -> [(rows, least seconds an expert)].
-
-    Raises:
-        Disturbed: Several threads waited for cores, which makes times wrong by factors.
+        method -> [(rows, least seconds of an expert)], or None if several threads waited for cores,
+        which makes times wrong by factors.
     """
     # A thread's own clock does not count the time of other processes.
     threads = torch.get_num_threads()
     clock = time.thread_time if threads == 1 else time.perf_counter
     start_of_all, waited = time.perf_counter(), waited_for_cores()
-    burst = 1 if experts > 1 else _BURST
-    points: dict[str, list[tuple[int, float]]] = {method: [] for method in calls}
-    alive = dict(calls)
-    for rows, known in zip(ROWS, against, strict=True):
-        ready = {method: make(rows) for method, make in alive.items()}
-        for call in ready.values():
+    points: dict[str, list[tuple[int, float]]] = {method: [] for method in methods}
+    alive = list(methods)
+    for rows in ROWS:
+        ready = {method: call_of(method, rows) for method in alive}
+        for call, _ in ready.values():
             call()
-        times, fastest, begin = dict.fromkeys(ready, math.inf), known * experts, time.perf_counter()
+        times, begin = dict.fromkeys(ready, math.inf), time.perf_counter()
         for turn in range(_TURNS):
-            for method, call in ready.items():
-                if turn and times[method] > _HOPELESS * fastest:
+            for method, (call, experts) in ready.items():
+                if turn and times[method] > _HOPELESS * min(times.values()):
                     continue
                 start = clock()
-                for _ in range(burst):
-                    call()
-                times[method] = min(times[method], (clock() - start) / burst)
-                fastest = min(fastest, times[method])
+                call()
+                times[method] = min(times[method], (clock() - start) / experts)
             if turn and time.perf_counter() - begin > _CELL_SECONDS:
                 break
         for method, seconds in times.items():
-            points[method].append((rows, seconds / experts))
-            if seconds > _HOPELESS * fastest and rows > ROWS[0]:
-                del alive[method]
+            points[method].append((rows, seconds))
+            if seconds > _HOPELESS * min(times.values()) and rows > ROWS[0]:
+                alive.remove(method)
         took = time.perf_counter() - start_of_all
         if threads > 1 and waited_for_cores() - waited > BUSY * threads * max(took, _LEAST_SECONDS):
-            raise Disturbed
+            return None
     return points
 
 
-# -- shipped ------------------------------------------------------------------------------------
+# -- the stored times ---------------------------------------------------------------------------
+
+
+def find(
+    key: tuple[object, ...],
+    dtype: str,
+    elements: int,
+    timed: Callable[[], Mapping[str, Points] | None] | None,
+) -> Costs | None:
+    """Return the costs of one kind of expert on this machine with the current number of threads.
+
+    key: what the costs depend on. elements: of an expert's weights. timed: times the methods by
+    `measure` if the cache folder has no times yet; without it the result is None then. Where other
+    work disturbs it, the costs are shipped ones and are not kept: the next process tries again.
+    """
+    where = f"{capability()}, {torch.get_num_threads()} thread(s)"
+    if not switch(CALIBRATE, True):
+        return shipped(dtype, elements, f"{CALIBRATE}=0 asks for them")
+    file = _file(f"{where}: {key!r}")
+    with _timing:
+        points = _read(file)
+        if points is None:
+            if timed is None:
+                return None
+            points = timed()
+            if points is None:
+                return shipped(dtype, elements, "other work disturbed the calibration")
+            _keep(file, points)
+    return Costs(points, f"calibrated on this machine ({where})")
+
+
+def _file(what: str) -> Path:
+    machine = f"{cpu_name()} {torch.__version__} {CACHE_VERSION} {what}"
+    digest = hashlib.sha256(machine.encode()).hexdigest()[:16]
+    return cache_folder() / "moekit" / f"cpu-{digest}.json"
+
+
+def _read(file: Path) -> Mapping[str, Points] | None:
+    """Return the times in a file of the cache, None if it is missing or damaged."""
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        points = {m: [(int(n), float(t)) for n, t in p] for m, p in read_json(file).items()}
+        if all([n for n, _ in p] == list(ROWS[: len(p)]) for p in points.values()):
+            return points
+    return None
+
+
+def _keep(file: Path, points: Mapping[str, Points]) -> None:
+    """Write a file of the cache. Where that fails, the next process calibrates again."""
+    try:
+        text = json.dumps(points, indent=1)
+        replace_file(file, text, "name a folder of yours in XDG_CACHE_HOME")
+    except MoekitError as error:
+        logger.warning("moekit: the CPU's calibration was not kept: %s", error)
 
 
 def shipped(dtype: str, elements: int, why: str) -> Costs:
@@ -301,17 +281,12 @@ def shipped(dtype: str, elements: int, why: str) -> Costs:
     why: the reason for them, a clause for `explain`.
     """
     aten, _, onednn = capability().partition(", oneDNN ")
-    if not aten.startswith("AVX512") or onednn in ("off", "AVX2", "SSE41"):
-        name = "AVX2"
-    else:
-        name = "AVX512" if onednn == "AVX512_CORE" else "AVX512_BF16"
+    name = _LEVELS[onednn][1] if aten.startswith("AVX512") and onednn in _LEVELS else "AVX2"
     tables = [t for t in _shipped() if t["capability"] == name and t["dtype"] == dtype]
     nearest = min(tables, key=lambda t: abs(math.log(t["elements"] / elements)))
     scale = elements / nearest["elements"]
-    seconds = {
-        method: [(n, t * scale) for n, t in found] for method, found in nearest["seconds"].items()
-    }
-    return Costs(seconds, f"shipped costs for {name}: {why}")
+    points = {m: [(n, t * scale) for n, t in found] for m, found in nearest["seconds"].items()}
+    return Costs(points, f"shipped costs for {name}: {why}")
 
 
 @cache

@@ -7,10 +7,10 @@ of w13.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,90 +18,83 @@ from torch import Tensor
 
 from moekit.backends import cpu_costs
 from moekit.backends.cpu_costs import Costs, Points
-from moekit.problem import MoEProblem
+from moekit.contract import BufferSpec, PackedWeights
+from moekit.problem import MoEProblem, quant
 from moekit.problem.activation import Activation, apply_activation
 
 # Methods that run one expert after another:
-#   right           x @ W.T in the problem's dtype
-#   left            W @ x.T, feature-major between the GEMMs. oneDNN repacks the right-hand matrix
-#                   of each 16-bit product, so it repacks a small x and not the weights
-#   onednn          fp32 products by oneDNN, where torch.mm calls MKL
-#   native          right with oneDNN switched off: its 16-bit products of one row are slow
-#   upcast, upcast_onednn   fp32 products of 16-bit weights, converted piece by piece in the cache
-LOOPS = ("right", "left", "native", "onednn", "upcast", "upcast_onednn")
+#   right     x @ W.T in the problem's dtype
+#   left      W @ x.T, feature-major between the GEMMs. oneDNN repacks the right-hand matrix of each
+#             16-bit product, so it repacks a small x and not the weights
+#   native    right with oneDNN switched off: its 16-bit products of one row are slow
+#   upcast    fp32 products by torch.mm of 16-bit weights, converted piece by piece in the cache
+#   onednn    fp32 products by oneDNN, where torch.mm calls MKL: on AMD's AVX-512 twice as fast.
+#             16-bit weights are converted in the same way
+LOOPS = ("right", "left", "native", "upcast", "onednn")
 # Methods that run all experts at once: F.grouped_mm, and a padded bmm over the batched layout.
 ALL_AT_ONCE = ("grouped", "batched")
 
 _PIECE_BYTES = 4 << 20  # fp32 bytes of upcast weights that fit in second-level caches
-_UPCAST_ROWS = 512  # rows that share one conversion, whose cost is small then
-# Most rows of the batched layout per assignment, or per expert, that memory may hold.
-BATCHED_ROWS_PER_ASSIGNMENT, BATCHED_ROWS_PER_EXPERT = 4, 8
-# Approximate time of the small operations around `run_grouped` for one token.
-_AROUND_GROUPED_SECONDS = 100e-6
+_BATCHED_ROWS = 4  # of the batched layout, that memory may hold per assignment or half expert
 # Calibration: the most weight elements of an expert (times of larger experts are scaled), and the
 # bytes of experts to cycle through, which exceed the caches if the layer's experts do.
 _MAX_ELEMENTS, _CYCLE_BYTES = 8 << 20, 64 << 20
-_TABLE_ROWS = 1024
+_BURST = 3  # experts in a row, as a layer runs them
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The local experts on the CPU.
-
-    w13 (L, W, H) and w2 (L, H, I) in the problem's dtype, None where they are quantized; bias13
-    (L, W), bias2 (L, H). matrix: (name, expert, dtype) -> that matrix of a quantized expert.
-    """
+    """The packed local experts: w13 (L, W, H), w2 (L, H, I), biases (L, W) and (L, H), scales."""
 
     problem: MoEProblem
-    w13: Tensor | None
-    w2: Tensor | None
-    bias13: Tensor | None
-    bias2: Tensor | None
-    matrix: Callable[[str, int, torch.dtype], Tensor] | None = None
+    weights: PackedWeights
 
     def in_fp32(self) -> Experts:
-        """Return the same experts for a problem in float32; matrices are converted when used."""
+        """Return the same experts for a problem in float32."""
+        return replace(self, problem=self.problem.replace(dtype=torch.float32))
 
-        def converted(name: str, expert: int, dtype: torch.dtype) -> Tensor:
-            stored: Tensor | None = getattr(self, name)
-            assert stored is not None
-            return stored[expert].to(dtype)
+    def bias(self, name: str) -> Tensor | None:
+        return self.weights.get(f"{name}_bias")
 
-        wide = self.problem.replace(dtype=torch.float32)
-        return replace(self, problem=wide, w13=None, w2=None, matrix=self.matrix or converted)
+    def matrices(self, expert: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return self.matrix("w13", expert, dtype), self.matrix("w2", expert, dtype)
 
-
-class Arena:
-    """Consecutive 64-byte aligned pieces of a byte buffer: new large tensors cause page faults."""
-
-    def __init__(self, buffer: Tensor) -> None:
-        self.buffer, self.used = buffer, 0
-
-    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        start, nbytes = self.used, math.prod(shape) * dtype.itemsize
-        assert start + nbytes <= self.buffer.nbytes, "workspace() reported too few bytes"
-        self.used = (start + nbytes + 63) & -64
-        return self.buffer[start : start + nbytes].view(dtype).view(tuple(shape))
+    def matrix(self, name: str, expert: int, dtype: torch.dtype) -> Tensor:
+        """Return w13 or w2 of an expert: quantized ones in ``dtype``, others in the problem's."""
+        stored, operand = self.weights[name][expert], self.problem.quant.weight
+        if operand is None:
+            return stored.to(self.problem.dtype)
+        extra = {what: self.weights.get(f"{name}_{what}") for what in ("zero_points", "g_idx")}
+        mine = {what: None if t is None else t[expert] for what, t in extra.items()}
+        scale = self.weights[f"{name}_scale"][expert]
+        return quant.dequantize(stored, scale, operand, dtype, **mine)
 
 
-def arena_bytes(problem: MoEProblem, assignments: int) -> int:
-    """Return the bytes that a call of at most ``assignments`` assignments takes from its arena."""
-    p, size = problem, problem.dtype.itemsize
-    rows = assignments
-    if "batched" in methods_for(p):
-        fits = BATCHED_ROWS_PER_EXPERT * p.num_local_experts
-        rows = max(BATCHED_ROWS_PER_ASSIGNMENT * assignments, fits)
-    gathered = rows * p.hidden_size * (size + 4)
-    return gathered + _scratch_bytes(p, rows) + 512
+def workspace(problem: MoEProblem, assignments: int) -> tuple[BufferSpec, BufferSpec]:
+    """Return the buffers of the gathered x and z, which are large: new ones cause page faults.
+
+    They are bytes: a view as floats that was made in inference mode is read-only outside it.
+    """
+    rows, H = _most_rows(problem, assignments), problem.hidden_size
+    x, z = ((rows, H * dtype.itemsize) for dtype in (problem.dtype, torch.float32))
+    return BufferSpec(x, torch.uint8), BufferSpec(z, torch.uint8)
 
 
-def _scratch_bytes(problem: MoEProblem, rows: int) -> int:
-    """Return the bytes that a method takes in addition to x and z, for ``rows`` rows in all."""
-    p, wide = problem, problem.w13_rows + problem.hidden_size
-    matrix = 4 * p.hidden_size * max(p.w13_rows, p.local_intermediate_size)
-    piece = min(matrix, max(_PIECE_BYTES, 4 * wide))
-    upcast = min(rows, _UPCAST_ROWS) * wide * 4 + piece + 256
-    return max(rows * wide * p.dtype.itemsize, 0 if p.dtype == torch.float32 else upcast) + 512
+def transient_bytes(problem: MoEProblem, assignments: int) -> int:
+    """Return the bytes that `run` allocates in a call of at most ``assignments`` assignments."""
+    p, H, W = problem, problem.hidden_size, problem.w13_rows
+    activation = 0 if is_plain_silu(p.activation) else 14 * W
+    loop = assignments * (4 * (3 * H + 2 * W) + activation) + _PIECE_BYTES
+    at_once = _most_rows(p, assignments) * ((H + W) * p.dtype.itemsize + activation)
+    index = 12 * 8 * (_most_rows(p, assignments) + p.num_local_experts)
+    return max(loop, at_once) + index
+
+
+def _most_rows(problem: MoEProblem, assignments: int) -> int:
+    """Return the most rows of the gathered x, in the batched layout where weights allow it."""
+    if problem.quant.weight is not None:
+        return assignments
+    return _BATCHED_ROWS * max(assignments, 2 * problem.num_local_experts)
 
 
 # -- the choice ---------------------------------------------------------------------------------
@@ -109,13 +102,10 @@ def _scratch_bytes(problem: MoEProblem, rows: int) -> int:
 
 def methods_for(problem: MoEProblem) -> tuple[str, ...]:
     """Return the methods that can run this problem's experts on this machine."""
-    p = problem
-    onednn = cpu_costs.onednn_enabled() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    methods = ["right", "left"]
-    if p.dtype == torch.float32:
-        methods += ["onednn"] if onednn else []
-    else:
-        methods += ["upcast", "upcast_onednn", "native"] if onednn else ["upcast"]
+    p, narrow = problem, problem.dtype != torch.float32
+    methods = ["right", "left"] + ["upcast"] * narrow
+    if cpu_costs.onednn_enabled() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        methods += ["onednn"] + ["native"] * narrow
     if p.quant.weight is None:
         methods.append("batched")
         sizes = (p.hidden_size, p.local_intermediate_size)
@@ -128,11 +118,11 @@ class Choice:
     """The fastest method for each number of rows of an expert."""
 
     def __init__(self, costs: Costs, methods: Sequence[str]) -> None:
-        rows = range(1, _TABLE_ROWS + 1)
+        seconds = {method: costs.by_rows(method) for method in methods}
         loops = [method for method in LOOPS if method in methods]
-        best = [min((costs.of(method, n), method) for method in loops) for n in rows]
+        best = [min((seconds[m][n], m) for m in loops) for n in range(cpu_costs.MOST_ROWS)]
         self._seconds, self._methods = [t for t, _ in best], [method for _, method in best]
-        self._at_once = {w: [costs.of(w, n) for n in rows] for w in ALL_AT_ONCE if w in methods}
+        self._at_once = {method: seconds[method] for method in ALL_AT_ONCE if method in methods}
         self._source = costs.source
 
     def loop(self, rows: int, alone: bool) -> str:
@@ -140,13 +130,8 @@ class Choice:
 
         alone: no other thread runs experts. Otherwise no method may switch oneDNN off.
         """
-        method = self._methods[min(rows, _TABLE_ROWS) - 1]
+        method = self._methods[min(rows, cpu_costs.MOST_ROWS) - 1]
         return method if alone or method != "native" else "right"
-
-    def one_token_at_once(self, top_k: int) -> bool:
-        """Return whether `run_grouped` is faster for one token, with what is around it."""
-        grouped = self._at_once.get("grouped", (math.inf,))[0]
-        return top_k * grouped + _AROUND_GROUPED_SECONDS < top_k * self._seconds[0]
 
     def at_once(self, counts: Sequence[int], batched_fits: bool) -> str | None:
         """Return the method that runs all experts at once, or None if a loop is faster.
@@ -154,285 +139,201 @@ class Choice:
         counts: rows of every local expert. batched_fits: there is memory for the batched layout.
         """
         hit = [n for n in counts if n]
-        found, least = None, _total(self._seconds, hit)
+        seconds: dict[str | None, float] = {None: _total(self._seconds, hit)}
         if grouped := self._at_once.get("grouped"):
-            seconds = _total(grouped, hit)
-            if seconds < least:
-                found, least = "grouped", seconds
+            seconds["grouped"] = _total(grouped, hit)
         if batched_fits and (batched := self._at_once.get("batched")):
-            widest = max(hit)
-            if widest <= _TABLE_ROWS and len(counts) * batched[widest - 1] < least:
-                found = "batched"
-        return found
+            seconds["batched"] = len(counts) * _total(batched, [max(hit)])
+        return min(seconds, key=lambda method: seconds[method])
 
     def __str__(self) -> str:
-        parts, start = [], 1
-        for n in range(2, _TABLE_ROWS + 2):
-            if n > _TABLE_ROWS or self._methods[n - 1] != self._methods[start - 1]:
-                rows = f"{start}" if start == n - 1 else f"{start} to {n - 1}"
-                rows = f"{start} and more" if n > _TABLE_ROWS else rows
-                parts.append(f"'{self._methods[start - 1]}' for {rows}")
-                start = n
-        return f"method by rows per expert: {', '.join(parts)} ({self._source})"
+        m = self._methods
+        starts = [n for n in range(1, len(m) + 1) if n == 1 or m[n - 1] != m[n - 2]]
+        parts = ", ".join(f"'{m[n - 1]}' from {n}" for n in starts)
+        return f"method by rows per expert: {parts} ({self._source})"
 
 
 def _total(seconds: Sequence[float], counts: Sequence[int]) -> float:
-    try:
-        return sum([seconds[n - 1] for n in counts])
-    except IndexError:  # beyond the table, time grows with the rows
-        last = seconds[-1] / _TABLE_ROWS
-        return sum(seconds[n - 1] if n <= _TABLE_ROWS else last * n for n in counts)
+    """Return the seconds of all ``counts``; beyond the table, time grows with the rows."""
+    most, last = len(seconds), seconds[-1]
+    return sum([seconds[n - 1] if n <= most else last * n / most for n in counts])
 
 
-_lock = threading.Lock()
 _choices: dict[tuple[object, ...], Choice] = {}
 
 
-def choice(problem: MoEProblem) -> Choice:
-    """Return the choice for a problem and the current number of threads; time it if unknown."""
-    found = _find(problem, lambda: _timed(problem, methods_for(problem)))
-    assert found is not None
-    return found
+def choice(problem: MoEProblem, may_time: bool = True) -> Choice | None:
+    """Return the choice for a problem and the current number of threads.
+
+    Returns None if it is not known and the methods must not be timed.
+    """
+    cpu_costs.settle_onednn(problem.dtype)
+    p, methods = problem, methods_for(problem)
+    sizes = p.hidden_size, p.local_intermediate_size
+    key = (p.dtype_name, *sizes, p.activation.name, p.has_bias, methods)
+    full = (*key, torch.get_num_threads())
+    if full not in _choices:
+        elements = p.hidden_size * (p.w13_rows + p.local_intermediate_size)
+        timed = partial(_timed, p, methods) if may_time else None
+        costs = cpu_costs.find(key, p.dtype_name, elements, timed)
+        if costs is None:
+            return None
+        _choices[full] = Choice(costs, methods)
+    return _choices[full]
 
 
 def describe(problem: MoEProblem) -> str:
     """Return the choice as text for `explain`; an unknown machine is not timed."""
     if problem.device.type != "cpu":
         return ""
-    found = _find(problem, None)
+    found = choice(problem, may_time=False)
     return str(found) if found else "its methods are timed when weights are first packed"
 
 
-def _find(problem: MoEProblem, timed: Callable[[], Mapping[str, Points]] | None) -> Choice | None:
-    cpu_costs.settle_onednn(problem.dtype)
-    p, methods = problem, methods_for(problem)
-    key = (
-        p.dtype_name, p.hidden_size, p.local_intermediate_size, p.activation.name, p.has_bias,
-        methods,
-    )  # fmt: skip
-    full = (*key, torch.get_num_threads(), cpu_costs.calibrates())
-    found = _choices.get(full)
-    if found is None:
-        with _lock:
-            found = _choices.get(full)
-            if found is None:
-                elements = p.hidden_size * (p.w13_rows + p.local_intermediate_size)
-                costs = cpu_costs.find(key, p.dtype_name, elements, timed)
-                if costs is not None:
-                    found = _choices[full] = Choice(costs, methods)
-    return found
-
-
-def _timed(problem: MoEProblem, methods: Sequence[str]) -> Mapping[str, Points]:
-    """Time the methods on random experts of the problem's sizes, or of a share of them."""
+def _timed(problem: MoEProblem, methods: Sequence[str]) -> Mapping[str, Points] | None:
+    """Time the methods on experts of the problem's sizes, or of a share of them."""
     p, H = problem, problem.hidden_size
     halves = p.w13_rows // p.local_intermediate_size
     most = max(32, _MAX_ELEMENTS // (H * (halves + 1)) // 32 * 32)
     inner = min(p.local_intermediate_size, most)
     nbytes = H * inner * (halves + 1) * p.dtype.itemsize
     count = max(2, min(256, _CYCLE_BYTES // nbytes))
-    draw = torch.Generator().manual_seed(0)
 
-    def random(lead: int, *shape: int) -> Tensor:
-        one = torch.rand(shape, generator=draw, dtype=torch.float32, device="cpu")
-        one = one.sub_(0.5).to(p.dtype)
-        return one.expand(lead, *shape).clone()
+    def made(*shape: int, dtype: torch.dtype = p.dtype) -> Tensor:
+        return torch.full(shape, 0.01, dtype=dtype, device="cpu")
 
-    biases = (random(count, halves * inner), random(count, H)) if p.has_bias else (None, None)
-    experts = Experts(p, random(count, halves * inner, H), random(count, H, inner), *biases)
-    turn = 0
+    named = {"w13": made(count, halves * inner, H), "w2": made(count, H, inner)}
+    if p.has_bias:
+        named |= {"w13_bias": made(count, halves * inner), "w2_bias": made(count, H)}
+    experts, turn = Experts(p.replace(quant="none"), PackedWeights("", named)), 0
 
-    def call_of(method: str, rows: int) -> Callable[[], object]:
+    def call_of(method: str, rows: int) -> tuple[Callable[[], object], int]:
         number = count if method in ALL_AT_ONCE else 1
-        x = random(number, rows, H).flatten(0, 1)
-        z = torch.empty(number * rows, H, dtype=torch.float32, device="cpu")
-        scratch = torch.empty(_scratch_bytes(p, number * rows), dtype=torch.uint8, device="cpu")
+        x, z = made(number * rows, H), made(number * rows, H, dtype=torch.float32)
 
-        def one_expert() -> None:
+        def some_experts() -> None:
             nonlocal turn
-            turn = (turn + 1) % count
-            run_expert(method, experts, turn, x, z, Arena(scratch))
+            for _ in range(_BURST):
+                turn = (turn + 1) % count
+                run_expert(method, experts, turn, x, z)
 
-        calls: dict[str, Callable[[], object]] = {
-            "grouped": lambda: run_grouped(experts, x, torch.full((count,), rows, device="cpu")),
-            "batched": lambda: run_batched(experts, x, z, Arena(scratch)),
-        }
-        return calls.get(method, one_expert)
-
-    def makers(kind: Sequence[str]) -> dict[str, Callable[[int], Callable[[], object]]]:
-        return {w: lambda rows, w=w: call_of(w, rows) for w in kind if w in methods}  # type: ignore[misc]
+        if method == "grouped":
+            count_L = torch.full((count,), rows, device="cpu")
+            return partial(run_grouped, experts, x, count_L), count
+        if method == "batched":
+            return partial(run_batched, experts, x, z), count
+        return some_experts, _BURST
 
     with torch.inference_mode():
-        loops = cpu_costs.measure(makers(LOOPS))
-        fastest = [min(dict(found).get(n, math.inf) for found in loops.values())
-                   for n in cpu_costs.ROWS]  # fmt: skip
-        at_once = cpu_costs.measure(makers(ALL_AT_ONCE), count, fastest)
+        found = cpu_costs.measure(methods, call_of)
     scale = p.local_intermediate_size / inner
-    return {
-        method: [(n, t * scale) for n, t in found] for method, found in (loops | at_once).items()
-    }
+    return found and {m: [(n, t * scale) for n, t in points] for m, points in found.items()}
 
 
 # -- methods -----------------------------------------------------------------------------------
 
 
+def is_plain_silu(activation: Activation) -> bool:
+    return activation.name == "silu" and activation.limit is None
+
+
 def activate(h: Tensor, activation: Activation, dim: int = -1) -> Tensor:
     """Apply the activation along ``dim``; may overwrite h. A plain silu stays in h's dtype."""
-    if activation.name == "silu" and activation.limit is None:
+    if is_plain_silu(activation):
         gate, up = h.chunk(2, dim=dim)
         return F.silu(gate, inplace=True).mul_(up)
     return apply_activation(h, activation, dim=dim)
 
 
-def run_expert(
-    method: str, experts: Experts, expert: int, x_nH: Tensor, z_nH: Tensor, arena: Arena
-) -> None:
+def run_expert(method: str, experts: Experts, expert: int, x_nH: Tensor, z_nH: Tensor) -> None:
     """Run one expert on its rows and write z, fp32 and unweighted."""
-    used = arena.used
     if method == "left":
-        _left(experts, expert, x_nH, z_nH, arena)
-    elif method in ("upcast", "upcast_onednn"):
-        for start in range(0, len(x_nH), _UPCAST_ROWS):
-            rows = slice(start, start + _UPCAST_ROWS)
-            _upcast(method == "upcast_onednn", experts, expert, x_nH[rows], z_nH[rows], arena)
-            arena.used = used
+        _left(experts, expert, x_nH, z_nH)
     elif method == "native":
-        _native(experts, expert, x_nH, z_nH, arena)
+        cpu_costs.without_onednn(partial(_right, method, experts, expert, x_nH, z_nH))
     else:
-        _right(method == "onednn", experts, expert, x_nH, z_nH, arena)
-    if experts.bias2 is not None:
-        z_nH += experts.bias2[expert]
-    arena.used = used  # the next expert reuses it while it is in the cache
+        _right(method, experts, expert, x_nH, z_nH)
+    if (bias := experts.bias("w2")) is not None:
+        z_nH += bias[expert]
 
 
-def _native(experts: Experts, expert: int, x: Tensor, z: Tensor, arena: Arena) -> None:
-    """Run `_right` with oneDNN switched off, under a lock: the switch is the whole process's."""
-    if not _switch.acquire(blocking=False):
-        return _right(False, experts, expert, x, z, arena)
-    try:
-        torch._C._set_mkldnn_enabled(False)
-        _right(False, experts, expert, x, z, arena)
-    finally:
-        torch._C._set_mkldnn_enabled(True)
-        _switch.release()
+def _right(method: str, experts: Experts, expert: int, x: Tensor, z: Tensor) -> None:
+    """Compute x @ W.T: in fp32 for the methods 'upcast' and 'onednn', else in x's dtype."""
+    product = {"upcast": _torch_fp32, "onednn": _onednn_fp32}.get(method)
+    x = x.float() if product else x
+    w13, w2 = experts.matrices(expert, x.dtype)
+    h = _in_pieces(product, x, w13) if product else _mm(x, w13.T)
+    if (bias := experts.bias("w13")) is not None:
+        h += bias[expert]
+    act = activate(h, experts.problem.activation)
+    z.copy_(_in_pieces(product, act, w2) if product else _mm(act, w2.T))
 
 
-_switch = threading.Lock()
+def _left(experts: Experts, expert: int, x: Tensor, z: Tensor) -> None:
+    w13, w2 = experts.matrices(expert, x.dtype)
+    h = _mm(w13, x.T)
+    if (bias := experts.bias("w13")) is not None:
+        h += bias[expert, :, None]
+    out = _mm(w2, activate(h, experts.problem.activation, dim=0))
+    z[None].copy_(out.T[None])  # as 3-D: a 2-D transposing copy is single-threaded
+
+
 _last_thread = 0
 
 
 def _alone() -> bool:
-    """Return whether this thread made the last call, too.
-
-    A method that switches oneDNN off slows down the calls of all other threads.
-    """
+    """Return whether the last call was in this thread. Without oneDNN, other threads are slow."""
     global _last_thread
     before, _last_thread = _last_thread, threading.get_ident()
     return before == _last_thread
 
 
-def matrices(experts: Experts, expert: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return w13 and w2 of an expert. dtype: of quantized experts' matrices."""
-    if experts.matrix is None:
-        assert experts.w13 is not None and experts.w2 is not None
-        return experts.w13[expert], experts.w2[expert]
-    return experts.matrix("w13", expert, dtype), experts.matrix("w2", expert, dtype)
-
-
-def _right(onednn: bool, experts: Experts, expert: int, x: Tensor, z: Tensor, arena: Arena) -> None:
-    w13, w2 = matrices(experts, expert, x.dtype)
-    if onednn:
-        h = _linear(x, w13)
-    else:
-        h = _mm(x, w13.T, arena.take((len(x), len(w13)), x.dtype))
-    if experts.bias13 is not None:
-        h += experts.bias13[expert]
-    act = activate(h, experts.problem.activation)
-    if onednn:
-        z.copy_(_linear(act, w2))
-    elif z.dtype == x.dtype:
-        _mm(act, w2.T, z)
-    else:
-        z.copy_(_mm(act, w2.T, arena.take((len(x), len(w2)), x.dtype)))
-
-
-def _left(experts: Experts, expert: int, x: Tensor, z: Tensor, arena: Arena) -> None:
-    w13, w2 = matrices(experts, expert, x.dtype)
-    h = _mm(w13, x.T, arena.take((len(w13), len(x)), x.dtype))
-    if experts.bias13 is not None:
-        h += experts.bias13[expert, :, None]
-    act = activate(h, experts.problem.activation, dim=0)
-    out = _mm(w2, act, arena.take((len(w2), len(x)), x.dtype))
-    z[None].copy_(out.T[None])  # as 3-D: a 2-D transposing copy is single-threaded
-
-
-def _upcast(
-    onednn: bool, experts: Experts, expert: int, x: Tensor, z: Tensor, arena: Arena
-) -> None:
-    w13, w2 = matrices(experts, expert, torch.float32)
-    x32 = arena.take(x.shape, torch.float32).copy_(x)
-    h = arena.take((len(x), len(w13)), torch.float32)
-    _upcast_product(onednn, x32, w13, h, arena)
-    if experts.bias13 is not None:
-        h += experts.bias13[expert]
-    _upcast_product(onednn, activate(h, experts.problem.activation), w2, z, arena)
-
-
-def _upcast_product(onednn: bool, x: Tensor, w: Tensor, out: Tensor, arena: Arena) -> None:
-    """Compute out = x @ w.T in fp32, with w converted a few rows at a time."""
-    used, (rows, inner) = arena.used, w.shape
-    converts = w.dtype != torch.float32
-    step = min(rows, max(1, _PIECE_BYTES // (4 * inner))) if converts else rows
-    buffer = arena.take((step, inner), torch.float32) if converts else None
-    for start in range(0, rows, step):
-        part = w[start : start + step]
-        if buffer is not None:
-            part = buffer[: len(part)].copy_(part)
-        columns = out[:, start : start + step]
-        if onednn:
-            columns.copy_(_linear(x, part))
-        else:
-            torch.mm(x, part.T, out=columns)
-    arena.used = used
-
-
-def run_batched(experts: Experts, x_NH: Tensor, z_NH: Tensor, arena: Arena) -> None:
+def run_batched(experts: Experts, x_NH: Tensor, z_NH: Tensor) -> None:
     """Run all experts on the same number of rows each, in expert order."""
-    w13, w2 = experts.w13, experts.w2
-    assert w13 is not None and w2 is not None
-    L, used = len(w13), arena.used
-    x, z = x_NH.view(L, -1, x_NH.shape[1]), z_NH.view(L, -1, z_NH.shape[1])
-    rows = x.shape[1]
-    h = torch.bmm(w13, x.mT, out=arena.take((L, w13.shape[1], rows), x.dtype))
-    if experts.bias13 is not None:
-        h += experts.bias13[:, :, None]
-    act = activate(h, experts.problem.activation, dim=1)
-    out = torch.bmm(w2, act, out=arena.take((L, w2.shape[1], rows), x.dtype))
-    z.copy_(out.mT)
-    if experts.bias2 is not None:
-        z += experts.bias2[:, None]
-    arena.used = used
+    w13, w2 = experts.weights["w13"], experts.weights["w2"]
+    x, z = x_NH.view(len(w13), -1, x_NH.shape[1]), z_NH.view(len(w13), -1, z_NH.shape[1])
+    h = torch.bmm(w13, x.mT)
+    if (bias := experts.bias("w13")) is not None:
+        h += bias[:, :, None]
+    z.copy_(torch.bmm(w2, activate(h, experts.problem.activation, dim=1)).mT)
+    if (bias := experts.bias("w2")) is not None:
+        z += bias[:, None]
 
 
 def run_grouped(experts: Experts, x_SH: Tensor, count_L: Tensor) -> Tensor:
     """Run all experts on expert-sorted rows, count_L of each, in a C++ loop: (S, H) fp32."""
-    assert experts.w13 is not None and experts.w2 is not None
     ends_L = count_L.cumsum(0, dtype=torch.int32)
-    h = F.grouped_mm(x_SH, experts.w13.mT, offs=ends_L)
+    h = F.grouped_mm(x_SH, experts.weights["w13"].mT, offs=ends_L)
     act = activate(h, experts.problem.activation)
-    return F.grouped_mm(act, experts.w2.mT, offs=ends_L).float()
+    return F.grouped_mm(act, experts.weights["w2"].mT, offs=ends_L).float()
 
 
-def _mm(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+def _mm(a: Tensor, b: Tensor) -> Tensor:
     # torch recognizes a one-column matrix as contiguous only in the transposed form.
+    out = a.new_empty(len(a), b.shape[1])
     torch.mm(b.T, a.T, out=out.T)
     return out
 
 
-def _linear(x: Tensor, w: Tensor) -> Tensor:
-    """Return x @ w.T by oneDNN's fp32 kernels: on AMD's AVX-512 twice as fast as MKL's."""
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
-    return product
+def _torch_fp32(x: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
+    return torch.mm(x, w.T, out=out)
+
+
+def _onednn_fp32(x: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
+    return y if out is None else out.copy_(y)
+
+
+def _in_pieces(product: Callable[..., Tensor], x: Tensor, w: Tensor) -> Tensor:
+    """Return x @ w.T in fp32, with 16-bit w converted a few rows at a time."""
+    if w.dtype == torch.float32:
+        return product(x, w)
+    out = x.new_empty(len(x), len(w))
+    step = max(1, _PIECE_BYTES // (4 * w.shape[1]))
+    piece = x.new_empty(min(step, len(w)), w.shape[1])
+    for rows, columns in zip(torch.split(w, step), torch.split(out, step, dim=1), strict=True):
+        product(x, piece[: len(rows)].copy_(rows), columns)
+    return out
 
 
 # -- a call -------------------------------------------------------------------------------------
@@ -445,29 +346,26 @@ def run(
     x_RH: Tensor,
     ids_RK: Tensor,
     weights_RK: Tensor,
-    arena: Arena,
+    buffers: Sequence[Tensor],
 ) -> None:
     """Write the weighted sum of each token's experts to y.
 
-    ids: local, -1 for none. weights: fp32.
+    ids: local, -1 for none. weights: fp32. buffers: as `workspace` describes them.
     """
-    (R, H), K, L = x_RH.shape, ids_RK.shape[1], experts.problem.num_local_experts
-    alone = _alone()
+    (R, K), L, alone = ids_RK.shape, experts.problem.num_local_experts, _alone()
+    x_NH, z_NH = buffers[0].view(x_RH.dtype), buffers[1].view(torch.float32)
     if R == 1:
-        method = "grouped" if chosen.one_token_at_once(K) else chosen.loop(1, alone)
-        _one_token(method, experts, y_RH, x_RH, ids_RK, weights_RK, arena)
-        return
+        return _one_token(chosen.loop(1, alone), experts, y_RH, x_RH, ids_RK, weights_RK, z_NH)
     ids_S, order_S = torch.sort(ids_RK.reshape(-1), stable=True)
     count_L = torch.bincount(ids_S + 1, minlength=L + 1)
     skipped, *counts = count_L.tolist()
-    count_L = count_L[1:]
-    ids_S, order_S = ids_S[skipped:], order_S[skipped:]
+    count_L, ids_S, order_S = count_L[1:], ids_S[skipped:], order_S[skipped:]
     if len(ids_S) == 0:
         y_RH.zero_()
         return
     widest = max(counts)
-    most = max(BATCHED_ROWS_PER_ASSIGNMENT * len(ids_S), BATCHED_ROWS_PER_EXPERT * L)
-    at_once = chosen.at_once(counts, batched_fits=L * widest <= most)
+    fits = L * widest <= _most_rows(experts.problem, len(ids_S))
+    at_once = chosen.at_once(counts, batched_fits=fits)
 
     # Assignment s of the sorted ones is in row place_S[s] of x and z.
     place_S = torch.arange(len(ids_S), device="cpu")
@@ -477,20 +375,18 @@ def run(
         place_S += (torch.arange(L, device="cpu") * widest - first_L)[ids_S]
         padded = row_N.new_full((L * widest,), int(row_N[0]))
         row_N = padded.index_copy_(0, place_S, row_N)
-    x_NH = torch.index_select(x_RH, 0, row_N, out=arena.take((len(row_N), H), x_RH.dtype))
+    x_NH = torch.index_select(x_RH, 0, row_N, out=x_NH[: len(row_N)])
+    z_NH = z_NH[: len(row_N)]
     if at_once == "grouped":
         z_NH = run_grouped(experts, x_NH, count_L)
+    elif at_once == "batched":
+        run_batched(experts, x_NH, z_NH)
     else:
-        z_NH = arena.take(x_NH.shape, torch.float32)
-        if at_once == "batched":
-            run_batched(experts, x_NH, z_NH, arena)
-        else:
-            end = 0
-            for expert, rows in enumerate(counts):
-                if rows:
-                    start, end = end, end + rows
-                    method = chosen.loop(rows, alone)
-                    run_expert(method, experts, expert, x_NH[start:end], z_NH[start:end], arena)
+        end = 0
+        for expert, rows in enumerate(counts):
+            if rows:
+                mine, end = slice(end, end + rows), end + rows
+                run_expert(chosen.loop(rows, alone), experts, expert, x_NH[mine], z_NH[mine])
 
     # embedding_bag: gather, weight and sum over K in one threaded, ordered fp32 pass.
     place_RK = torch.empty(R * K, dtype=torch.int64, device="cpu").index_copy_(0, order_S, place_S)
@@ -510,22 +406,13 @@ def _one_token(
     x_1H: Tensor,
     ids_1K: Tensor,
     weights_1K: Tensor,
-    arena: Arena,
+    z_NH: Tensor,
 ) -> None:
     """Run the experts of a single token, without operators that sort, gather and scatter."""
-    used = [(expert, k) for k, expert in enumerate(ids_1K[0].tolist()) if expert >= 0]
-    used_bytes = arena.used
-    if method == "grouped" and used:
-        used.sort()
-        ids_S = torch.tensor([expert for expert, _ in used], device="cpu")
-        count_L = torch.bincount(ids_S, minlength=experts.problem.num_local_experts)
-        x_SH = arena.take((len(used), x_1H.shape[1]), x_1H.dtype).copy_(x_1H)
-        z_SH = run_grouped(experts, x_SH, count_L)
-    else:
-        z_SH = arena.take((len(used), x_1H.shape[1]), torch.float32)
-        for row, (expert, _) in enumerate(used):
-            run_expert(method, experts, expert, x_1H, z_SH[row : row + 1], arena)
-    if (order := [k for _, k in used]) != list(range(ids_1K.shape[1])):
-        weights_1K = weights_1K[:, order]
+    used = [(k, expert) for k, expert in enumerate(ids_1K[0].tolist()) if expert >= 0]
+    z_SH = z_NH[: len(used)]
+    for row, (_, expert) in enumerate(used):
+        run_expert(method, experts, expert, x_1H, z_SH[row : row + 1])
+    if len(used) < ids_1K.shape[1]:
+        weights_1K = weights_1K[:, [k for k, _ in used]]
     y_1H.copy_(weights_1K @ z_SH)
-    arena.used = used_bytes

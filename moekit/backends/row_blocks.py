@@ -10,14 +10,13 @@ Shape suffixes beyond the kernel's: B rows of a block; W rows of w13.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from moekit.backends import cpu_costs
-from moekit.backends.cpu_experts import Experts, activate, matrices
+from moekit.backends.cpu_experts import Experts, activate, is_plain_silu
 from moekit.problem import Activation, MoEProblem
 
 _BLOCK = 16
@@ -58,7 +57,7 @@ def run(experts: Experts, sizes: Sizes, y_RKH: Tensor, x_RH: Tensor, ids_RK: Ten
     for expert, rows in enumerate(counts):
         if not rows:
             continue
-        w13, w2 = (_aligned(w) for w in matrices(experts, expert, experts.problem.dtype))
+        w13, w2 = (_aligned(w) for w in experts.matrices(expert, experts.problem.dtype))
         for size in cover(rows, sizes):
             mine = order_S[end : end + min(size, rows)]
             x_BH = x_RH.new_zeros((size, x_RH.shape[1]))
@@ -83,10 +82,10 @@ def _aligned(matrix: Tensor) -> Tensor:
 
 def _mlp(experts: Experts, expert: int, w13: Tensor, w2: Tensor, x_BH: Tensor) -> Tensor:
     h_BW = _product(x_BH, w13)
-    if experts.bias13 is not None:
-        h_BW += experts.bias13[expert]
+    if (bias := experts.bias("w13")) is not None:
+        h_BW += bias[expert]
     z_BH = _product(_activated(h_BW, experts.problem.activation), w2)
-    return z_BH if experts.bias2 is None else z_BH.float() + experts.bias2[expert]
+    return z_BH if (bias := experts.bias("w2")) is None else z_BH.float() + bias[expert]
 
 
 def _product(x_BK: Tensor, w_NK: Tensor) -> Tensor:
@@ -102,8 +101,7 @@ def _activated(h_BW: Tensor, activation: Activation) -> Tensor:
     """
     if h_BW.device.type != "cpu":
         return activate(h_BW, activation).contiguous()
-    plain = activation.name == "silu" and activation.limit is None
-    rows = max(1, _GRAIN // h_BW.shape[1]) if plain else 1
+    rows = max(1, _GRAIN // h_BW.shape[1]) if is_plain_silu(activation) else 1
     parts: Sequence[Tensor] = torch.split(h_BW, rows)
     return torch.cat([activate(part, activation) for part in parts])
 
@@ -114,7 +112,7 @@ def _in_range(experts: Experts, expert: int, x_BH: Tensor, z_BH: Tensor) -> Tens
     if experts.problem.dtype != torch.float16 or bool(finite_B.all()):
         return z_BH
     wide = experts.in_fp32()
-    w13, w2 = (_aligned(w) for w in matrices(wide, expert, torch.float32))
+    w13, w2 = (_aligned(w) for w in wide.matrices(expert, torch.float32))
     z_BH = z_BH.float()
     for row in (~finite_B).nonzero()[:, 0].tolist():
         z_BH[row] = _mlp(wide, expert, w13, w2, x_BH[row : row + 1].float().clone())[0]
@@ -123,7 +121,6 @@ def _in_range(experts: Experts, expert: int, x_BH: Tensor, z_BH: Tensor) -> Tens
 
 # -- which sizes give the same bits -------------------------------------------------------------
 
-_lock = threading.Lock()
 _known: dict[tuple[object, ...], Sizes] = {}
 
 
@@ -134,15 +131,14 @@ def sizes_for(problem: MoEProblem, device: torch.device) -> Sizes:
         p.dtype_name, p.hidden_size, p.w13_rows, p.local_intermediate_size, str(device),
         torch.get_num_threads(), cpu_costs.capability(), torch.get_float32_matmul_precision(),
     )  # fmt: skip
-    with _lock:
-        if key not in _known:
-            like = torch.empty(0, dtype=p.dtype, device=device)
-            with torch.inference_mode(), torch.autocast(device.type, enabled=False):
-                first = same_bits_sizes(_product, p.hidden_size, p.w13_rows, like)
-                second = same_bits_sizes(_product, p.local_intermediate_size, p.hidden_size, like)
-            both = {1} if {1} in (first, second) else first & second
-            _known[key] = tuple(sorted(both, reverse=True))
-        return _known[key]
+    if key not in _known:
+        like = torch.empty(0, dtype=p.dtype, device=device)
+        with torch.inference_mode(), torch.autocast(device.type, enabled=False):
+            first = same_bits_sizes(_product, p.hidden_size, p.w13_rows, like)
+            second = same_bits_sizes(_product, p.local_intermediate_size, p.hidden_size, like)
+        both = {1} if {1} in (first, second) else first & second
+        _known[key] = tuple(sorted(both, reverse=True))
+    return _known[key]
 
 
 def same_bits_sizes(product: _Product, inner: int, columns: int, like: Tensor) -> set[int]:

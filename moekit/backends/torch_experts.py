@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moekit.backends import cpu_costs, cpu_experts, row_blocks
-from moekit.backends.cpu_experts import activate
+from moekit.backends.cpu_experts import Experts, activate
 from moekit.contract import BufferSpec, Dispatched, PackedWeights, PermuteExpertsUnpermute
 from moekit.problem import MoEProblem, quant
 from moekit.problem.weights import ExpertWeights
@@ -42,8 +42,7 @@ class TorchExperts(PermuteExpertsUnpermute):
     def workspace(self, rows: int) -> Sequence[BufferSpec]:
         if self.problem.device.type != "cpu" or self.problem.batch_invariant:
             return ()
-        nbytes = cpu_experts.arena_bytes(self.problem, rows * self.problem.top_k)
-        return (BufferSpec((nbytes,), torch.uint8),)
+        return cpu_experts.workspace(self.problem, rows * self.problem.top_k)
 
     def transient_bytes(self, rows: int) -> int:
         p = self.problem
@@ -57,11 +56,12 @@ class TorchExperts(PermuteExpertsUnpermute):
             dequantized = weights * (12 + 2 * size)
         if p.quant.weight is not None and p.quant.weight.packed:
             dequantized += weights * 14  # unpacked, zero points, g_idx's indices
-        per_expert = 1 + cpu_experts.BATCHED_ROWS_PER_EXPERT
-        index = 12 * 8 * (assignments + p.num_local_experts * per_expert)
         if p.batch_invariant:
             return row_blocks.transient_bytes(p, rows) + dequantized + 8 * weights
-        return activations + index + 2 * 4 * rows * p.hidden_size + dequantized
+        activations += 12 * 8 * (assignments + p.num_local_experts)  # the sort's indices
+        if p.device.type == "cpu":
+            activations = max(activations, cpu_experts.transient_bytes(p, assignments))
+        return activations + 2 * 4 * rows * p.hidden_size + dequantized
 
     def apply(
         self,
@@ -75,77 +75,45 @@ class TorchExperts(PermuteExpertsUnpermute):
             # Not self.apply, which a subclass may extend.
             with torch.autocast(device, enabled=False):
                 return TorchExperts.apply(self, y, tokens, weights, workspace)
-        assert tokens.topk_ids is not None and tokens.topk_weights is not None
-        x = tokens.x
+        x, ids, topk_weights = tokens.x, tokens.topk_ids, tokens.topk_weights
+        assert ids is not None and topk_weights is not None
         if tokens.x_scale is not None:
             assert self.problem.quant.activation is not None
             x = quant.dequantize(
                 x, tokens.x_scale, self.problem.quant.activation, self.problem.dtype
             )
-        ids, topk_weights = tokens.topk_ids, tokens.topk_weights
+        experts = Experts(self.problem, weights)
         if self.problem.batch_invariant:
-            sizes = row_blocks.sizes_for(self.problem, x.device)
-            row_blocks.run(self._experts(weights), sizes, y, x, ids)
+            row_blocks.run(experts, row_blocks.sizes_for(self.problem, x.device), y, x, ids)
             return
         if x.device.type == "cpu":
-            experts, chosen = self._experts(weights), self._choice()
-            arena = cpu_experts.Arena(workspace[0])
-            cpu_experts.run(experts, chosen, y, x, ids, topk_weights, arena)
+            cpu_experts.run(experts, self._choice(), y, x, ids, topk_weights, workspace)
         else:
-            _on_any_device(self.problem, weights, y, x, ids, topk_weights)
+            _on_any_device(experts, y, x, ids, topk_weights)
         if y.dtype == torch.float16 and not math.isfinite(y.sum(dtype=torch.float32).item()):
             row = (~y.isfinite().all(dim=1)).nonzero()[:, 0]
-            wide, again = self.problem.replace(dtype=torch.float32), y[row]
-            _on_any_device(wide, weights, again, x[row].float(), ids[row], topk_weights[row])
+            again = y[row]
+            _on_any_device(experts.in_fp32(), again, x[row].float(), ids[row], topk_weights[row])
             y[row] = again
 
     def _choice(self) -> cpu_experts.Choice:
         now = torch.get_num_threads(), cpu_costs.onednn_enabled()
         if self._chosen is None or self._chosen[0] != now:
-            self._chosen = now, cpu_experts.choice(self.problem)
+            chosen = cpu_experts.choice(self.problem)
+            assert chosen is not None
+            self._chosen = now, chosen
         return self._chosen[1]
-
-    def _experts(self, weights: PackedWeights) -> cpu_experts.Experts:
-        biases = weights.get("w13_bias"), weights.get("w2_bias")
-        if self.problem.quant.weight is None:
-            return cpu_experts.Experts(self.problem, weights["w13"], weights["w2"], *biases)
-
-        def matrix(name: str, expert: int, dtype: torch.dtype) -> Tensor:
-            return _matrix(self.problem, weights, name, expert, dtype)
-
-        return cpu_experts.Experts(self.problem, None, None, *biases, matrix)
-
-
-def _matrix(
-    problem: MoEProblem,
-    weights: PackedWeights,
-    name: str,
-    expert: int,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    matrix, operand = weights[name][expert], problem.quant.weight
-    if operand is None:
-        return matrix if matrix.dtype == problem.dtype else matrix.to(problem.dtype)
-    zero_points, g_idx = (weights.get(f"{name}_{what}") for what in ("zero_points", "g_idx"))
-    return quant.dequantize(
-        matrix,
-        weights[f"{name}_scale"][expert],
-        operand,
-        dtype or problem.dtype,
-        zero_points=None if zero_points is None else zero_points[expert],
-        g_idx=None if g_idx is None else g_idx[expert],
-    )
 
 
 def _on_any_device(
-    problem: MoEProblem,
-    weights: PackedWeights,
+    experts: Experts,
     y_RH: Tensor,
     x_RH: Tensor,
     ids_RK: Tensor,
     topk_weights_RK: Tensor,
 ) -> None:
     """Sort, run two grouped GEMMs (no host synchronization), permute back and sum in fp32."""
+    problem, weights = experts.problem, experts.weights
     (R, H), K, L = x_RH.shape, ids_RK.shape[1], problem.num_local_experts
     ids_S, order_S = torch.sort(torch.where(ids_RK < 0, L, ids_RK).view(-1), stable=True)
     ends_L = torch.searchsorted(
@@ -155,14 +123,14 @@ def _on_any_device(
     if _has_grouped_mm(problem):
         bias_row = ids_S.clamp(max=L - 1)
         h = F.grouped_mm(x_SH, weights["w13"].mT, offs=ends_L)
-        if (bias := weights.get("w13_bias")) is not None:
+        if (bias := experts.bias("w13")) is not None:
             h = h + bias[bias_row]
         act = activate(h, problem.activation)
         z_SH = F.grouped_mm(act, weights["w2"].mT, offs=ends_L)
-        if (bias := weights.get("w2_bias")) is not None:
+        if (bias := experts.bias("w2")) is not None:
             z_SH = z_SH + bias[bias_row]
     else:
-        z_SH = _expert_loop(problem, weights, x_SH, ends_L.tolist())
+        z_SH = _expert_loop(experts, x_SH, ends_L.tolist())
     # Rows past ends_L[-1] were never written: select, never multiply by zero.
     weighted = torch.where(
         ids_S[:, None] < L, z_SH.float() * topk_weights_RK.reshape(-1)[order_S, None], 0.0
@@ -186,18 +154,16 @@ def _has_grouped_mm(problem: MoEProblem) -> bool:
     )
 
 
-def _expert_loop(
-    problem: MoEProblem, weights: PackedWeights, x_SH: Tensor, ends: Sequence[int]
-) -> Tensor:
+def _expert_loop(experts: Experts, x_SH: Tensor, ends: Sequence[int]) -> Tensor:
     z_SH, start = torch.empty_like(x_SH), 0
     for expert, end in enumerate(ends):
         if end > start:
-            h = x_SH[start:end] @ _matrix(problem, weights, "w13", expert).T
-            if (bias := weights.get("w13_bias")) is not None:
+            h = x_SH[start:end] @ experts.matrix("w13", expert, x_SH.dtype).T
+            if (bias := experts.bias("w13")) is not None:
                 h += bias[expert]
-            act = activate(h, problem.activation)
-            torch.mm(act, _matrix(problem, weights, "w2", expert).T, out=z_SH[start:end])
-            if (bias := weights.get("w2_bias")) is not None:
+            act = activate(h, experts.problem.activation)
+            torch.mm(act, experts.matrix("w2", expert, x_SH.dtype).T, out=z_SH[start:end])
+            if (bias := experts.bias("w2")) is not None:
                 z_SH[start:end] += bias[expert]
             start = end
     return z_SH

@@ -144,6 +144,19 @@ class QuantScheme:
         accept_fields(self, _SCHEME)
 
     @property
+    def weight_only(self) -> QuantScheme:
+        """The scheme of the same weights with unquantized activations, as fp8_w8a16_block.
+
+        Raises InvalidProblem if there is none (mxfp8).
+        """
+        for scheme in SCHEMES.values():
+            if scheme.weight == self.weight and scheme.activation is None:
+                return scheme
+        raise InvalidProblem(
+            f"{self.name} has no weight-only form: load its weights dequantized, with quant='none'"
+        )
+
+    @property
     def shared_scale(self) -> bool:
         """Return whether the tokens of a call share a scale that is computed from all of them."""
         operand = self.activation

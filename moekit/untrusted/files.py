@@ -39,9 +39,13 @@ def home_folder() -> Path:
 
 
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """Return the folder where the user's caches are."""
+    """Return the folder where the user's caches are. A relative XDG_CACHE_HOME is ignored.
+
+    The XDG specification calls it invalid: a cache would be in every working directory.
+    """
     environ = os.environ if environ is None else environ
-    return Path(environ.get("XDG_CACHE_HOME") or home_folder() / ".cache")
+    stated = Path(environ.get("XDG_CACHE_HOME", ""))
+    return stated if stated.is_absolute() else home_folder() / ".cache"
 
 
 def open_regular(path: Path) -> int:
@@ -114,7 +118,11 @@ def replace_file(file: Path, text: str, remedy: str = _PLACE) -> None:
     """
     with _writing(file, remedy):
         if file.exists() and not file.is_file():
-            file.write_text(text, encoding="utf-8")
+            # Opening a pipe that nobody reads raises an error, and does not wait.
+            fd = os.open(file, os.O_WRONLY | os.O_NONBLOCK)
+            os.set_blocking(fd, True)
+            with open(fd, "w", encoding="utf-8") as stream:
+                stream.write(text)
             return
         partial = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
         try:

@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+import moekit
 from moekit import SCHEMES, ExpertWeights, MoEProblem, ParallelConfig
-from moekit.errors import WeightsError
+from moekit.errors import InvalidProblem, WeightsError
 from moekit.problem import weights
 from moekit.problem.quant import E2M1, OperandQuant, compute_scale, dequantize, quantize
+from moekit.testing.calls import QUANTIZED_WIRE, kit_registry
 from moekit.testing.memory import measure
 
 QUANTIZED = [s for s in SCHEMES.values() if s.weight is not None]
@@ -272,3 +274,43 @@ def test_weights_are_converted_a_few_experts_at_a_time(name, monkeypatch):
     assert peak < results + 32 * of_five, "temporaries of all experts"
     peak, _ = measure(device, lambda: made.dequantize(scheme, torch.bfloat16))
     assert peak < back.w13.nbytes + back.w2.nbytes + 25 * of_five, "temporaries of all experts"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "exact"),
+    [
+        ("none", "none"), ("fp8_tensor", "fp8_w8a16_tensor"), ("int8_w8a16", "int8_w8a16"),
+        ("fp8_tensor_static", "fp8_w8a16_tensor"), ("fp8_channel_token", "fp8_w8a16_channel"),
+        ("fp8_block", "fp8_w8a16_block"), ("int8_channel_token", "int8_w8a16"),
+        ("int4_w4a8_g128", "int4_w4a16_g128"), ("mxfp4_w4a8", "mxfp4_w4a16"),
+        ("nvfp4", "nvfp4_w4a16"),
+    ],
+)  # fmt: skip
+def test_weight_only_forms(scheme: str, exact: str) -> None:
+    assert SCHEMES[scheme].weight_only.name == exact
+
+
+def test_a_scheme_without_a_weight_only_form() -> None:
+    with pytest.raises(InvalidProblem, match="mxfp8 has no weight-only form: load its weights"):
+        _ = SCHEMES["mxfp8"].weight_only
+
+
+@pytest.mark.parametrize("scheme", ["fp8_block", "fp8_channel_token", "int8_channel_token"])
+def test_weight_only_problems_have_the_same_numbers_on_any_number_of_ranks(scheme: str) -> None:
+    """Several ranks send tokens in the scheme's form, which `torch` does not use on one rank."""
+    p = MoEProblem(
+        num_experts=4, top_k=2, hidden_size=256, intermediate_size=128, quant=scheme, device="cpu"
+    )  # fmt: skip
+    w13, w2 = torch.randn(4, 256, 256) / 16, torch.randn(4, 256, 128) / 11
+    w = ExpertWeights(w13.bfloat16(), w2.bfloat16()).quantize(p.quant)
+    x, routing = torch.randn(9, 256).bfloat16(), moekit.route(torch.randn(9, 4), 2)
+
+    def run(problem: MoEProblem, dispatcher: str) -> torch.Tensor:
+        kernel = moekit.compose(problem, dispatcher, "torch", backends=kit_registry())
+        return kernel(x, kernel.pack(w), routing)
+
+    alone, sent = run(p, "local"), run(p, QUANTIZED_WIRE)
+    exact = p.replace(quant=p.quant.weight_only)
+    assert rms(sent, alone) > 5e-3
+    for dispatcher in ("local", QUANTIZED_WIRE):
+        assert torch.equal(run(exact, dispatcher), alone)

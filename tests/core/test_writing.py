@@ -10,6 +10,7 @@ import pytest
 
 from moekit.errors import MoekitError
 from moekit.plugin import check_writable, replace_file
+from moekit.untrusted.files import cache_folder
 
 
 def test_a_pipe_is_written_and_not_replaced(tmp_path: Path) -> None:
@@ -21,6 +22,29 @@ def test_a_pipe_is_written_and_not_replaced(tmp_path: Path) -> None:
     replace_file(pipe, "µs")
     assert os.read(reader, 10).decode() == "µs" and pipe.is_fifo()
     os.close(reader)
+
+
+def test_a_pipe_that_nobody_reads_is_refused(tmp_path: Path) -> None:
+    pipe, said = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+
+    def write() -> None:
+        with pytest.raises(MoekitError) as caught:
+            replace_file(pipe, "x")
+        said.append(str(caught.value))
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    writer.join(60)
+    assert said and said[0].startswith(f"{pipe} cannot be written (No such device or address)")
+
+
+@pytest.mark.parametrize("stated", ["", "relative", "./here"])
+def test_a_relative_cache_folder_is_ignored(monkeypatch, stated: str) -> None:
+    """The XDG specification calls it invalid."""
+    monkeypatch.setenv("XDG_CACHE_HOME", stated)
+    assert cache_folder() == Path.home() / ".cache"
+    assert cache_folder({"XDG_CACHE_HOME": "/c"}) == Path("/c")
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable, raising=False)
     places = {name: text for name, _, text in system.caches({})}
     assert "/nonexistent/.cache/moekit/tuned" in places["tuned tables"]
-    assert cpu_costs._file().parent == Path("/nonexistent/.cache/moekit")
+    assert cpu_costs._file("").parent == Path("/nonexistent/.cache/moekit")
 
 
 CHECKS = """
