@@ -10,11 +10,11 @@ L local experts, R dispatched rows, C capacity of the batched layout (rows for e
 from __future__ import annotations
 
 import math
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moekit.discovery.specs import Backend, DispatcherSpec, ExpertsSpec
-from moekit.problem import MoEProblem, quant
+from moekit.problem import ActivationFormat, MoEProblem, quant
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime.overlap import Pending
 from moekit.runtime.reduce import weight_and_reduce
@@ -149,16 +149,6 @@ class PrepareAndFinalize(Backend):
     # Buffers with ``nbytes`` that layers share, if it keeps any: `destroy` gives them up.
     lease: Lease[Any] | None = None
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        for name in {"finalize_new", "offers_output"} & set(vars(cls)):
-            warnings.warn(
-                f"{cls.__qualname__}.{name} is not used any more: set makes_output if finalize "
-                "takes out_TH=None, and override output to offer memory for y",
-                DeprecationWarning,
-                stacklevel=2,
-            )
-
     def __init__(
         self, spec: DispatcherSpec, problem: MoEProblem, group: dist.ProcessGroup | None = None
     ) -> None:
@@ -210,8 +200,8 @@ class PrepareAndFinalize(Backend):
     def output(self, dispatched: Dispatched) -> Tensor | None:
         """Return a tensor for y that `finalize` reads without a copy, or None for no such tensor.
 
-        The experts then write there. A class that overrides this method always returns a tensor,
-        and counts it in `buffer_bytes`.
+        The experts then write there. Called where tokens move. A class that overrides this method
+        always returns a tensor, and counts it in `buffer_bytes`.
         """
         return None
 
@@ -359,15 +349,40 @@ class BufferSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def offers_output(dispatcher: PrepareAndFinalize) -> bool:
-    """Return whether the experts write to `PrepareAndFinalize.output` of this dispatcher."""
-    overridden = type(dispatcher).output is not PrepareAndFinalize.output
-    return overridden and getattr(dispatcher, "offers_output", True)  # of moekit 0.1
+class Sums(Enum):
+    """Who weights the experts' rows by the router and sums them over K: one party, once.
+
+    A kernel decides it when it is composed. Its value says who, for people.
+    """
+
+    BY_EXPERTS = "the experts"
+    BY_EXPERTS_OR_DISPATCHER = "the experts, or the dispatcher in the calls that it takes"
+    BY_KERNEL = "moekit"
+    BY_DISPATCHER = "the dispatcher"
+
+    @classmethod
+    def of(
+        cls,
+        problem: MoEProblem,
+        experts: ExpertsSpec,
+        dispatcher: type[PrepareAndFinalize] | None = None,
+    ) -> Sums:
+        """Return who sums in ``problem``.
+
+        Args:
+            experts: as the dispatcher sees them, a bridge included.
+            dispatcher: its class, where it is loaded.
+        """
+        if experts.format is ActivationFormat.BATCHED or problem.batch_invariant:
+            return cls.BY_DISPATCHER
+        if not experts.reduces:
+            return cls.BY_KERNEL
+        asked = None if dispatcher is None else dispatcher.takes_unreduced
+        takes = asked not in (None, PrepareAndFinalize.takes_unreduced)
+        return cls.BY_EXPERTS_OR_DISPATCHER if takes else cls.BY_EXPERTS
 
 
-def offers_sum(dispatcher: type[PrepareAndFinalize]) -> bool:
-    """Return whether dispatchers of this class take `Unreduced` in some calls."""
-    return dispatcher.takes_unreduced is not PrepareAndFinalize.takes_unreduced
+BY_EXPERTS = (Sums.BY_EXPERTS, Sums.BY_EXPERTS_OR_DISPATCHER)
 
 
 def output_dtype(
@@ -375,10 +390,10 @@ def output_dtype(
 ) -> torch.dtype:
     """Return the dtype of the experts' output ``y``.
 
-    It is float32 in fp16 problems if everyone who handles an unweighted y supports that. The
-    dispatcher does only if it applies the weights.
+    It is float32 in fp16 problems if everyone who handles an unweighted y supports that: the
+    experts, and the dispatcher if it sums.
     """
-    applies = dispatcher is not None and (dispatcher.applies_weights or problem.batch_invariant)
-    taken = dispatcher is None or dispatcher.weights_in_fp32 or not applies
+    sums = Sums.of(problem, experts)
+    taken = dispatcher is None or dispatcher.weights_in_fp32 or sums is not Sums.BY_DISPATCHER
     wide = experts.weights_in_fp32 and not experts.reduces and taken
     return torch.float32 if wide and problem.dtype == torch.float16 else problem.dtype

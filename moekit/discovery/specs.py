@@ -316,11 +316,6 @@ class DispatcherSpec(BackendSpec):
     footprint: Callable[[MoEProblem], Footprint] | None = None
     schemes: frozenset[str] = frozenset(SCHEMES)
 
-    @property
-    def applies_weights(self) -> bool:
-        """Return whether its combine always applies the router weights and sums over K."""
-        return self.format is ActivationFormat.BATCHED
-
     def _unsupported_features(self, problem: MoEProblem) -> list[str]:
         reasons = []
         if problem.quant.name not in self.schemes:

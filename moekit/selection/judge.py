@@ -72,7 +72,7 @@ class Selection:
             notes.append("no dispatcher that moves tokens is installed: pip install moekit-naive")
         return Explanation(
             self.problem,
-            tuple(candidate.combination for candidate in ranking.candidates),
+            tuple(candidate.combination(self.problem) for candidate in ranking.candidates),
             why,
             {name: why for (kind, name), why in self.rejected.items() if kind == "dispatcher"},
             {name: why for (kind, name), why in self.rejected.items() if kind != "dispatcher"},

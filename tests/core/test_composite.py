@@ -345,7 +345,7 @@ def test_the_workspace_is_that_of_the_largest_member() -> None:
     class Sized(TorchExperts):
         def workspace(self, rows):
             each = {"small": 10, "large": 1000}[self.spec.name]
-            return (moekit.kernel.BufferSpec((rows * each,), torch.uint8),)
+            return (moekit.contract.BufferSpec((rows * each,), torch.uint8),)
 
         def transient_bytes(self, rows):
             return {"small": 7000, "large": 1}[self.spec.name] * rows

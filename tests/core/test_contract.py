@@ -9,7 +9,6 @@ import torch
 
 import moekit
 from moekit.backends.local import LocalBatchedDispatcher, LocalDispatcher
-from moekit.contract import offers_output
 from moekit.problem import ActivationFormat
 from moekit.testing import assert_close
 from moekit.testing.cases import make_case
@@ -56,21 +55,6 @@ def test_a_dispatcher_may_make_both_tensors() -> None:
     assert kernel.dispatcher.given is out
     assert_close(out, case.reference(), PROBLEM)
     assert kernel.memory(5).intermediate == experts.transient_bytes(5)
-
-
-def test_members_of_the_old_contract_warn_and_change_nothing() -> None:
-    with pytest.warns(DeprecationWarning, match=r"Old\.(finalize_new|offers_output) is not used"):
-
-        class Old(LocalDispatcher):
-            offers_output = False
-
-            def finalize_new(self, y, dispatched, x_TH):
-                return self.finalize(y, dispatched, torch.empty_like(x_TH))
-
-    assert not offers_output(Old(moekit.registry().dispatcher("local"), PROBLEM))
-    with pytest.warns(DeprecationWarning, match="is now LocalBatchedDispatcher"):
-        from moekit.backends.local import LocalSlabs
-    assert LocalSlabs is LocalBatchedDispatcher
 
 
 @pytest.mark.parametrize(
