@@ -144,6 +144,9 @@ class PrepareAndFinalize(Backend):
     makes_output: bool = False
     # Multiprocessors that a transfer occupies, if that is known; benchmarks print it.
     num_sms: int | None = None
+    # Seconds that `prepare` may wait on the host for another rank; None: as long as its library
+    # does. A checked kernel sets it, as its ranks enter `prepare` together.
+    peer_timeout: float | None = None
     # `finalize` weights and sums with it. The kernel sets it to the experts' function.
     weight_and_reduce: Callable[..., Tensor] = staticmethod(weight_and_reduce)
     # Buffers with ``nbytes`` that layers share, if it keeps any: `destroy` gives them up.

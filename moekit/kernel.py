@@ -74,7 +74,7 @@ class ModularKernel:
             raise PeerFailed with its reason; if a rank does not come within ``peer_timeout``
             seconds, they raise PeerFailed with its number. Both happen before they wait for tokens
             that never arrive, unless the dispatcher waits within `prepare`: then it names the
-            missing ranks itself, or its library's timeout ends the wait. A failure that leaves
+            missing ranks itself within ``peer_timeout``, or its library's timeout ends the wait. A failure that leaves
             tokens in flight poisons the group: later checked calls in it raise, too. Checks
             synchronize with the device, so the default is True on the CPU only.
         peer_timeout: seconds to wait for another rank in a collective check.
@@ -98,6 +98,8 @@ class ModularKernel:
         self.explanation = explanation
         self.workspace = workspace or Workspace.default()
         self.checked = self.problem.device.type == "cpu" if checked is None else checked
+        if self.checked:
+            dispatcher.peer_timeout = peer_timeout
         self.sums = Sums.of(self.problem, experts.spec, type(dispatcher))
         self._calls = Calls(dispatcher, experts.spec.name, peer_timeout, self.checked)
         self._made_for = checks.weights_of(self.problem)

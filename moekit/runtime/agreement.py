@@ -308,7 +308,7 @@ class Transfers:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         own = MoekitError, torch.OutOfMemoryError  # these are not transfer errors
         if isinstance(error, RuntimeError) and not isinstance(error, own):
-            self._roll_call.agree("go on after a failed transfer")
+            self._roll_call.agree("go on after a failed transfer", moving=True)
 
 
 def _encoded(text: str) -> bytes:

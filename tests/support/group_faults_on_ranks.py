@@ -121,6 +121,31 @@ def interrupted(rank: int, world_size: int, where: str, kind: type[BaseException
     return [*said, layer.call(1), layer.call(2)]
 
 
+def lost_in_prepare(rank: int, world_size: int, stopped: bool) -> list[str]:
+    """Rank 1 stops in its second dispatch, or fails there and tells nobody; all call again."""
+    layer = Layer(dist.new_group(), 1.0)
+    said = [layer.call()]
+    store, dispatcher = dist.distributed_c10d._get_default_store(), layer.kernel.dispatcher
+    gone = f"gave up {stopped} "
+    others = [f"{gone}{other}" for other in range(world_size) if other != 1]
+
+    def lose(*args: Any) -> Any:
+        if not stopped:
+            raise ZeroDivisionError("planted")
+        store.wait(others)
+        return type(dispatcher)._to_send(dispatcher, *args)
+
+    if rank == 1:
+        name = "_to_send" if stopped else "prepare"
+        setattr(dispatcher, name, lose)
+        said.append(layer.call())
+        delattr(dispatcher, name)
+    else:
+        said.append(layer.call())
+        store.set(f"{gone}{rank}", "")
+    return [*said, layer.call()]
+
+
 def interrupted_waiting(rank: int, world_size: int) -> list[tuple[str, float]]:
     """A signal interrupts rank 1 while it waits for rank 0 to start a call."""
     layer = Layer(dist.new_group(), 20.0)
