@@ -16,23 +16,23 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from moekit.contract import (
-    BY_EXPERTS,
     Dispatched,
     PackedWeights,
     PermuteExpertsUnpermute,
     PrepareAndFinalize,
     Quantizer,
     Routing,
-    Sums,
     Unreduced,
-    output_dtype,
 )
+from moekit.contract.explanation import Explanation
+from moekit.contract.pending import Pending
+from moekit.contract.sums import BY_EXPERTS, Sums, output_dtype
 from moekit.discovery.answers import packed_by
 from moekit.errors import InvalidInput, WeightsError
 from moekit.problem.problem import summary
@@ -43,12 +43,9 @@ from moekit.runtime.calls import Calls, Observer
 from moekit.runtime.checks import check_call, check_function, check_shared, check_tokens
 from moekit.runtime.device import elsewhere, on_device
 from moekit.runtime.memory import MemoryReport
-from moekit.runtime.overlap import InFlight, Pending
+from moekit.runtime.overlap import InFlight
 from moekit.runtime.rows import ALIGNMENT, aligned, quantize_dispatched
 from moekit.runtime.workspace import Layout, Scratch, Workspace, settle
-
-if TYPE_CHECKING:
-    from moekit.selection.explanation import Explanation
 
 logger = logging.getLogger("moekit")
 
@@ -74,9 +71,9 @@ class ModularKernel:
             raise PeerFailed with its reason; if a rank does not come within ``peer_timeout``
             seconds, they raise PeerFailed with its number. Both happen before they wait for tokens
             that never arrive, unless the dispatcher waits within `prepare`: then it names the
-            missing ranks itself within ``peer_timeout``, or its library's timeout ends the wait. A failure that leaves
-            tokens in flight poisons the group: later checked calls in it raise, too. Checks
-            synchronize with the device, so the default is True on the CPU only.
+            missing ranks itself within ``peer_timeout``, or its library's timeout ends the wait. A
+            failure that leaves tokens in flight poisons the group: later checked calls in it raise
+            as well. Checks synchronize with the device, so the default is True on the CPU only.
         peer_timeout: seconds to wait for another rank in a collective check.
     """
 
@@ -100,7 +97,8 @@ class ModularKernel:
         self.checked = self.problem.device.type == "cpu" if checked is None else checked
         if self.checked:
             dispatcher.peer_timeout = peer_timeout
-        self.sums = Sums.of(self.problem, experts.spec, type(dispatcher))
+        offered = type(dispatcher).takes_unreduced is not PrepareAndFinalize.takes_unreduced
+        self.sums = Sums.of(self.problem, experts.spec, offered)
         self._calls = Calls(dispatcher, experts.spec.name, peer_timeout, self.checked)
         self._made_for = checks.weights_of(self.problem)
         self._layouts: dict[int, Layout] = {}

@@ -18,9 +18,9 @@ from moekit.contract import (
     Dispatched,
     PackedWeights,
     PermuteExpertsUnpermute,
-    output_dtype,
 )
-from moekit.discovery.specs import ExpertsSpec
+from moekit.contract.specs import ExpertsSpec
+from moekit.contract.sums import output_dtype
 from moekit.problem import ActivationFormat, MoEProblem
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime.rows import batched_places, to_batched

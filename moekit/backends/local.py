@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 
 import torch
@@ -10,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moekit.contract import Dispatched, PrepareAndFinalize, Quantizer, Routing
-from moekit.discovery.specs import DispatcherSpec
+from moekit.contract.pending import Pending
+from moekit.contract.specs import DispatcherSpec
 from moekit.problem import ActivationFormat, MoEProblem
-from moekit.runtime.overlap import Pending
 from moekit.runtime.rows import batched_places, to_batched
 
 
@@ -120,14 +119,3 @@ class LocalBatchedDispatcher(PrepareAndFinalize):
         batched = (p.num_local_experts * num_tokens + 1) * p.hidden_size * p.dtype.itemsize
         indices = num_tokens * p.top_k * 8 * 8
         return batched + num_tokens * p.hidden_size * 4 * 4 + indices
-
-
-def __getattr__(name: str) -> type[PrepareAndFinalize]:
-    if name != "LocalSlabs":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(
-        "LocalSlabs is now LocalBatchedDispatcher; the old name goes with moekit 0.3",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    return LocalBatchedDispatcher

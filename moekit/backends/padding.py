@@ -20,10 +20,10 @@ from moekit.contract import (
     PackedWeights,
     PermuteExpertsUnpermute,
     Unreduced,
-    output_dtype,
 )
+from moekit.contract.specs import ExpertsSpec
+from moekit.contract.sums import output_dtype
 from moekit.discovery.answers import create
-from moekit.discovery.specs import ExpertsSpec
 from moekit.problem import ActivationFormat, MoEProblem
 from moekit.problem.quant import INT4_ZERO, OperandQuant, pack_int4, unpack_int4
 from moekit.problem.weights import ExpertWeights

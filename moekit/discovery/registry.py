@@ -1,6 +1,6 @@
 """All backends that plugins announced, by name: the registry.
 
-`moekit.discovery.specs` says what a backend declares, and `moekit.discovery.entry_points` how
+`moekit.contract.specs` says what a backend declares, and `moekit.discovery.entry_points` how
 plugins are found and loaded.
 """
 
@@ -14,17 +14,17 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from types import MappingProxyType
 
+from moekit.contract.specs import BackendSpec as BackendSpec
+from moekit.contract.specs import DispatcherSpec as DispatcherSpec
+from moekit.contract.specs import ExpertsSpec as ExpertsSpec
+from moekit.contract.specs import SpecT as SpecT
+from moekit.contract.specs import importable as importable
 from moekit.discovery.entry_points import SWITCHES as SWITCHES
 from moekit.discovery.entry_points import PluginState as PluginState
 from moekit.discovery.entry_points import mark_clashes, probe, probing, sources
 from moekit.discovery.hooks import GROUP as GROUP
 from moekit.discovery.hooks import MoekitSpecs as MoekitSpecs
 from moekit.discovery.hooks import hookimpl as hookimpl
-from moekit.discovery.specs import BackendSpec as BackendSpec
-from moekit.discovery.specs import DispatcherSpec as DispatcherSpec
-from moekit.discovery.specs import ExpertsSpec as ExpertsSpec
-from moekit.discovery.specs import SpecT as SpecT
-from moekit.discovery.specs import importable as importable
 from moekit.errors import BackendError, NameClash, UnknownBackend
 from moekit.untrusted.code import shown
 from moekit.untrusted.switches import switch

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moekit.contract import (
-    BY_EXPERTS,
     PermuteExpertsUnpermute,
     PrepareAndFinalize,
-    Sums,
-    output_dtype,
 )
+from moekit.contract.footprint import size_text
+from moekit.contract.sums import BY_EXPERTS, Sums, output_dtype
 from moekit.problem import ActivationFormat
-from moekit.runtime.units import size_text
 from moekit.runtime.workspace import Workspace
 
 

@@ -10,12 +10,12 @@ from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
+from moekit.contract.explanation import Explanation
+from moekit.contract.specs import CHECK_FAILED, BackendSpec, SpecT
 from moekit.discovery.registry import Registry
-from moekit.discovery.specs import CHECK_FAILED, BackendSpec, SpecT
 from moekit.errors import NameClash, UnknownBackend
 from moekit.problem import MoEProblem
 from moekit.selection.composite import find_experts
-from moekit.selection.explanation import Explanation
 from moekit.selection.policy import Candidate, Ranking, expected, rank
 
 

@@ -9,12 +9,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moekit.contract import Sums
-from moekit.discovery.specs import DispatcherSpec, ExpertsSpec
+from moekit.contract.explanation import Combination
+from moekit.contract.specs import DispatcherSpec, ExpertsSpec
+from moekit.contract.sums import Sums
 from moekit.problem import ActivationFormat, MoEProblem
 from moekit.selection import tuned as tune
 from moekit.selection.composite import composite
-from moekit.selection.explanation import Combination
 
 _BY_PRIORITY = "by priority"
 # In priority: a bridge costs copies and padded rows, but less than a reference backend (-100).

@@ -15,17 +15,16 @@ from torch import Tensor
 
 from moekit.backends.bridge import bridge
 from moekit.contract import Dispatched, PrepareAndFinalize, Quantizer, Routing
-from moekit.discovery.footprint import Footprint
+from moekit.contract.explanation import Explanation
+from moekit.contract.footprint import Footprint, size_text
+from moekit.contract.pending import Pending
+from moekit.contract.specs import DispatcherSpec
 from moekit.discovery.registry import Registry, registry
-from moekit.discovery.specs import DispatcherSpec
 from moekit.errors import InvalidInput
 from moekit.kernel import ModularKernel
 from moekit.problem import MoEProblem
 from moekit.runtime.memory import MemoryReport
-from moekit.runtime.overlap import Pending
-from moekit.runtime.units import size_text
 from moekit.selection.composite import find_experts
-from moekit.selection.explanation import Explanation
 from moekit.untrusted.code import Fault, contained, shown
 
 

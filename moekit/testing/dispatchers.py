@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moekit.contract import PrepareAndFinalize
-from moekit.discovery.specs import DispatcherSpec
+from moekit.contract.specs import DispatcherSpec
 from moekit.problem import DTYPES, ActivationFormat, DeviceSpec, MoEProblem, ParallelConfig
 from moekit.problem.quant import SCHEMES, WIRE_SCHEMES
 from moekit.testing import cases, interface, rank_failures, rank_threads, ranks

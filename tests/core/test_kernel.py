@@ -12,7 +12,8 @@ from moekit import ExpertWeights, MoEProblem, Pending, Routing, Workspace
 from moekit.backends.local import LocalDispatcher
 from moekit.backends.reference import oracle
 from moekit.backends.torch_experts import TorchExperts
-from moekit.contract import BufferSpec, Sums
+from moekit.contract import BufferSpec
+from moekit.contract.sums import Sums
 from moekit.errors import (
     CapacityExceeded,
     InvalidInput,

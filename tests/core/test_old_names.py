@@ -42,7 +42,6 @@ def test_every_old_module_imports_and_warns() -> None:
         "from moekit.bench.shapes import inputs",
         "from moekit.group import Agreement, SharedBuffers, Transfers, exchange, resolve",
         "from moekit.local import LocalDispatcher, local_ids",
-        "from moekit.overlap import Beside",
         "from moekit.parallel import parallel_config",
         "from moekit.plugins import SWITCHES, DispatcherSpec, MoekitSpecs, hookimpl, importable",
         "from moekit.reference import oracle",

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moekit.contract.shared_buffers import CallBuffers, SharedBuffers
 from moekit.errors import InvalidInput, PeerFailed
 from moekit.plugin import Transfers, exchange
 from moekit.runtime.agreement import Agreement
-from moekit.runtime.shared_buffers import CallBuffers, SharedBuffers
 from moekit.runtime.store import StoreLost, access
 from moekit.testing.distributed import RankPool
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from moekit.contract import Sums
+from moekit.contract.sums import Sums
 from moekit.problem import MoEProblem
 
 _RUNNERS_UP = 2
@@ -69,14 +68,6 @@ class Explanation:
         """The best combination; None if nothing can do the problem."""
         return self.combinations[0] if self.combinations else None
 
-    @property
-    def pairs(self) -> tuple[Combination, ...]:
-        """Deprecated: the old name of `combinations`."""
-        warnings.warn(
-            "Explanation.pairs is now Explanation.combinations", DeprecationWarning, stacklevel=2
-        )
-        return self.combinations
-
     def reasons(self) -> dict[str, tuple[str, ...]]:
         """Return every reason, by kind and name of the backend, as in ``dispatcher local``."""
         return {
@@ -134,10 +125,3 @@ class Explanation:
 
     def __str__(self) -> str:
         return self.text()
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Pair":
-        warnings.warn("Pair is now Combination", DeprecationWarning, stacklevel=2)
-        return Combination
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

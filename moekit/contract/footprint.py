@@ -1,4 +1,4 @@
-"""The memory that a dispatcher needs on a rank, known without creating it."""
+"""The memory that a dispatcher needs on a rank, known without creating it, and bytes in words."""
 
 from __future__ import annotations
 
@@ -38,3 +38,13 @@ class Footprint:
     @property
     def buffer_bytes(self) -> int:
         return sum(self.buffers.values())
+
+
+def size_text(nbytes: int) -> str:
+    """Return ``nbytes`` in B, KiB, MiB or GiB, with three digits or more."""
+    size, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.3g} {unit}"

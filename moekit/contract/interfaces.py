@@ -1,11 +1,4 @@
-"""The contract between the kernel and its backends, for authors of backends.
-
-A dispatcher implements `PrepareAndFinalize`, an experts backend `PermuteExpertsUnpermute`. They
-exchange `Routing`, `Dispatched` and `PackedWeights`.
-
-Shape suffixes: T tokens on this rank, K top-k, H hidden size, I intermediate size on this rank,
-L local experts, R dispatched rows, C capacity of the batched layout (rows for each expert).
-"""
+"""The interfaces of backends, and what they exchange with the kernel."""
 
 from __future__ import annotations
 
@@ -14,20 +7,19 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moekit.discovery.specs import Backend, DispatcherSpec, ExpertsSpec
-from moekit.problem import ActivationFormat, MoEProblem, quant
+from moekit.contract.footprint import size_text
+from moekit.contract.pending import Pending
+from moekit.contract.shared_buffers import Lease
+from moekit.contract.specs import Backend, DispatcherSpec, ExpertsSpec
+from moekit.contract.sums import weight_and_reduce
+from moekit.problem import MoEProblem, quant
 from moekit.problem.weights import ExpertWeights
-from moekit.runtime.overlap import Pending
-from moekit.runtime.reduce import weight_and_reduce
-from moekit.runtime.shared_buffers import Lease
-from moekit.runtime.units import size_text
 
 Quantizer = Callable[[Tensor, "Tensor | None"], "tuple[Tensor, Tensor]"]
 """A function: (x_RH, valid_rows_R or None) -> (quantized_RH, scale)."""
@@ -350,53 +342,3 @@ class BufferSpec:
     def nbytes(self) -> int:
         """Its size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-class Sums(Enum):
-    """Who weights the experts' rows by the router and sums them over K: one party, once.
-
-    A kernel decides it when it is composed. Its value says who, for people.
-    """
-
-    BY_EXPERTS = "the experts"
-    BY_EXPERTS_OR_DISPATCHER = "the experts, or the dispatcher in the calls that it takes"
-    BY_KERNEL = "moekit"
-    BY_DISPATCHER = "the dispatcher"
-
-    @classmethod
-    def of(
-        cls,
-        problem: MoEProblem,
-        experts: ExpertsSpec,
-        dispatcher: type[PrepareAndFinalize] | None = None,
-    ) -> Sums:
-        """Return who sums in ``problem``.
-
-        Args:
-            experts: as the dispatcher sees them, a bridge included.
-            dispatcher: its class, where it is loaded.
-        """
-        if experts.format is ActivationFormat.BATCHED or problem.batch_invariant:
-            return cls.BY_DISPATCHER
-        if not experts.reduces:
-            return cls.BY_KERNEL
-        asked = None if dispatcher is None else dispatcher.takes_unreduced
-        takes = asked not in (None, PrepareAndFinalize.takes_unreduced)
-        return cls.BY_EXPERTS_OR_DISPATCHER if takes else cls.BY_EXPERTS
-
-
-BY_EXPERTS = (Sums.BY_EXPERTS, Sums.BY_EXPERTS_OR_DISPATCHER)
-
-
-def output_dtype(
-    problem: MoEProblem, experts: ExpertsSpec, dispatcher: DispatcherSpec | None = None
-) -> torch.dtype:
-    """Return the dtype of the experts' output ``y``.
-
-    It is float32 in fp16 problems if everyone who handles an unweighted y supports that: the
-    experts, and the dispatcher if it sums.
-    """
-    sums = Sums.of(problem, experts)
-    taken = dispatcher is None or dispatcher.weights_in_fp32 or sums is not Sums.BY_DISPATCHER
-    wide = experts.weights_in_fp32 and not experts.reduces and taken
-    return torch.float32 if wide and problem.dtype == torch.float16 else problem.dtype

@@ -18,8 +18,8 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
-from moekit.discovery import padding as sizes
-from moekit.discovery.footprint import Footprint
+from moekit.contract import sizes
+from moekit.contract.footprint import Footprint
 from moekit.errors import BackendBroken, InvalidInput, InvalidProblem
 from moekit.problem import DEVICE_PATTERN, DTYPES, ActivationFormat, MoEProblem
 from moekit.problem.activation import ACTIVATIONS, DEFAULT_ACTIVATIONS
