@@ -19,7 +19,7 @@ from moekit.contract import (
     Routing,
 )
 from moekit.contract.explanation import Explanation
-from moekit.contract.pending import Pending
+from moekit.contract.pending import InFlight, Pending
 from moekit.contract.specs import DispatcherSpec, ExpertsSpec
 from moekit.discovery.hooks import hookimpl
 from moekit.discovery.registry import Registry, registry
@@ -37,7 +37,6 @@ from moekit.problem.activation import Activation
 from moekit.problem.quant import SCHEMES, OperandQuant, QuantScheme
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime.memory import MemoryReport
-from moekit.runtime.overlap import InFlight
 from moekit.runtime.workspace import Workspace
 from moekit.selection.select import compose, explain
 from moekit.version import __version__ as __version__

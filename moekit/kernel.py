@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from moekit.contract import (
     Unreduced,
 )
 from moekit.contract.explanation import Explanation
-from moekit.contract.pending import Pending
+from moekit.contract.pending import InFlight, Pending
 from moekit.contract.sums import BY_EXPERTS, Sums, output_dtype
 from moekit.discovery.answers import packed_by
 from moekit.errors import InvalidInput, WeightsError
@@ -42,10 +42,11 @@ from moekit.runtime.agreement import exchange
 from moekit.runtime.calls import Calls, Observer
 from moekit.runtime.checks import check_call, check_function, check_shared, check_tokens
 from moekit.runtime.device import elsewhere, on_device
-from moekit.runtime.memory import MemoryReport
-from moekit.runtime.overlap import InFlight
 from moekit.runtime.rows import ALIGNMENT, aligned, quantize_dispatched
 from moekit.runtime.workspace import Layout, Scratch, Workspace, settle
+
+if TYPE_CHECKING:
+    from moekit.runtime.memory import MemoryReport
 
 logger = logging.getLogger("moekit")
 
@@ -397,6 +398,8 @@ class ModularKernel:
             raise InvalidInput(
                 "memory() needs a token count: pass num_tokens, or set max_num_tokens"
             )
+        from moekit.runtime.memory import MemoryReport
+
         return MemoryReport.of(self.dispatcher, self.experts, check_tokens(tokens))
 
     def warmup(self, weights: PackedWeights, num_tokens: int) -> None:

@@ -16,9 +16,9 @@ from moekit.contract import (
     Routing,
     Unreduced,
 )
-from moekit.contract.footprint import Footprint
 from moekit.contract.pending import Pending
 from moekit.contract.shared_buffers import CallBuffers, Lease, SharedBuffers
+from moekit.contract.sizes import Footprint
 from moekit.contract.specs import DispatcherSpec, ExpertsSpec, importable
 from moekit.contract.sums import weight_and_reduce
 from moekit.discovery.hooks import hookimpl

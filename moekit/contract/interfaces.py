@@ -7,19 +7,21 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moekit.contract.footprint import size_text
 from moekit.contract.pending import Pending
-from moekit.contract.shared_buffers import Lease
+from moekit.contract.sizes import size_text
 from moekit.contract.specs import Backend, DispatcherSpec, ExpertsSpec
 from moekit.contract.sums import weight_and_reduce
 from moekit.problem import MoEProblem, quant
 from moekit.problem.weights import ExpertWeights
+
+if TYPE_CHECKING:
+    from moekit.contract.shared_buffers import Lease
 
 Quantizer = Callable[[Tensor, "Tensor | None"], "tuple[Tensor, Tensor]"]
 """A function: (x_RH, valid_rows_R or None) -> (quantized_RH, scale)."""

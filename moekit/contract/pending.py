@@ -1,10 +1,12 @@
-"""Values that are not there yet."""
+"""Values that are not there yet, and calls in flight."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
+
+from torch import Tensor
 
 from moekit.errors import MoekitError
 
@@ -47,3 +49,25 @@ class Pending(Generic[T]):
         except BaseException as error:
             self._failed = f"{type(error).__name__}: {error}"
             raise
+
+
+class InFlight(Pending[Tensor]):
+    """A dispatched call, from `ModularKernel.start`; its result is (T, H).
+
+        first, second = kernel.start(...), kernel.start(...)
+        first.run()                                # its experts; its output is in flight ...
+        second.run()                               # ... while these experts run
+        outs = first.result(), second.result()
+
+    `result` runs what was not run. Call both on the stream that the call was started on, in any
+    thread. Take the result also where a later start raises: a dropped call keeps its buffer.
+    """
+
+    def __init__(self, run: Callable[[], Pending[Tensor]]) -> None:
+        combining = Pending(run)
+        super().__init__(lambda: combining.result().result())
+        self._combining = combining
+
+    def run(self) -> None:
+        """Run the experts and launch the combine, once, without waiting for the output."""
+        self._combining.result()

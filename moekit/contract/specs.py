@@ -19,7 +19,6 @@ from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 from moekit.contract import sizes
-from moekit.contract.footprint import Footprint
 from moekit.errors import BackendBroken, InvalidInput, InvalidProblem
 from moekit.problem import DEVICE_PATTERN, DTYPES, ActivationFormat, MoEProblem
 from moekit.problem.activation import ACTIVATIONS, DEFAULT_ACTIVATIONS
@@ -313,7 +312,7 @@ class DispatcherSpec(BackendSpec):
     uneven_experts: bool = True
     most_top_k: int | None = None
     most_ranks: int | None = None
-    footprint: Callable[[MoEProblem], Footprint] | None = None
+    footprint: Callable[[MoEProblem], sizes.Footprint] | None = None
     schemes: frozenset[str] = frozenset(SCHEMES)
 
     def _unsupported_features(self, problem: MoEProblem) -> list[str]:

@@ -8,7 +8,7 @@ from moekit.contract import (
     PermuteExpertsUnpermute,
     PrepareAndFinalize,
 )
-from moekit.contract.footprint import size_text
+from moekit.contract.sizes import size_text
 from moekit.contract.sums import BY_EXPERTS, Sums, output_dtype
 from moekit.problem import ActivationFormat
 from moekit.runtime.workspace import Workspace

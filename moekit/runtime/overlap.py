@@ -1,4 +1,4 @@
-"""Overlap: calls in flight, and shared experts concurrent with a transfer."""
+"""Shared experts concurrent with a transfer."""
 
 from __future__ import annotations
 
@@ -9,35 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moekit.contract.pending import Pending
-
 # Idle side streams by the stream that forks them: one each, and one more for each further thread
 # that forks the same stream at the same time. Only that stream uses them, and each fork waits for
 # it: so torch reuses memory of the side stream only after that stream has read it, without further
 # bookkeeping, in CUDA graphs too.
 _idle: dict[tuple[torch.device, int], list[Any]] = {}
-
-
-class InFlight(Pending[Tensor]):
-    """A dispatched call, from `ModularKernel.start`; its result is (T, H).
-
-        first, second = kernel.start(...), kernel.start(...)
-        first.run()                                # its experts; its output is in flight ...
-        second.run()                               # ... while these experts run
-        outs = first.result(), second.result()
-
-    `result` runs what was not run. Call both on the stream that the call was started on, in any
-    thread. Take the result also where a later start raises: a dropped call keeps its buffer.
-    """
-
-    def __init__(self, run: Callable[[], Pending[Tensor]]) -> None:
-        combining = Pending(run)
-        super().__init__(lambda: combining.result().result())
-        self._combining = combining
-
-    def run(self) -> None:
-        """Run the experts and launch the combine, once, without waiting for the output."""
-        self._combining.result()
 
 
 class ConcurrentExperts:

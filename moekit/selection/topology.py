@@ -16,8 +16,8 @@ from torch import Tensor
 from moekit.backends.bridge import bridge
 from moekit.contract import Dispatched, PrepareAndFinalize, Quantizer, Routing
 from moekit.contract.explanation import Explanation
-from moekit.contract.footprint import Footprint, size_text
 from moekit.contract.pending import Pending
+from moekit.contract.sizes import Footprint, size_text
 from moekit.contract.specs import DispatcherSpec
 from moekit.discovery.registry import Registry, registry
 from moekit.errors import InvalidInput

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moekit.contract import PackedWeights, Routing
-from moekit.contract.footprint import Footprint
+from moekit.contract.sizes import Footprint
 from moekit.contract.specs import DispatcherSpec
 from moekit.errors import Unsupported
 from moekit.kernel import ModularKernel

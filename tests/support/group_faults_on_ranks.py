@@ -66,6 +66,10 @@ class Layer:
         want = oracle(x, self.whole, routing, self.problem.replace(parallel=ParallelConfig()))
         return "right" if torch.allclose(out, want, atol=1e-4) else "wrong"
 
+    def waits(self, seconds: float) -> None:
+        """Let later calls wait so long for another rank; composing takes a slow machine longer."""
+        self.kernel._calls.agreement._timeout = self.kernel.dispatcher.peer_timeout = seconds
+
     def timed(self) -> tuple[str, float]:
         start = time.monotonic()
         return self.call(), time.monotonic() - start
@@ -73,13 +77,15 @@ class Layer:
 
 def late(rank: int, world_size: int) -> list[tuple[str, float]]:
     """Rank 1 is stuck while the others give up twice. Then it calls, and all call again."""
-    layer = Layer(dist.new_group(), 1.0)
+    layer, store = Layer(dist.new_group(), 20.0), dist.distributed_c10d._get_default_store()
     said = [layer.timed()]
     if rank == 1:
-        time.sleep(3)
+        store.wait(["gave up twice"])
         return [*said, layer.timed(), layer.timed(), layer.timed()]
+    layer.waits(1.0)
     said += [layer.timed(), layer.timed()]
-    layer.kernel._calls.agreement._timeout = 20.0
+    layer.waits(20.0)
+    store.set("gave up twice", "")
     return [*said, layer.timed(), layer.timed()]
 
 
@@ -123,8 +129,9 @@ def interrupted(rank: int, world_size: int, where: str, kind: type[BaseException
 
 def lost_in_prepare(rank: int, world_size: int, stopped: bool) -> list[str]:
     """Rank 1 stops in its second dispatch, or fails there and tells nobody; all call again."""
-    layer = Layer(dist.new_group(), 1.0)
+    layer = Layer(dist.new_group(), 20.0)
     said = [layer.call()]
+    layer.waits(1.0)
     store, dispatcher = dist.distributed_c10d._get_default_store(), layer.kernel.dispatcher
     gone = f"gave up {stopped} "
     others = [f"{gone}{other}" for other in range(world_size) if other != 1]
@@ -290,8 +297,8 @@ def serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     dist.init_process_group(
         "gloo", f"tcp://127.0.0.1:{port}", timedelta(seconds=60), world_size, rank
     )
-    layer = Layer(dist.group.WORLD, 1.0)
+    layer = Layer(dist.group.WORLD, 20.0)
     pipe.send("ready")
     while (seconds := pipe.recv()) is not None:
-        layer.kernel._calls.agreement._timeout = seconds
+        layer.waits(seconds)
         pipe.send(layer.timed())

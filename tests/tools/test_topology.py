@@ -14,7 +14,7 @@ from test_cli import SIZES, VENDORS, actual, documented
 import moekit
 from moekit import MoEProblem, ParallelConfig
 from moekit.cli.main import main
-from moekit.contract.footprint import Footprint
+from moekit.contract.sizes import Footprint
 from moekit.discovery.registry import Registry, registry
 from moekit.errors import InvalidProblem
 from moekit.problem.quant import SCHEMES
