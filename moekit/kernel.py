@@ -173,23 +173,24 @@ class ModularKernel:
         if self._on_accelerator and elsewhere(x) is not None:
             with on_device(x):
                 return self(x, weights, routing, out=out, shared=shared)
-        with self._calls.turn():
-            observer = self._calls.begin(x)
-            try:
-                x_TH, routing, out, quantize = self._arrange(x, weights, routing, out)
-                observer.arranged()
-                arriving = self.dispatcher.prepare(x_TH, routing, quantize)
-                observer.sent()
-                extra, fault = _NOTHING if shared is None else _tried(check_shared, shared, x)
-                tokens = arriving.result()
-                observer.arrived()
-                y, tokens, scratch = self._apply(tokens, weights, out, fault, observer)
-                combining = self._finalize(y, tokens, scratch, x_TH, out)
-                observer.combining()
-            except BaseException as error:
-                observer.failed(error)
-                raise
+        observer = self._calls.begin(x)
+        try:
+            x_TH, routing, out, quantize = self._arrange(x, weights, routing, out)
+            observer.arranged()
+            arriving = self.dispatcher.prepare(x_TH, routing, quantize)
+            observer.sent()
+            extra, fault = _NOTHING if shared is None else _tried(check_shared, shared, x)
+            tokens = arriving.result()
+            observer.arrived()
+            y, tokens, scratch = self._apply(tokens, weights, out, fault, observer)
+            combining = self._finalize(y, tokens, scratch, x_TH, out)
+            observer.combining()
             result = combining.result()
+        except BaseException as error:
+            observer.failed(error)
+            raise
+        finally:
+            observer.ended()
         return result if extra is None else result.add_(extra)
 
     def start(
@@ -244,10 +245,12 @@ class ModularKernel:
         except BaseException as error:
             observer.failed(error)
             raise
+        finally:
+            observer.ended()
 
         def run() -> Pending[Tensor]:
+            observer.resumed()
             try:
-                observer.resumed()
                 _, fault = _NOTHING if meanwhile is None else _tried(meanwhile)
                 tokens = arriving.result()
                 observer.arrived()
@@ -257,6 +260,8 @@ class ModularKernel:
             except BaseException as error:
                 observer.failed(error)
                 raise
+            finally:
+                observer.ended()
             # The combine reads these, which live until the output has arrived.
             return Pending(partial(_result, combining, x_TH, y, tokens))
 

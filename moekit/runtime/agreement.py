@@ -7,7 +7,7 @@ is left half-way, and a rank that does not answer is named.
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from threading import Lock, RLock
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -283,11 +283,8 @@ class Agreement:
         return self._sequence.step
 
 
-def turn_in(group: dist.ProcessGroup) -> AbstractContextManager[object]:
-    """Return the lock that a thread holds while its call runs in the group.
-
-    The collectives of a group must run in one order on all ranks.
-    """
+def turn_in(group: dist.ProcessGroup) -> RLock:
+    """Return the lock that a thread holds while its call runs in the group."""
     return _Sequence.of(group).turn
 
 

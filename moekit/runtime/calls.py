@@ -6,10 +6,9 @@ waits there until the other ranks have come as well, and raises what they report
 
 from __future__ import annotations
 
-from _thread import RLock
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
-from functools import partial
+from contextlib import suppress
+from threading import RLock
 from typing import Protocol
 
 import torch
@@ -34,7 +33,7 @@ class Observer(Protocol):
         """Pass the launch of the dispatch."""
 
     def resumed(self) -> object:
-        """Begin to wait for the tokens."""
+        """Go on after `ended`, and begin to wait for the tokens."""
 
     def arrived(self) -> object:
         """Pass to the experts: the tokens are here."""
@@ -48,11 +47,14 @@ class Observer(Protocol):
     def failed(self, error: BaseException) -> object:
         """Take note that ``error`` ends the call, unless this observer has raised it."""
 
+    def ended(self) -> object:
+        """Pass the end of the call, or of its part that dispatches, also if it failed."""
+
 
 class _Unobserved:
     """Does nothing. `bool` costs no Python frame, unlike a method, and small calls pay for each."""
 
-    arranged = sent = resumed = arrived = computed = combining = staticmethod(bool)
+    arranged = sent = resumed = arrived = computed = combining = ended = staticmethod(bool)
 
     def failed(self, error: BaseException) -> None:
         """Do nothing: no rank waits."""
@@ -65,7 +67,6 @@ class Calls:
     """Makes the observers of a kernel's calls.
 
     agreement: lets all ranks go on together; None if the kernel is unchecked or has no group.
-    turn: returns the lock that a thread holds while its call runs.
     """
 
     def __init__(
@@ -82,11 +83,10 @@ class Calls:
             PeerFailed: a rank does not come within ``timeout`` seconds.
         """
         self.agreement: Agreement | None = None
-        # A fresh lock holds nobody up, and takes no Python frame, unlike `nullcontext`.
-        self.turn: Callable[[], AbstractContextManager[object]] = RLock
+        self._turn = RLock()
         if dispatcher.group is not None:
             self._name, self.agreement = join(dispatcher.group, timeout, checked)
-            self.turn = partial(turn_in, dispatcher.group)
+            self._turn = turn_in(dispatcher.group)
         self._dispatcher, self._experts = dispatcher, experts
         self._moves = dispatcher.spec.moves_tokens
         self._alone = self.agreement is None and not self._moves
@@ -104,18 +104,40 @@ class Calls:
     def abort(self, error: Exception) -> None:
         """Tell the other ranks that ``error`` keeps this rank from its next call."""
         with suppress(PeerFailed):
-            self.begin(None).failed(error)
+            observer = self.begin(None)
+            try:
+                observer.failed(error)
+            finally:
+                observer.ended()
 
     def _in_group(self, x: object) -> Observer:
         if self.agreement is None:
-            return _Unchecked(self._dispatcher)
-        return _Checked(self.agreement, self._name, self._moves, x)
+            return _Unchecked(self._turn, self._dispatcher)
+        return _Checked(self._turn, self.agreement, self._name, self._moves, x)
 
 
-class _Unchecked(_Unobserved):
+class _InTurn(_Unobserved):
+    """A call of a group, whose collectives must run in one order on all ranks.
+
+    turn: the lock that a thread holds while its call runs.
+    """
+
+    def __init__(self, turn: RLock) -> None:
+        self._turn = turn
+        turn.acquire()
+
+    def resumed(self) -> None:  # type: ignore[override]
+        self._turn.acquire()
+
+    def ended(self) -> None:  # type: ignore[override]
+        self._turn.release()
+
+
+class _Unchecked(_InTurn):
     """A call that moves tokens. If it fails before its dispatch, the other ranks hear of it."""
 
-    def __init__(self, dispatcher: PrepareAndFinalize) -> None:
+    def __init__(self, turn: RLock, dispatcher: PrepareAndFinalize) -> None:
+        super().__init__(turn)
         self._abort: Callable[[str], None] | None = dispatcher.abort
 
     def arranged(self) -> None:  # type: ignore[override]
@@ -127,16 +149,19 @@ class _Unchecked(_Unobserved):
             self._abort(describe(error))
 
 
-class _Checked(_Unobserved):
+class _Checked(_InTurn):
     """A checked call: each of its four steps ends on all ranks, or raises on all of them."""
 
-    def __init__(self, agreement: Agreement, name: str, moves: bool, x: object) -> None:
+    def __init__(
+        self, turn: RLock, agreement: Agreement, name: str, moves: bool, x: object
+    ) -> None:
+        super().__init__(turn)
         self._agreement, self._name, self._moves = agreement, name, moves
         self._step = "start"  # under way on this rank; "" once the other ranks know how it ended
         # Where nothing moves, all ranks hold the same tokens.
         shape = tuple(x.shape) if isinstance(x, Tensor) else ()
         self._more = "" if moves else f" with x {shape}"
-        self.resumed()
+        self._enter()
 
     def arranged(self) -> None:  # type: ignore[override]
         self._agree("dispatch")
@@ -147,9 +172,8 @@ class _Checked(_Unobserved):
         self._agree("run the experts of", moving=self._moves)
 
     def resumed(self) -> None:  # type: ignore[override]
-        step = self._step
-        self._agreement.enter(self._ending())
-        self._step = step
+        super().resumed()
+        self._enter()
 
     def computed(self) -> None:  # type: ignore[override]
         self._agree("combine")
@@ -160,6 +184,16 @@ class _Checked(_Unobserved):
     def failed(self, error: BaseException) -> None:
         if what := self._ending():
             self._agreement.agree(what, describe(error))
+
+    def _enter(self) -> None:
+        """Raise PeerFailed in a poisoned group, where a device may wait without end."""
+        step = self._step
+        try:
+            self._agreement.enter(self._ending())
+        except BaseException:
+            self.ended()
+            raise
+        self._step = step
 
     def _agree(self, following: str, *, moving: bool = False) -> None:
         """End the step on all ranks, or raise PeerFailed on all; then pass to the next."""
@@ -206,6 +240,9 @@ class _Labels:
     def failed(self, error: BaseException) -> None:
         self._end()
         self._observer.failed(error)
+
+    def ended(self) -> None:
+        self._observer.ended()
 
     def _begin(self, name: str) -> None:
         self._label = torch.profiler.record_function(name)

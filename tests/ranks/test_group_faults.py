@@ -38,10 +38,10 @@ def test_a_late_rank_hears_who_gave_up_and_all_recover(pool) -> None:
     assert [text for text, _ in (waited[0], came_late[0])] == ["right", "right"]
     for text, seconds in waited[1:3]:
         assert text.startswith("PeerFailed: rank 1 did not come to 'start a call of kernel")
-        assert seconds < 15
+        assert seconds < 3
     text, seconds = came_late[1]
     assert text.startswith("PeerFailed: rank 0 gave up at 'start a call of kernel")
-    assert seconds < 15, "no wait for a step that is over"
+    assert seconds < 0.9, "no wait for a step that is over"
     assert [text for text, _ in waited[3:]] == ["right", "right"]
     assert [text for text, _ in came_late[2:]] == ["right", "right"]
 
@@ -64,6 +64,14 @@ def test_all_hear_of_an_interrupt_and_recover(pool, where, kind) -> None:
         assert said[2:] == ["right", "right"]
 
 
+def test_a_signal_interrupts_a_rank_that_waits(pool) -> None:
+    others, mine = pool.run(interrupted_waiting)
+    assert mine[1][0].startswith("KeyboardInterrupt") and mine[1][1] < 1.2
+    assert others[1][0].startswith("PeerFailed: rank 1 failed: KeyboardInterrupt")
+    assert others[1][1] < 3
+    assert (others[2][0], mine[2][0]) == ("right", "right")
+
+
 @pytest.mark.parametrize("stopped", [True, False])
 def test_a_rank_lost_in_its_dispatch_is_noticed_in_time(pool, stopped) -> None:
     """The group's own timeout, after which this would fail, is half an hour."""
@@ -76,14 +84,6 @@ def test_a_rank_lost_in_its_dispatch_is_noticed_in_time(pool, stopped) -> None:
         elif not stopped:
             assert second == "ZeroDivisionError: planted"
         assert third.startswith("PeerFailed"), "ranks no longer agree on where they stand"
-
-
-def test_a_signal_interrupts_a_rank_that_waits(pool) -> None:
-    others, mine = pool.run(interrupted_waiting)
-    assert mine[1][0].startswith("KeyboardInterrupt") and mine[1][1] < 15
-    assert others[1][0].startswith("PeerFailed: rank 1 failed: KeyboardInterrupt")
-    assert others[1][1] < 18
-    assert (others[2][0], mine[2][0]) == ("right", "right")
 
 
 def test_two_threads_with_a_group_each(pool) -> None:
@@ -125,9 +125,9 @@ def test_a_rank_that_fails_to_choose(pool) -> None:
 @pytest.mark.parametrize("again", [False, True])
 def test_a_rank_that_does_not_compose(pool, again) -> None:
     (text, seconds), (late, late_seconds) = pool.run(never_composes, again)
-    assert text.startswith("rank 1 did not come to 'choose backends' within 1 s") and seconds < 15
+    assert text.startswith("rank 1 did not come to 'choose backends' within 1 s") and seconds < 4
     if again:
-        assert late.startswith("rank 0 gave up at 'choose backends'") and late_seconds < 15
+        assert late.startswith("rank 0 gave up at 'choose backends'") and late_seconds < 1
         assert text.endswith("| right") and late.endswith("| right")
 
 
@@ -163,7 +163,7 @@ def test_the_process_that_hosts_the_store_stops_and_dies() -> None:
         for _ in range(2):
             ((text, seconds),) = call(1, timeout=1.0)
             assert text.startswith("PeerFailed: the store of the process group did not answer")
-            assert "global rank 0) is stopped" in text and seconds < 15
+            assert "global rank 0) is stopped" in text and seconds < 5
         os.kill(host, signal.SIGCONT)
         assert [text for text, _ in call(0, 1, timeout=20.0)] == ["right"] * ranks
 
@@ -171,7 +171,7 @@ def test_the_process_that_hosts_the_store_stops_and_dies() -> None:
         for _ in range(2):
             ((text, seconds),) = call(1, timeout=1.0)
             assert text.startswith("PeerFailed: the store of the process group is gone")
-            assert "global rank 0) is stopped, died" in text and seconds < 15
+            assert "global rank 0) is stopped, died" in text and seconds < 5
     finally:
         for process in processes:
             process.kill()

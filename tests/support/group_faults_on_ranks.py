@@ -66,10 +66,6 @@ class Layer:
         want = oracle(x, self.whole, routing, self.problem.replace(parallel=ParallelConfig()))
         return "right" if torch.allclose(out, want, atol=1e-4) else "wrong"
 
-    def waits(self, seconds: float) -> None:
-        """Let later calls wait so long for another rank; composing takes a slow machine longer."""
-        self.kernel._calls.agreement._timeout = self.kernel.dispatcher.peer_timeout = seconds
-
     def timed(self) -> tuple[str, float]:
         start = time.monotonic()
         return self.call(), time.monotonic() - start
@@ -77,15 +73,13 @@ class Layer:
 
 def late(rank: int, world_size: int) -> list[tuple[str, float]]:
     """Rank 1 is stuck while the others give up twice. Then it calls, and all call again."""
-    layer, store = Layer(dist.new_group(), 20.0), dist.distributed_c10d._get_default_store()
+    layer = Layer(dist.new_group(), 1.0)
     said = [layer.timed()]
     if rank == 1:
-        store.wait(["gave up twice"])
+        time.sleep(3)
         return [*said, layer.timed(), layer.timed(), layer.timed()]
-    layer.waits(1.0)
     said += [layer.timed(), layer.timed()]
-    layer.waits(20.0)
-    store.set("gave up twice", "")
+    layer.kernel._calls.agreement._timeout = 20.0
     return [*said, layer.timed(), layer.timed()]
 
 
@@ -125,32 +119,6 @@ def interrupted(rank: int, world_size: int, where: str, kind: type[BaseException
     else:
         said.append(layer.call())
     return [*said, layer.call(1), layer.call(2)]
-
-
-def lost_in_prepare(rank: int, world_size: int, stopped: bool) -> list[str]:
-    """Rank 1 stops in its second dispatch, or fails there and tells nobody; all call again."""
-    layer = Layer(dist.new_group(), 20.0)
-    said = [layer.call()]
-    layer.waits(1.0)
-    store, dispatcher = dist.distributed_c10d._get_default_store(), layer.kernel.dispatcher
-    gone = f"gave up {stopped} "
-    others = [f"{gone}{other}" for other in range(world_size) if other != 1]
-
-    def lose(*args: Any) -> Any:
-        if not stopped:
-            raise ZeroDivisionError("planted")
-        store.wait(others)
-        return type(dispatcher)._to_send(dispatcher, *args)
-
-    if rank == 1:
-        name = "_to_send" if stopped else "prepare"
-        setattr(dispatcher, name, lose)
-        said.append(layer.call())
-        delattr(dispatcher, name)
-    else:
-        said.append(layer.call())
-        store.set(f"{gone}{rank}", "")
-    return [*said, layer.call()]
 
 
 def interrupted_waiting(rank: int, world_size: int) -> list[tuple[str, float]]:
@@ -226,6 +194,32 @@ def no_tensor(rank: int, world_size: int) -> list[str]:
     return said
 
 
+def lost_in_prepare(rank: int, world_size: int, stopped: bool) -> list[str]:
+    """Rank 1 stops in its second dispatch, or fails there and tells nobody; all call again."""
+    layer = Layer(dist.new_group(), 20.0)
+    said = [layer.call()]
+    layer.kernel._calls.agreement._timeout = layer.kernel.dispatcher.peer_timeout = 1.0
+    store, dispatcher = dist.distributed_c10d._get_default_store(), layer.kernel.dispatcher
+    gone = f"gave up {stopped} "
+    others = [f"{gone}{other}" for other in range(world_size) if other != 1]
+
+    def lose(*args: Any) -> Any:
+        if not stopped:
+            raise ZeroDivisionError("planted")
+        store.wait(others)
+        return type(dispatcher)._to_send(dispatcher, *args)
+
+    if rank == 1:
+        name = "_to_send" if stopped else "prepare"
+        setattr(dispatcher, name, lose)
+        said.append(layer.call())
+        delattr(dispatcher, name)
+    else:
+        said.append(layer.call())
+        store.set(f"{gone}{rank}", "")
+    return [*said, layer.call()]
+
+
 def checked_differs(rank: int, world_size: int) -> tuple[str, str, int]:
     """Return the error, the next kernel's call, and how many dispatchers were destroyed."""
     group, destroy, destroyed = dist.new_group(), PrepareAndFinalize.destroy, []
@@ -297,8 +291,8 @@ def serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     dist.init_process_group(
         "gloo", f"tcp://127.0.0.1:{port}", timedelta(seconds=60), world_size, rank
     )
-    layer = Layer(dist.group.WORLD, 20.0)
+    layer = Layer(dist.group.WORLD, 1.0)
     pipe.send("ready")
     while (seconds := pipe.recv()) is not None:
-        layer.waits(seconds)
+        layer.kernel._calls.agreement._timeout = seconds
         pipe.send(layer.timed())
