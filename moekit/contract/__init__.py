@@ -7,24 +7,11 @@ Shape suffixes: T tokens on this rank, K top-k, H hidden size, I intermediate si
 L local experts, R dispatched rows, C capacity of the batched layout (rows for each expert).
 """
 
-from moekit.contract.interfaces import (
-    BufferSpec,
-    Dispatched,
-    PackedWeights,
-    PermuteExpertsUnpermute,
-    PrepareAndFinalize,
-    Quantizer,
-    Routing,
-    Unreduced,
-)
-
-__all__ = [
-    "BufferSpec",
-    "Dispatched",
-    "PackedWeights",
-    "PermuteExpertsUnpermute",
-    "PrepareAndFinalize",
-    "Quantizer",
-    "Routing",
-    "Unreduced",
-]
+from moekit.contract.interfaces import BufferSpec as BufferSpec
+from moekit.contract.interfaces import Dispatched as Dispatched
+from moekit.contract.interfaces import PackedWeights as PackedWeights
+from moekit.contract.interfaces import PermuteExpertsUnpermute as PermuteExpertsUnpermute
+from moekit.contract.interfaces import PrepareAndFinalize as PrepareAndFinalize
+from moekit.contract.interfaces import Quantizer as Quantizer
+from moekit.contract.interfaces import Routing as Routing
+from moekit.contract.interfaces import Unreduced as Unreduced

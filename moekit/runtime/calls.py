@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from threading import RLock
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -98,7 +99,8 @@ class Calls:
         """
         observer = _UNOBSERVED if self._alone else self._in_group(x)
         if _profiled():
-            return _Labels(observer, self._dispatcher.spec.name, self._experts)
+            names = self._dispatcher.spec.name, self._experts
+            return cast(Observer, _Labels(observer, *names))
         return observer
 
     def abort(self, error: Exception) -> None:
@@ -210,45 +212,23 @@ class _Labels:
     """Labels the dispatch, the experts and the combine in torch's profiler."""
 
     def __init__(self, observer: Observer, dispatcher: str, experts: str) -> None:
-        self._observer, self._dispatcher, self._experts = observer, dispatcher, experts
+        self._observer = observer
         self._label: torch.profiler.record_function | None = None
+        self._begins = {
+            "arranged": f"moekit dispatch: {dispatcher}",
+            "arrived": f"moekit experts: {experts}",
+            "computed": f"moekit combine: {dispatcher}",
+        }
 
-    def arranged(self) -> None:
-        self._observer.arranged()
-        self._begin(f"moekit dispatch: {self._dispatcher}")
+    def __getattr__(self, point: str) -> Callable[..., None]:
+        return partial(self._pass, point)
 
-    def sent(self) -> None:
-        self._end()
-        self._observer.sent()
-
-    def resumed(self) -> None:
-        self._observer.resumed()
-
-    def arrived(self) -> None:
-        self._observer.arrived()
-        self._begin(f"moekit experts: {self._experts}")
-
-    def computed(self) -> None:
-        self._end()
-        self._observer.computed()
-        self._begin(f"moekit combine: {self._dispatcher}")
-
-    def combining(self) -> None:
-        self._end()
-        self._observer.combining()
-
-    def failed(self, error: BaseException) -> None:
-        self._end()
-        self._observer.failed(error)
-
-    def ended(self) -> None:
-        self._observer.ended()
-
-    def _begin(self, name: str) -> None:
-        self._label = torch.profiler.record_function(name)
-        self._label.__enter__()  # type: ignore[no-untyped-call]
-
-    def _end(self) -> None:
+    def _pass(self, point: str, *error: BaseException) -> None:
+        """End the label that is under way, pass the point, and begin the label that follows."""
         if self._label is not None:
             self._label.__exit__(None, None, None)
             self._label = None
+        getattr(self._observer, point)(*error)
+        if point in self._begins:
+            self._label = torch.profiler.record_function(self._begins[point])
+            self._label.__enter__()  # type: ignore[no-untyped-call]
