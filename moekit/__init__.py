@@ -15,9 +15,11 @@ from moekit.contract import (
     PrepareAndFinalize,
     Routing,
 )
+from moekit.contract.explanation import Explanation
+from moekit.contract.pending import InFlight, Pending
+from moekit.contract.specs import DispatcherSpec, ExpertsSpec
 from moekit.discovery.hooks import hookimpl
 from moekit.discovery.registry import Registry, registry
-from moekit.discovery.specs import DispatcherSpec, ExpertsSpec
 from moekit.errors import MoekitError
 from moekit.kernel import ModularKernel
 from moekit.layer.layer import FusedMoE
@@ -32,9 +34,7 @@ from moekit.problem.activation import Activation
 from moekit.problem.quant import SCHEMES, OperandQuant, QuantScheme
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime.memory import MemoryReport
-from moekit.runtime.overlap import InFlight, Pending
 from moekit.runtime.workspace import Workspace
-from moekit.selection.explanation import Explanation
 from moekit.selection.select import compose, explain
 from moekit.version import __version__ as __version__
 

@@ -1,6 +1,6 @@
 """The composed MoE layer.
 
-`ModularKernel._flow` is the data flow of a call:
+`ModularKernel.__call__` is the data flow of a call, top to bottom:
 
     tokens -> PrepareAndFinalize.prepare -> PermuteExpertsUnpermute.apply
            -> PrepareAndFinalize.finalize -> out
@@ -26,42 +26,40 @@ from moekit.contract import (
     PackedWeights,
     PermuteExpertsUnpermute,
     PrepareAndFinalize,
+    Quantizer,
     Routing,
     Unreduced,
-    offers_output,
-    offers_sum,
-    output_dtype,
 )
+from moekit.contract.explanation import Explanation
+from moekit.contract.pending import InFlight, Pending
+from moekit.contract.sums import BY_EXPERTS, Sums, output_dtype
 from moekit.discovery.answers import packed_by
 from moekit.errors import InvalidInput, WeightsError
-from moekit.problem import ActivationFormat
 from moekit.problem.problem import summary
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime import checks
 from moekit.runtime.agreement import exchange
-from moekit.runtime.calls import Flow, calls_of
+from moekit.runtime.calls import Calls, Observer
 from moekit.runtime.checks import check_call, check_function, check_shared, check_tokens
 from moekit.runtime.device import elsewhere, on_device
-from moekit.runtime.memory import MemoryReport
-from moekit.runtime.overlap import InFlight, Pending
 from moekit.runtime.rows import ALIGNMENT, aligned, quantize_dispatched, quantized_by
 from moekit.runtime.workspace import Layout, Scratch, Workspace, settle
 
 if TYPE_CHECKING:
-    from moekit.selection.explanation import Explanation
+    from moekit.runtime.memory import MemoryReport
 
 logger = logging.getLogger("moekit")
 
 _T = TypeVar("_T")
 _MAX_LAYOUTS = 1024
+_NONE = Scratch(())
+_NOTHING = None, None  # neither a result nor a fault
 
 
 class ModularKernel:
     """One dispatcher and one experts backend, composed.
 
-    Exactly one party applies the router weights and sums over K: the dispatcher if it
-    ``applies_weights``, the problem is batch-invariant or the experts leave the call's sum to it,
-    else the experts if they ``reduces``, else this class. Experts never see
+    `sums` is the one party that applies the router weights and sums over K. Experts never see
     apply_router_weight_on_input: this class scales the tokens and passes weights of one.
 
     Args:
@@ -74,9 +72,9 @@ class ModularKernel:
             raise PeerFailed with its reason; if a rank does not come within ``peer_timeout``
             seconds, they raise PeerFailed with its number. Both happen before they wait for tokens
             that never arrive, unless the dispatcher waits within `prepare`: then it names the
-            missing ranks itself, or its library's timeout ends the wait. A failure that leaves
-            tokens in flight poisons the group: later checked calls in it raise, too. Checks
-            synchronize with the device, so the default is True on the CPU only.
+            missing ranks itself within ``peer_timeout``, or its library's timeout ends the wait. A
+            failure that leaves tokens in flight poisons the group: later checked calls in it raise
+            as well. Checks synchronize with the device, so the default is True on the CPU only.
         peer_timeout: seconds to wait for another rank in a collective check.
     """
 
@@ -98,22 +96,17 @@ class ModularKernel:
         self.explanation = explanation
         self.workspace = workspace or Workspace.default()
         self.checked = self.problem.device.type == "cpu" if checked is None else checked
-        self._calls = calls_of(dispatcher, peer_timeout, self.checked)
+        if self.checked:
+            dispatcher.peer_timeout = peer_timeout
+        offered = type(dispatcher).takes_unreduced is not PrepareAndFinalize.takes_unreduced
+        self.sums = Sums.of(self.problem, experts.spec, offered)
+        self._calls = Calls(dispatcher, experts.spec.name, peer_timeout, self.checked)
         self._made_for = checks.weights_of(self.problem)
         self._layouts: dict[int, Layout] = {}
         taken = dispatcher.spec.ids_dtype
         self._ids_dtype = None if taken == "any" else getattr(torch, taken)
         self._moves = dispatcher.spec.moves_tokens
         self._on_accelerator = self.problem.device.type != "cpu"
-        self._offers_output = offers_output(dispatcher)
-        # Whether experts return (R, H) or (L, C, H), which the dispatcher takes as it is.
-        self._reduced = experts.spec.reduces or experts.spec.format is ActivationFormat.BATCHED
-        # Whether the dispatcher may be left the weights and the sum.
-        standard = experts.spec.format is ActivationFormat.STANDARD
-        reduces = standard and experts.spec.reduces and not self.problem.batch_invariant
-        self._reducible = reduces and offers_sum(type(dispatcher))
-        # Whether the dispatcher takes (R, K', H) from STANDARD experts, unweighted.
-        self._by_assignment = self.problem.batch_invariant and not self._reduced
         self._output_dtype = output_dtype(self.problem, experts.spec, dispatcher.spec)
         self._sends_quantized = (
             quantized_by(self.problem, dispatcher.spec, experts.spec) == "sender"
@@ -123,7 +116,10 @@ class ModularKernel:
 
     def __repr__(self) -> str:
         names = f"{self.dispatcher.spec.name} + {self.experts.spec.name}"
-        return f"ModularKernel({names}: {summary(self.problem)}{', checked' * self.checked})"
+        checked = ", checked" * self.checked
+        return (
+            f"ModularKernel({names}: {summary(self.problem)}, summed by {self.sums.value}{checked})"
+        )
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
         """Check this rank's weights and convert them to the experts' layout, on every stream.
@@ -172,12 +168,25 @@ class ModularKernel:
         if self._on_accelerator and elsewhere(x) is not None:
             with on_device(x):
                 return self(x, weights, routing, out=out, shared=shared)
-        if shared is None:
-            return self._calls.call(self._flow(x, weights, routing, out, None), x)
-        extra: list[Tensor] = []
-        meanwhile = partial(_append_shared, extra, shared, x)
-        result = self._calls.call(self._flow(x, weights, routing, out, meanwhile), x)
-        return result.add_(extra[0])
+        observer = self._calls.begin(x)
+        try:
+            x_TH, routing, out, quantize = self._arrange(x, weights, routing, out)
+            observer.arranged()
+            arriving = self.dispatcher.prepare(x_TH, routing, quantize)
+            observer.sent()
+            extra, fault = _NOTHING if shared is None else _tried(check_shared, shared, x)
+            tokens = arriving.result()
+            observer.arrived()
+            y, tokens, scratch = self._apply(tokens, weights, out, fault, observer)
+            combining = self._finalize(y, tokens, scratch, x_TH, out)
+            observer.combining()
+            result = combining.result()
+        except BaseException as error:
+            observer.failed(error)
+            raise
+        finally:
+            observer.ended()
+        return result if extra is None else result.add_(extra)
 
     def start(
         self,
@@ -205,81 +214,63 @@ class ModularKernel:
 
         Raises: as a call does; PeerFailed also from ``.run()`` and ``.result()``.
         """
-        flow = self._flow(x, weights, routing, out, meanwhile)
-
-        def run() -> Pending[Tensor]:
-            return Pending(partial(_finish, self._calls.run(flow, started), flow))
-
+        call = partial(self._start, x, weights, routing, out, meanwhile)
         if not self._on_accelerator:
-            started = self._calls.start(flow, x)
-            return InFlight(run)
-        started = _at(x, partial(self._calls.start, flow, x))
+            return InFlight(call())
+        run = _at(x, call)
         return InFlight(lambda: Pending(partial(_at, x, _at(x, run).result)))
 
-    def abort(self, error: Exception) -> None:
-        """Make the other ranks raise PeerFailed with ``error``: this rank has no next call."""
-        self._calls.abort(error)
-
-    def _flow(
+    def _start(
         self,
         x: Tensor,
         weights: PackedWeights,
         routing: Routing,
         out: Tensor | None,
         meanwhile: Callable[[], object] | None,
-    ) -> Flow:
-        """Yield at each point where `moekit.runtime.calls` may check or wait for other ranks."""
-        x, routing, out = self._arrange(x, weights, routing, out)
-        yield None
-        quantize = partial(_quantize, self.experts, weights) if self._sends_quantized else None
-        arriving = self.dispatcher.prepare(x, routing, quantize)
-        yield None  # tokens are in flight
-        fault = None
-        if meanwhile is not None:
-            try:
-                check_function("meanwhile", meanwhile)()
-            except BaseException as error:  # the tokens must arrive all the same
-                fault = error
-        tokens = arriving.result()
-        if tokens.x.data_ptr() % ALIGNMENT:
-            tokens = replace(tokens, x=tokens.x.clone())
-        y: Tensor | Unreduced | None = None
-        scratch: Scratch | None = None
+    ) -> Callable[[], Pending[Tensor]]:
+        """Launch the dispatch, as `__call__` does. Return what launches the rest."""
+        observer = self._calls.begin(x)
         try:
-            if fault is None:
-                try:
-                    if self._quantizes_arrivals and tokens.x_scale is None:
-                        tokens = quantize_dispatched(self.experts, tokens, weights)
-                    if self._reducible:
-                        y, scratch = self._unreduced(tokens, weights)
-                    if y is None:
-                        y = self._run_experts(tokens, weights, out)
-                except BaseException as error:
-                    fault = error
-            # Other ranks must hear of a fault before `abandon`, where they may wait for this rank.
-            yield fault
-        except BaseException:  # this rank's fault, or another rank's
-            if scratch is not None:
-                scratch.give_back()
-            self.dispatcher.abandon(tokens)
+            if meanwhile is not None:
+                check_function("meanwhile", meanwhile)
+            x_TH, routing, out, quantize = self._arrange(x, weights, routing, out)
+            observer.arranged()
+            arriving = self.dispatcher.prepare(x_TH, routing, quantize)
+            observer.sent()
+        except BaseException as error:
+            observer.failed(error)
             raise
-        if out is None and not self.dispatcher.makes_output:
-            out = torch.empty_like(x)
-        # The combine reads y and tokens, which live here until the output has arrived. Unreduced
-        # rows live in the scratch only until finalize returns.
-        try:
-            combining = self.dispatcher.finalize(y, tokens, out)  # type: ignore[arg-type]
         finally:
-            if scratch is not None:
-                y = None
-                scratch.give_back()
-                scratch = None
-        yield combining
+            observer.ended()
+
+        def run() -> Pending[Tensor]:
+            observer.resumed()
+            try:
+                _, fault = _NOTHING if meanwhile is None else _tried(meanwhile)
+                tokens = arriving.result()
+                observer.arrived()
+                y, tokens, scratch = self._apply(tokens, weights, out, fault, observer)
+                combining = self._finalize(y, tokens, scratch, x_TH, out)
+                observer.combining()
+            except BaseException as error:
+                observer.failed(error)
+                raise
+            finally:
+                observer.ended()
+            # The combine reads these, which live until the output has arrived.
+            return Pending(partial(_result, combining, x_TH, y, tokens))
+
+        return run
+
+    def abort(self, error: Exception) -> None:
+        """Make the other ranks raise PeerFailed with ``error``: this rank has no next call."""
+        self._calls.abort(error)
 
     def _arrange(
         self, x: Tensor, weights: PackedWeights, routing: Routing, out: Tensor | None
-    ) -> tuple[Tensor, Routing, Tensor | None]:
-        """Check the arguments. Return x and routing as the dispatcher takes them, and out."""
+    ) -> tuple[Tensor, Routing, Tensor | None, Quantizer | None]:
+        """Check the arguments. Return what the dispatcher takes: x, routing, out, and how it
+        quantizes x."""
         check_call(
             self.problem, self.experts, x, weights, routing, out, self.checked, self._made_for
         )  # fmt: skip
@@ -296,67 +287,96 @@ class ModularKernel:
         topk_weights, topk_ids = topk_weights.contiguous(), topk_ids.contiguous()
         if topk_weights is not routing.topk_weights or topk_ids is not routing.topk_ids:
             routing = Routing(topk_weights, topk_ids)
-        return x, routing, out
+        quantize = partial(_quantize, self.experts, weights) if self._sends_quantized else None
+        return x, routing, out, quantize
 
-    def _run_experts(
-        self, tokens: Dispatched, weights: PackedWeights, out: Tensor | None
-    ) -> Tensor:
-        """Return the experts' output as the dispatcher takes it, weighted and summed if needed."""
-        if self._by_assignment:
-            return self._apply_by_assignment(tokens, weights)
-        dtype, device = self._output_dtype, tokens.x.device
-        shape = torch.Size((*tokens.x.shape[:-1], self.problem.hidden_size))  # x may be packed
-        reduced = self.dispatcher.output(tokens) if self._offers_output else None
-        if reduced is None and not self._moves and out is not None:
-            # Without transfer, the experts write the caller's output directly.
-            usable = out.is_contiguous() and not out.data_ptr() % ALIGNMENT
-            reduced = out if usable and out.shape == shape else None
-        if reduced is None:
-            kept = dtype if self._reduced else self.problem.dtype
-            reduced = torch.empty(shape, dtype=kept, device=device)
-        if 0 in shape[:-1]:
-            return reduced
-        y, ids = reduced, tokens.topk_ids
-        if not self._reduced:
-            assert ids is not None
-            y = torch.empty((shape[-2], ids.shape[1], shape[-1]), dtype=dtype, device=device)
-        self._apply(y, tokens, weights)
-        if self._reduced:
-            return reduced
-        assert ids is not None and tokens.topk_weights is not None
-        return self.experts.weight_and_reduce(y.flatten(0, 1), ids, tokens.topk_weights, reduced)
+    def _apply(
+        self,
+        tokens: Dispatched,
+        weights: PackedWeights,
+        out: Tensor | None,
+        fault: BaseException | None,
+        observer: Observer,
+    ) -> tuple[Tensor | Unreduced, Dispatched, Scratch]:
+        """Launch the experts. Return their output, the tokens as they saw them, and their scratch.
 
-    def _unreduced(
-        self, tokens: Dispatched, weights: PackedWeights
-    ) -> tuple[Unreduced, Scratch] | tuple[None, None]:
-        """Let the experts leave the sum to the dispatcher, if both can. Return their output, and
-        the scratch where it lies."""
-        rows = len(tokens.x)
-        if rows and self.dispatcher.takes_unreduced(tokens):
-            layout = self._layouts.get(rows) or self._layout(rows)
-            scratch, y = self.workspace.take(layout, tokens.x.device), None
-            try:
-                if (y := self.experts.apply_unreduced(tokens, weights, scratch)) is not None:
-                    return y, scratch
-            finally:
-                if y is None:
-                    scratch.give_back()
-        return None, None
+        fault: what ends the call, and was raised while the tokens were in flight.
+        """
+        scratch = _NONE
+        try:
+            if fault is not None:
+                raise fault
+            if tokens.x.data_ptr() % ALIGNMENT:
+                tokens = replace(tokens, x=tokens.x.clone())
+            if self._quantizes_arrivals and tokens.x_scale is None:
+                tokens = quantize_dispatched(self.experts, tokens, weights)
+            if tokens.x.numel():
+                rows = tokens.x.shape[-2]
+                layout = self._layouts.get(rows) or self._layout(rows)
+                scratch = self.workspace.take(layout, tokens.x.device)
+            y = self._output(tokens, weights, scratch, out)
+            observer.computed()
+        except BaseException as error:  # this rank's fault, or another rank's
+            scratch.give_back()
+            # Other ranks must hear of a fault before `abandon`, where they may wait for this rank.
+            observer.failed(error)
+            self.dispatcher.abandon(tokens)
+            raise
+        return y, tokens, scratch
 
-    def _apply_by_assignment(self, tokens: Dispatched, weights: PackedWeights) -> Tensor:
-        assert tokens.topk_ids is not None
-        shape = (*tokens.topk_ids.shape, self.problem.hidden_size)
-        y = torch.empty(shape, dtype=self._output_dtype, device=tokens.x.device)
-        if y.numel():
-            self._apply(y, tokens, weights)
+    def _output(
+        self, tokens: Dispatched, weights: PackedWeights, scratch: Scratch, out: Tensor | None
+    ) -> Tensor | Unreduced:
+        """Return the experts' output in the form that `sums` states."""
+        some, ids, sums = scratch is not _NONE, tokens.topk_ids, self.sums
+        if some and sums is Sums.BY_EXPERTS_OR_DISPATCHER:
+            if self.dispatcher.takes_unreduced(tokens):
+                rows = self.experts.apply_unreduced(tokens, weights, scratch)
+                if rows is not None:
+                    return rows
+        if ids is None or sums in BY_EXPERTS:  # (L, C, H), or (R, H)
+            y = self._place(tokens, out, self._output_dtype)
+            if some:
+                self.experts.apply(y, tokens, weights, scratch)
+            return y
+        shape = (*ids.shape, self.problem.hidden_size)
+        y_RKH = torch.empty(shape, dtype=self._output_dtype, device=tokens.x.device)
+        if some:
+            self.experts.apply(y_RKH, tokens, weights, scratch)
+        if sums is Sums.BY_DISPATCHER:
+            return y_RKH
+        y = self._place(tokens, out, self.problem.dtype)
+        if some:
+            assert tokens.topk_weights is not None
+            self.experts.weight_and_reduce(y_RKH.flatten(0, 1), ids, tokens.topk_weights, y)
         return y
 
-    def _apply(self, y: Tensor, tokens: Dispatched, weights: PackedWeights) -> None:
-        rows = tokens.x.shape[-2]
-        layout = self._layouts.get(rows) or self._layout(rows)
-        scratch = self.workspace.take(layout, tokens.x.device)
+    def _place(self, tokens: Dispatched, out: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return memory for what the dispatcher takes, (R, H) or (L, C, H)."""
+        x, ids, offered = tokens.x, tokens.topk_ids, None
+        if self._moves:
+            offered = self.dispatcher.output(tokens)
+        elif ids is not None and out is not None and out.size(0) == x.size(0):
+            # Without transfer, the experts write the caller's output directly.
+            offered = out if out.is_contiguous() and not out.data_ptr() % ALIGNMENT else None
+        if offered is not None:
+            return offered
+        shape = (*x.shape[:-1], self.problem.hidden_size)  # x may be packed
+        return torch.empty(shape, dtype=dtype, device=x.device)
+
+    def _finalize(
+        self,
+        y: Tensor | Unreduced,
+        tokens: Dispatched,
+        scratch: Scratch,
+        x_TH: Tensor,
+        out: Tensor | None,
+    ) -> Pending[Tensor]:
+        """Launch the combine, and give back the scratch, where `Unreduced` rows lie until then."""
         try:
-            self.experts.apply(y, tokens, weights, scratch)
+            if out is None and not self.dispatcher.makes_output:
+                out = torch.empty_like(x_TH)
+            return self.dispatcher.finalize(y, tokens, out)  # type: ignore[arg-type]
         finally:
             scratch.give_back()
 
@@ -378,6 +398,8 @@ class ModularKernel:
             raise InvalidInput(
                 "memory() needs a token count: pass num_tokens, or set max_num_tokens"
             )
+        from moekit.runtime.memory import MemoryReport
+
         return MemoryReport.of(self.dispatcher, self.experts, check_tokens(tokens))
 
     def warmup(self, weights: PackedWeights, num_tokens: int) -> None:
@@ -421,8 +443,15 @@ class ModularKernel:
         self.dispatcher.destroy()
 
 
-def _append_shared(to: list[Tensor], shared: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    to.append(check_shared(shared, x))
+def _tried(
+    function: Callable[..., _T], *args: object
+) -> tuple[_T, None] | tuple[None, BaseException]:
+    """Return what the function returns, and what it raises: it runs while tokens are in flight,
+    which must arrive all the same."""
+    try:
+        return function(*args), None
+    except BaseException as error:
+        return None, error
 
 
 def _quantize(
@@ -440,8 +469,6 @@ def _at(x: Tensor, part: Callable[[], _T]) -> _T:
         return part()
 
 
-def _finish(combining: Pending[Tensor], flow: Flow) -> Tensor:
-    """Wait for the output. Until then, ``flow`` keeps the tensors that the combine reads."""
-    out = combining.result()
-    flow.close()
-    return out
+def _result(combining: Pending[Tensor], *held: object) -> Tensor:
+    """Wait for the output; until then, ``held`` lives."""
+    return combining.result()

@@ -16,11 +16,14 @@ from moekit.contract import (
     Routing,
     Unreduced,
 )
-from moekit.discovery.footprint import Footprint
+from moekit.contract.pending import Pending
+from moekit.contract.shared_buffers import CallBuffers, Lease, SharedBuffers
+from moekit.contract.sizes import Footprint
+from moekit.contract.specs import DispatcherSpec, ExpertsSpec, importable
+from moekit.contract.sums import weight_and_reduce
 from moekit.discovery.hooks import hookimpl
 from moekit.discovery.library import VendorLibrary
 from moekit.discovery.registry import registry
-from moekit.discovery.specs import DispatcherSpec, ExpertsSpec, importable
 from moekit.problem import (
     SCHEMES,
     Activation,
@@ -39,10 +42,7 @@ from moekit.problem.quant import INT4_ZERO, WIRE_SCHEMES, unpack_int4
 from moekit.runtime.agreement import Agreement, Transfers, exchange
 from moekit.runtime.environment import ProcessVariables
 from moekit.runtime.group import has_backend, resolve
-from moekit.runtime.overlap import Pending
-from moekit.runtime.reduce import weight_and_reduce
 from moekit.runtime.rows import quantize_for_transfer
-from moekit.runtime.shared_buffers import CallBuffers, Lease, SharedBuffers
 from moekit.runtime.workspace import Workspace
 from moekit.selection.tuned.files import TableFiles, device_file, nearest, size_distance
 from moekit.untrusted.code import describe as reason_of

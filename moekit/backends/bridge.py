@@ -12,15 +12,15 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from moekit.backends.padding import create_padded
 from moekit.contract import (
     BufferSpec,
     Dispatched,
     PackedWeights,
     PermuteExpertsUnpermute,
-    output_dtype,
 )
-from moekit.discovery.specs import ExpertsSpec
+from moekit.contract.specs import ExpertsSpec
+from moekit.contract.sums import output_dtype
+from moekit.discovery.answers import create
 from moekit.problem import ActivationFormat, MoEProblem
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime.rows import batched_places, to_batched
@@ -35,11 +35,24 @@ def bridge(
     """Create ``experts`` for ``problem``, behind a bridge if their format is not ``to``."""
     spec = spec.native_to(to)
     if spec.format is to:
-        return create_padded(experts, spec, problem)
+        return _created(experts, spec, problem)
     if to is ActivationFormat.STANDARD:
-        return BatchedAsStandard(create_padded(experts, spec, problem), problem)
+        return BatchedAsStandard(_created(experts, spec, problem), problem)
     # Every row of the batched layout has one expert, so buffers for top_k=1 are enough.
-    return StandardAsBatched(create_padded(experts, spec, problem.replace(top_k=1)), problem)
+    return StandardAsBatched(_created(experts, spec, problem.replace(top_k=1)), problem)
+
+
+def _created(
+    experts: type[PermuteExpertsUnpermute], spec: ExpertsSpec, problem: MoEProblem
+) -> PermuteExpertsUnpermute:
+    """Create ``experts`` for ``problem``, padded if the spec needs other sizes."""
+    made = spec.padded(problem)
+    inner = create(experts, spec, made)
+    if made == problem:
+        return inner
+    from moekit.backends.padding import PaddedExperts
+
+    return PaddedExperts(inner, problem)
 
 
 class _Bridge(PermuteExpertsUnpermute):

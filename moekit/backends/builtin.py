@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from moekit.contract.specs import DispatcherSpec, ExpertsSpec
 from moekit.discovery.hooks import hookimpl
-from moekit.discovery.specs import DispatcherSpec, ExpertsSpec
 from moekit.problem import ActivationFormat, MoEProblem
 from moekit.problem.activation import ACTIVATIONS
 from moekit.problem.quant import SCHEMES

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moekit.contract import Dispatched, PrepareAndFinalize, Quantizer, Routing
-from moekit.discovery.specs import DispatcherSpec
+from moekit.contract.pending import Pending
+from moekit.contract.specs import DispatcherSpec
 from moekit.problem import ActivationFormat, MoEProblem
-from moekit.runtime.overlap import Pending
 from moekit.runtime.rows import batched_places, to_batched
 
 

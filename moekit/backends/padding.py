@@ -20,22 +20,11 @@ from moekit.contract import (
     PackedWeights,
     PermuteExpertsUnpermute,
     Unreduced,
-    output_dtype,
 )
-from moekit.discovery.answers import create
-from moekit.discovery.specs import ExpertsSpec
+from moekit.contract.sums import output_dtype
 from moekit.problem import ActivationFormat, MoEProblem
 from moekit.problem.quant import INT4_ZERO, OperandQuant, pack_int4, unpack_int4
 from moekit.problem.weights import ExpertWeights
-
-
-def create_padded(
-    experts: type[PermuteExpertsUnpermute], spec: ExpertsSpec, problem: MoEProblem
-) -> PermuteExpertsUnpermute:
-    """Create ``experts`` for ``problem``, padded if the spec needs other sizes."""
-    made = spec.padded(problem)
-    inner = create(experts, spec, made)
-    return inner if made == problem else PaddedExperts(inner, problem)
 
 
 class PaddedExperts(PermuteExpertsUnpermute):

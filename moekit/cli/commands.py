@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moekit.contract.specs import find_module
 from moekit.discovery.entry_points import Source, entry_points
 from moekit.discovery.packages import REPOSITORY
-from moekit.discovery.specs import find_module
 from moekit.errors import MoekitError
 from moekit.untrusted.arguments import shown
 from moekit.untrusted.code import Fault, contained, printable

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import moekit
+from moekit.contract.specs import BackendSpec, importable
 from moekit.discovery import registry as discovery
 from moekit.discovery.entry_points import SWITCHES, PluginState
-from moekit.discovery.specs import BackendSpec, importable
 from moekit.selection import select
 
 WIDTH = 100

@@ -18,7 +18,7 @@ from moekit.contract import (
     PermuteExpertsUnpermute,
     PrepareAndFinalize,
 )
-from moekit.discovery.specs import BackendSpec
+from moekit.contract.specs import BackendSpec
 from moekit.errors import BackendBroken, MoekitError
 from moekit.problem.weights import ExpertWeights
 from moekit.untrusted.arguments import shown

@@ -1,7 +1,7 @@
 """Discovery of plugins through entry points. A broken plugin affects no other.
 
 A plugin is a package named by an entry point of group ``moekit``. Its hooks return specs
-(`moekit.discovery.specs`). An exception of its code becomes the plugin's state, with the reason.
+(`moekit.contract.specs`). An exception of its code becomes the plugin's state, with the reason.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pluggy
 
+from moekit.contract.specs import DispatcherSpec, ExpertsSpec, SpecT
 from moekit.discovery.hooks import GROUP, MoekitSpecs
-from moekit.discovery.specs import DispatcherSpec, ExpertsSpec, SpecT
 from moekit.errors import BackendError
 from moekit.untrusted.arguments import shown
 from moekit.untrusted.code import Fault, contained, printable, watched

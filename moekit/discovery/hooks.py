@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pluggy
 
-from moekit.discovery.specs import DispatcherSpec, ExpertsSpec
+from moekit.contract.specs import DispatcherSpec, ExpertsSpec
 
 GROUP = "moekit"
 hookimpl = pluggy.HookimplMarker(GROUP)

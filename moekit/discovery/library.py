@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from moekit.discovery.specs import find_module
+from moekit.contract.specs import find_module
 from moekit.errors import InvalidInput
 
 _COMPARISONS: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from moekit.discovery.specs import importable
+from moekit.contract.specs import importable
 from moekit.problem import MoEProblem
 
 

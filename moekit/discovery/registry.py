@@ -1,6 +1,6 @@
 """All backends that plugins announced, by name: the registry.
 
-`moekit.discovery.specs` says what a backend declares, and `moekit.discovery.entry_points` how
+`moekit.contract.specs` says what a backend declares, and `moekit.discovery.entry_points` how
 plugins are found and loaded.
 """
 
@@ -14,6 +14,10 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from types import MappingProxyType
 
+from moekit.contract.specs import BackendSpec as BackendSpec
+from moekit.contract.specs import DispatcherSpec as DispatcherSpec
+from moekit.contract.specs import ExpertsSpec as ExpertsSpec
+from moekit.contract.specs import SpecT as SpecT
 from moekit.discovery.entry_points import (
     SWITCHES,
     PluginState,
@@ -23,7 +27,6 @@ from moekit.discovery.entry_points import (
     sources,
 )
 from moekit.discovery.packages import offering
-from moekit.discovery.specs import BackendSpec, DispatcherSpec, ExpertsSpec, SpecT
 from moekit.errors import BackendError, NameClash, UnknownBackend
 from moekit.untrusted.arguments import shown
 from moekit.untrusted.switches import switch

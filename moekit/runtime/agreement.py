@@ -7,8 +7,7 @@ is left half-way, and a rank that does not answer is named.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from threading import Lock, RLock
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -86,6 +85,7 @@ class _Sequence:
         # This rank's text at `step`, and why it does not know how that step ended.
         self._left: tuple[bytes, str] | None = None
         self.timeout = _TIMEOUT
+        # Which failed call left tokens in flight, if one did. A later call could receive them.
         self.poisoned = ""
         self.turn = RLock()  # collectives of one group run in one thread at a time
 
@@ -255,7 +255,7 @@ class Agreement:
             what: the step at which all ranks must be.
             fault: why this rank cannot go on. It does not wait for the others then.
             moving: this rank's tokens are in flight, and never arrive if this step fails: the
-                group is `poisoned` then.
+                group is poisoned then.
         """
         advice = "tokens are left in flight: start the ranks anew, or make another group"
         try:
@@ -267,63 +267,25 @@ class Agreement:
                 raise
             logger.warning("could not tell the other ranks about %r: %s", fault, error)
 
+    def enter(self, what: str) -> None:
+        """Raise PeerFailed in a poisoned group, where a device may wait without end.
+
+        Args:
+            what: as in `agree`, which the other ranks then leave with the same reason.
+        """
+        if why := self._sequence.poisoned:
+            self.agree(what, why)
+            raise PeerFailed(why)
+
     @property
     def step(self) -> int:
         """Return the number of the next step. After a successful step it is equal on all ranks."""
         return self._sequence.step
 
-    @property
-    def poisoned(self) -> str:
-        """Describe the failed call whose tokens are still in flight, or return "".
 
-        A later call could receive those tokens by mistake, so the group is unusable.
-        """
-        return self._sequence.poisoned
-
-
-def turn_in(group: dist.ProcessGroup) -> AbstractContextManager[object]:
-    """Return the lock that a thread holds while its call runs in the group.
-
-    The collectives of a group must run in one order on all ranks.
-    """
+def turn_in(group: dist.ProcessGroup) -> RLock:
+    """Return the lock that a thread holds while its call runs in the group."""
     return _Sequence.of(group).turn
-
-
-class CollectiveCheck:
-    """Context manager around a step: with an agreement, all ranks get past it, or none does.
-
-    Entering raises PeerFailed in a poisoned group, where a device may wait for ever.
-
-    Args:
-        agreement: None to check nothing.
-        what, moving: as in `Agreement.agree`.
-        otherwise: what a rank without an agreement does with the reason of its own failure.
-    """
-
-    def __init__(
-        self,
-        agreement: Agreement | None,
-        what: str,
-        otherwise: Callable[[str], None] | None = None,
-        *,
-        moving: bool = False,
-    ) -> None:
-        self._agreement, self._what = agreement, what
-        self._otherwise, self._moving = otherwise, moving
-
-    def __enter__(self) -> None:
-        if self._agreement is not None and (why := self._agreement.poisoned):
-            self._agreement.agree(self._what, why)
-            raise PeerFailed(why)
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            if self._agreement is not None:
-                self._agreement.agree(self._what, moving=self._moving)
-        elif self._agreement is not None:  # whatever the error, no rank may wait for this one
-            self._agreement.agree(self._what, describe(error))
-        elif self._otherwise is not None and isinstance(error, Exception):
-            self._otherwise(describe(error))  # it waits for the others: no interrupt may do that
 
 
 class Transfers:
@@ -343,7 +305,7 @@ class Transfers:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         own = MoekitError, torch.OutOfMemoryError  # these are not transfer errors
         if isinstance(error, RuntimeError) and not isinstance(error, own):
-            self._roll_call.agree("go on after a failed transfer")
+            self._roll_call.agree("go on after a failed transfer", moving=True)
 
 
 def _encoded(text: str) -> bytes:

@@ -1,141 +1,234 @@
-"""Drivers of a kernel's calls: on this rank alone, or with collective checks between its ranks.
+"""Observers of a kernel's calls: collective checks, and labels for torch's profiler.
 
-`ModularKernel` writes the flow of a call as a generator. It pauses four times: when the arguments
-are checked, when the dispatch is launched, when the experts are launched, and when the combine is
-launched. The last pause yields the pending output, and the one before may yield a fault of this
-rank's experts: the driver raises it where other ranks hear of it, then closes the flow. `SoloCalls`
-runs from pause to pause without a check; `GroupCalls` makes a collective check at each pause.
+`ModularKernel` tells the observer of a call where the call has come to. In a group, the observer
+waits there until the other ranks have come as well, and raises what they report.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from threading import RLock
+from typing import Protocol, cast
 
+import torch
 from torch import Tensor
 
 from moekit.contract import PrepareAndFinalize
 from moekit.errors import PeerFailed
-from moekit.runtime.agreement import Agreement, CollectiveCheck, turn_in
+from moekit.runtime.agreement import Agreement, turn_in
 from moekit.runtime.group import join
-from moekit.runtime.overlap import Pending
+from moekit.untrusted.code import describe
 
-Flow = Generator["Pending[Tensor] | BaseException | None", None, None]
-
-
-def calls_of(
-    dispatcher: PrepareAndFinalize, timeout: float, checked: bool
-) -> SoloCalls | GroupCalls:
-    """Return what runs the calls of a kernel with this dispatcher.
-
-    Collective if the dispatcher has a group. Raises GroupMismatch on all ranks if only some are
-    checked, and PeerFailed if a rank does not come within ``timeout`` seconds.
-    """
-    name, agreement = "", None
-    if dispatcher.group is not None:
-        name, agreement = join(dispatcher.group, timeout, checked)
-    if agreement is None and not dispatcher.spec.moves_tokens:
-        return SoloCalls()
-    return GroupCalls(dispatcher, name, agreement)
+_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
-class SoloCalls:
-    """No other rank waits for this rank's calls."""
+class Observer(Protocol):
+    """Follows one call. All methods but `failed` may raise, which ends the call."""
 
-    agreement: Agreement | None = None
+    def arranged(self) -> object:
+        """Pass from the arguments, which are right, to the dispatch."""
 
-    def call(self, flow: Flow, x: Tensor) -> Tensor:
-        for found in flow:
-            if found is not None:
-                out = _raised_or_pending(found, flow).result()
-        return out
+    def sent(self) -> object:
+        """Pass the launch of the dispatch."""
 
-    def start(self, flow: Flow, x: Tensor) -> str:
-        """Run the flow until the dispatch is launched. Return what `run` takes."""
-        next(flow)
-        next(flow)
-        return ""
+    def resumed(self) -> object:
+        """Go on after `ended`, and begin to wait for the tokens."""
 
-    def run(self, flow: Flow, started: str) -> Pending[Tensor]:
-        if (fault := next(flow)) is not None:
-            _raised_or_pending(fault, flow)
-        return _combining(flow)
+    def arrived(self) -> object:
+        """Pass to the experts: the tokens are here."""
 
-    def abort(self, error: Exception) -> None:
+    def computed(self) -> object:
+        """Pass from the launch of the experts to the combine."""
+
+    def combining(self) -> object:
+        """Pass the launch of the combine."""
+
+    def failed(self, error: BaseException) -> object:
+        """Take note that ``error`` ends the call, unless this observer has raised it."""
+
+    def ended(self) -> object:
+        """Pass the end of the call, or of its part that dispatches, also if it failed."""
+
+
+class _Unobserved:
+    """Does nothing. `bool` costs no Python frame, unlike a method, and small calls pay for each."""
+
+    arranged = sent = resumed = arrived = computed = combining = ended = staticmethod(bool)
+
+    def failed(self, error: BaseException) -> None:
         """Do nothing: no rank waits."""
 
 
-class GroupCalls:
-    """Ranks exchange tokens, or check each other.
+_UNOBSERVED = _Unobserved()
 
-    With an agreement, every step of a call ends on all ranks or raises on all of them. Without
-    one, a rank that fails before its dispatch tells the others through `PrepareAndFinalize.abort`.
+
+class Calls:
+    """Makes the observers of a kernel's calls.
+
+    agreement: lets all ranks go on together; None if the kernel is unchecked or has no group.
     """
 
     def __init__(
-        self, dispatcher: PrepareAndFinalize, name: str, agreement: Agreement | None
+        self, dispatcher: PrepareAndFinalize, experts: str, timeout: float, checked: bool
     ) -> None:
-        """name: what all ranks call the kernel."""
-        self.agreement = agreement
-        self._dispatcher, self._name = dispatcher, name
+        """Join the group of the dispatcher, if it has one; then this is collective.
+
+        Args:
+            experts: the name in their spec.
+            timeout: seconds to wait for another rank.
+
+        Raises:
+            GroupMismatch: on all ranks, if only some are checked.
+            PeerFailed: a rank does not come within ``timeout`` seconds.
+        """
+        self.agreement: Agreement | None = None
+        self._turn = RLock()
+        if dispatcher.group is not None:
+            self._name, self.agreement = join(dispatcher.group, timeout, checked)
+            self._turn = turn_in(dispatcher.group)
+        self._dispatcher, self._experts = dispatcher, experts
         self._moves = dispatcher.spec.moves_tokens
-        self._turn = nullcontext() if dispatcher.group is None else turn_in(dispatcher.group)
+        self._alone = self.agreement is None and not self._moves
 
-    def call(self, flow: Flow, x: Tensor) -> Tensor:
-        with self._turn:
-            return self.run(flow, self.start(flow, x)).result()
+    def begin(self, x: object) -> Observer:
+        """Return the observer of a call with x, whose type nobody has checked.
 
-    def start(self, flow: Flow, x: Tensor) -> str:
-        # Where nothing moves, all ranks hold the same tokens.
-        shape = tuple(x.shape) if isinstance(x, Tensor) else ()
-        same = "" if self._moves else f" with x {shape}"
-        with self._check("start", same, self._dispatcher.abort if self._moves else None):
-            next(flow)
-        # All ranks number a call alike, so ranks that are at different calls notice.
-        started = "" if self.agreement is None else f" (started at step {self.agreement.step})"
-        with self._check("dispatch", started, moving=self._moves):
-            next(flow)
-        return started
-
-    def run(self, flow: Flow, started: str) -> Pending[Tensor]:
-        try:
-            with self._check("run the experts of", started):
-                if isinstance(fault := next(flow), BaseException):
-                    raise fault
-        except BaseException:
-            flow.close()  # this rank's experts failed, or another rank's did
-            raise
-        with self._check("combine", started, moving=self._moves):
-            return _combining(flow)
+        Raises PeerFailed in a group that a failed call has poisoned.
+        """
+        observer = _UNOBSERVED if self._alone else self._in_group(x)
+        if _profiled():
+            names = self._dispatcher.spec.name, self._experts
+            return cast(Observer, _Labels(observer, *names))
+        return observer
 
     def abort(self, error: Exception) -> None:
-        """Tell the other ranks that this rank cannot start its next call."""
-        check = self._check("start", "", self._dispatcher.abort)
-        with suppress(type(error), PeerFailed), check:
-            raise error
+        """Tell the other ranks that ``error`` keeps this rank from its next call."""
+        with suppress(PeerFailed):
+            observer = self.begin(None)
+            try:
+                observer.failed(error)
+            finally:
+                observer.ended()
 
-    def _check(
-        self,
-        step: str,
-        more: str,
-        otherwise: Callable[[str], None] | None = None,
-        *,
-        moving: bool = False,
-    ) -> AbstractContextManager[None]:
-        if self.agreement is None and otherwise is None:
-            return nullcontext()
-        what = f"{step} a call of {self._name}{more}"
-        return CollectiveCheck(self.agreement, what, otherwise, moving=moving)
+    def _in_group(self, x: object) -> Observer:
+        if self.agreement is None:
+            return _Unchecked(self._turn, self._dispatcher)
+        return _Checked(self._turn, self.agreement, self._name, self._moves, x)
 
 
-def _raised_or_pending(found: Pending[Tensor] | BaseException, flow: Flow) -> Pending[Tensor]:
-    if isinstance(found, BaseException):
-        flow.close()
-        raise found
-    return found
+class _InTurn(_Unobserved):
+    """A call of a group, whose collectives must run in one order on all ranks.
+
+    turn: the lock that a thread holds while its call runs.
+    """
+
+    def __init__(self, turn: RLock) -> None:
+        self._turn = turn
+        turn.acquire()
+
+    def resumed(self) -> None:  # type: ignore[override]
+        self._turn.acquire()
+
+    def ended(self) -> None:  # type: ignore[override]
+        self._turn.release()
 
 
-def _combining(flow: Flow) -> Pending[Tensor]:
-    combining = next(flow)
-    assert isinstance(combining, Pending), "finalize must return a Pending"
-    return combining
+class _Unchecked(_InTurn):
+    """A call that moves tokens. If it fails before its dispatch, the other ranks hear of it."""
+
+    def __init__(self, turn: RLock, dispatcher: PrepareAndFinalize) -> None:
+        super().__init__(turn)
+        self._abort: Callable[[str], None] | None = dispatcher.abort
+
+    def arranged(self) -> None:  # type: ignore[override]
+        self._abort = None
+
+    def failed(self, error: BaseException) -> None:
+        # `abort` waits for the other ranks: no interrupt may do that.
+        if self._abort is not None and isinstance(error, Exception):
+            self._abort(describe(error))
+
+
+class _Checked(_InTurn):
+    """A checked call: each of its four steps ends on all ranks, or raises on all of them."""
+
+    def __init__(
+        self, turn: RLock, agreement: Agreement, name: str, moves: bool, x: object
+    ) -> None:
+        super().__init__(turn)
+        self._agreement, self._name, self._moves = agreement, name, moves
+        self._step = "start"  # under way on this rank; "" once the other ranks know how it ended
+        # Where nothing moves, all ranks hold the same tokens.
+        shape = tuple(x.shape) if isinstance(x, Tensor) else ()
+        self._more = "" if moves else f" with x {shape}"
+        self._enter()
+
+    def arranged(self) -> None:  # type: ignore[override]
+        self._agree("dispatch")
+        # All ranks count their steps, so they notice if they are at different calls.
+        self._more = f" (started at step {self._agreement.step})"
+
+    def sent(self) -> None:  # type: ignore[override]
+        self._agree("run the experts of", moving=self._moves)
+
+    def resumed(self) -> None:  # type: ignore[override]
+        super().resumed()
+        self._enter()
+
+    def computed(self) -> None:  # type: ignore[override]
+        self._agree("combine")
+
+    def combining(self) -> None:  # type: ignore[override]
+        self._agree("", moving=self._moves)
+
+    def failed(self, error: BaseException) -> None:
+        if what := self._ending():
+            self._agreement.agree(what, describe(error))
+
+    def _enter(self) -> None:
+        """Raise PeerFailed in a poisoned group, where a device may wait without end."""
+        step = self._step
+        try:
+            self._agreement.enter(self._ending())
+        except BaseException:
+            self.ended()
+            raise
+        self._step = step
+
+    def _agree(self, following: str, *, moving: bool = False) -> None:
+        """End the step on all ranks, or raise PeerFailed on all; then pass to the next."""
+        self._agreement.agree(self._ending(), moving=moving)
+        self._step = following
+
+    def _ending(self) -> str:
+        """Return what other ranks know the step as, and leave it: no error of it is told twice."""
+        step, self._step = self._step, ""
+        return step and f"{step} a call of {self._name}{self._more}"
+
+
+class _Labels:
+    """Labels the dispatch, the experts and the combine in torch's profiler."""
+
+    def __init__(self, observer: Observer, dispatcher: str, experts: str) -> None:
+        self._observer = observer
+        self._label: torch.profiler.record_function | None = None
+        self._begins = {
+            "arranged": f"moekit dispatch: {dispatcher}",
+            "arrived": f"moekit experts: {experts}",
+            "computed": f"moekit combine: {dispatcher}",
+        }
+
+    def __getattr__(self, point: str) -> Callable[..., None]:
+        return partial(self._pass, point)
+
+    def _pass(self, point: str, *error: BaseException) -> None:
+        """End the label that is under way, pass the point, and begin the label that follows."""
+        if self._label is not None:
+            self._label.__exit__(None, None, None)
+            self._label = None
+        getattr(self._observer, point)(*error)
+        if point in self._begins:
+            self._label = torch.profiler.record_function(self._begins[point])
+            self._label.__enter__()  # type: ignore[no-untyped-call]

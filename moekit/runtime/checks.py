@@ -266,9 +266,7 @@ def check_parts(
             f"the dispatcher gives {dispatcher.spec.format.value} tokens, but the experts take "
             f"{experts.spec.format.value} ones: call moekit.compose, which converts between them"
         )
-    if experts.spec.reduces and (
-        dispatcher.spec.applies_weights or dispatcher.problem.batch_invariant
-    ):
+    if experts.spec.reduces and dispatcher.problem.batch_invariant:
         raise InvalidProblem("the dispatcher and the experts both apply the router weights")
 
 

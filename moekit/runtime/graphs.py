@@ -15,17 +15,15 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from moekit.contract import PackedWeights, Routing
+from moekit.contract import PackedWeights, PermuteExpertsUnpermute, PrepareAndFinalize, Routing
 from moekit.errors import InvalidInput, Unsupported
+from moekit.problem import MoEProblem
 from moekit.runtime.workspace import is_capturing
-
-if TYPE_CHECKING:
-    from moekit.kernel import ModularKernel
 
 logger = logging.getLogger("moekit")
 
@@ -33,7 +31,21 @@ logger = logging.getLogger("moekit")
 _lock = threading.RLock()
 
 
-def unsupported(kernel: ModularKernel) -> list[str]:
+class Kernel(Protocol):
+    """What is needed of a `moekit.ModularKernel`."""
+
+    problem: MoEProblem
+    dispatcher: PrepareAndFinalize
+    experts: PermuteExpertsUnpermute
+    checked: bool
+
+    def __call__(
+        self, x: Tensor, weights: PackedWeights, routing: Routing, *, out: Tensor | None = None
+    ) -> Tensor:
+        """Compute the layer."""
+
+
+def unsupported(kernel: Kernel) -> list[str]:
     """Return why calls of ``kernel`` cannot be captured one by one; empty if they can."""
     reasons = [
         f"{spec.name} does not declare graph_safe"
@@ -116,7 +128,7 @@ class GraphedKernel(Graphed):
     reasons of `unsupported`.
     """
 
-    def __init__(self, kernel: ModularKernel, weights: PackedWeights, max_tokens: int = 16) -> None:
+    def __init__(self, kernel: Kernel, weights: PackedWeights, max_tokens: int = 16) -> None:
         if reasons := unsupported(kernel):
             name = kernel.experts.spec.name
             raise Unsupported(f"no graphs of {name}: {'; '.join(reasons)}", reasons)

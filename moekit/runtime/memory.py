@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moekit.contract import PermuteExpertsUnpermute, PrepareAndFinalize, offers_output, output_dtype
+from moekit.contract import (
+    PermuteExpertsUnpermute,
+    PrepareAndFinalize,
+)
+from moekit.contract.sizes import size_text
+from moekit.contract.sums import BY_EXPERTS, Sums, output_dtype
 from moekit.problem import ActivationFormat
-from moekit.runtime.units import size_text
 from moekit.runtime.workspace import Workspace
 
 
@@ -37,15 +41,20 @@ class MemoryReport:
         rows = dispatcher.max_rows(num_tokens)
         output_bytes = p.hidden_size * output_dtype(p, experts.spec, dispatcher.spec).itemsize
         all_rows = rows * p.num_local_experts if batched else rows
+        sums = Sums.of(p, experts.spec)
+        by_assignment = not batched and sums not in BY_EXPERTS
         # The experts write to the dispatcher's memory if it offers some, or to the caller's output
         # where nothing moves and rows are tokens.
-        stays = not dispatcher.spec.moves_tokens and not batched and rows == num_tokens
-        row_bytes = output_bytes if batched else p.hidden_size * p.dtype.itemsize
-        by_assignment = p.batch_invariant and not batched
-        intermediate = all_rows * row_bytes
-        if offers_output(dispatcher) or stays or by_assignment:
-            intermediate = 0
-        if not batched and not experts.spec.reduces:
+        if dispatcher.spec.moves_tokens:
+            offered = type(dispatcher).output is not PrepareAndFinalize.output
+        else:
+            offered = not batched and rows == num_tokens
+        intermediate = 0
+        if not (offered or (by_assignment and sums is Sums.BY_DISPATCHER)):
+            intermediate = all_rows * (
+                output_bytes if batched else p.hidden_size * p.dtype.itemsize
+            )
+        if by_assignment:
             # y_RKH, and weight_and_reduce's fp32 sum with its two temporaries
             intermediate += rows * p.top_k * output_bytes + 3 * rows * p.hidden_size * 4
         if p.quant.activation is not None:

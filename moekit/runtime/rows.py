@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moekit.contract import Dispatched, PackedWeights, PermuteExpertsUnpermute, Quantizer
-from moekit.discovery.specs import DispatcherSpec, ExpertsSpec
+from moekit.contract.specs import DispatcherSpec, ExpertsSpec
 from moekit.problem import MoEProblem
 
 ALIGNMENT = 16  # bytes, the most that kernels load at once

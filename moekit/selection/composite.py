@@ -4,7 +4,7 @@ The name is the rule: ``triton:64|deepgemm:2048|triton`` gives calls of up to 64
 calls of up to 2048 tokens to deepgemm, and larger ones to triton again. Without numbers
 (``triton|deepgemm``) the tuned table divides the sizes. Tokens are those of one rank: the rows of
 the call (STANDARD: R, BATCHED: C) over ``ep_size``. The host knows them, so nothing is
-synchronized, and a captured graph keeps its backend. `moekit.backends.composite_experts` runs the
+synchronized, and a captured graph keeps its backend. `moekit.selection.composite_experts` runs the
 members.
 """
 
@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from moekit.contract import PermuteExpertsUnpermute
+from moekit.contract.specs import ExpertsSpec
 from moekit.discovery.registry import Registry
-from moekit.discovery.specs import ExpertsSpec
 from moekit.errors import UnknownBackend
 from moekit.problem import ActivationFormat, MoEProblem
 from moekit.selection import tuned as tune
@@ -135,7 +135,7 @@ def composite(name: str, find: Callable[[str], ExpertsSpec]) -> CompositeSpec:
 
     made = CompositeSpec(
         name=name,
-        target="moekit.backends.composite_experts:CompositeExperts",
+        target="moekit.selection.composite_experts:CompositeExperts",
         format=members[0].format,
         reduces=False,
         dtypes=common("dtypes"),

@@ -10,13 +10,13 @@ from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
+from moekit.contract.explanation import Explanation
+from moekit.contract.specs import CHECK_FAILED, BackendSpec, DispatcherSpec, SpecT
 from moekit.discovery.packages import not_installed
 from moekit.discovery.registry import Registry
-from moekit.discovery.specs import CHECK_FAILED, BackendSpec, DispatcherSpec, SpecT
 from moekit.errors import NameClash, UnknownBackend
 from moekit.problem import MoEProblem
 from moekit.selection.composite import find_experts
-from moekit.selection.explanation import Explanation
 from moekit.selection.policy import Candidate, Ranking, expected, rank
 from moekit.untrusted.code import watched
 
@@ -67,7 +67,7 @@ class Selection:
             why = f"dispatcher {dispatcher_by}, experts {experts_by}"
         return Explanation(
             self.problem,
-            tuple(candidate.combination for candidate in ranking.candidates),
+            tuple(candidate.combination(self.problem) for candidate in ranking.candidates),
             why,
             {name: why for (kind, name), why in self.rejected.items() if kind == "dispatcher"},
             {name: why for (kind, name), why in self.rejected.items() if kind != "dispatcher"},

@@ -9,12 +9,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from moekit.discovery.specs import DispatcherSpec, ExpertsSpec
+from moekit.contract.explanation import Combination
+from moekit.contract.specs import DispatcherSpec, ExpertsSpec
+from moekit.contract.sums import Sums
 from moekit.problem import ActivationFormat, MoEProblem
 from moekit.runtime.rows import quantized_by
 from moekit.selection import tuned as tune
 from moekit.selection.composite import composite, members
-from moekit.selection.explanation import Combination
 
 _BY_PRIORITY = "by priority"
 # In priority: a bridge costs copies and padded rows, but less than a reference backend (-100).
@@ -34,9 +35,9 @@ class Candidate:
     def bridged(self) -> bool:
         return self.experts.needs_bridge(self.dispatcher.format)
 
-    @property
-    def combination(self) -> Combination:
-        return Combination(self.dispatcher.name, self.experts.name, self.bridged)
+    def combination(self, problem: MoEProblem) -> Combination:
+        sums = Sums.of(problem, self.experts.bridged_to(self.dispatcher.format))
+        return Combination(self.dispatcher.name, self.experts.name, self.bridged, sums)
 
     def priority(self, problem: MoEProblem) -> int:
         both = self.dispatcher.priority_for(problem) + self.experts.priority_for(problem)
@@ -47,8 +48,7 @@ class Candidate:
         """Return what users should know of this combination's numbers."""
         notes = [*self._arithmetic(problem), *self.experts.notes(problem)]
         dispatcher, seen = self.dispatcher, self.experts.bridged_to(self.dispatcher.format)
-        applies = dispatcher.applies_weights or problem.batch_invariant
-        taken = dispatcher.weights_in_fp32 or not applies
+        taken = dispatcher.weights_in_fp32 or Sums.of(problem, seen) is not Sums.BY_DISPATCHER
         if problem.dtype_name == "float16" and not (taken and seen.weights_in_fp32):
             notes.append(
                 "an expert's output above 65504 becomes infinite in float16, whatever its router "
@@ -94,8 +94,7 @@ def rank(problem: MoEProblem, candidates: Sequence[Candidate]) -> Ranking:
 
 
 def _preference(problem: MoEProblem, candidate: Candidate) -> tuple[int, str, str]:
-    name = candidate.combination
-    return -candidate.priority(problem), name.dispatcher, name.experts
+    return -candidate.priority(problem), candidate.dispatcher.name, candidate.experts.name
 
 
 def expected(problem: MoEProblem, candidates: Sequence[Candidate]) -> str:

@@ -12,16 +12,16 @@ import torch.distributed as dist
 from moekit.backends.bridge import bridge
 from moekit.backends.local import local_spec
 from moekit.contract import PermuteExpertsUnpermute, PrepareAndFinalize
+from moekit.contract.explanation import Explanation
+from moekit.contract.specs import BackendSpec, DispatcherSpec
 from moekit.discovery.answers import check_dispatcher, check_experts, create
 from moekit.discovery.registry import Registry, registry
-from moekit.discovery.specs import BackendSpec, DispatcherSpec
 from moekit.errors import GroupMismatch, MoekitError, NoBackend, PeerFailed, Unsupported
 from moekit.kernel import ModularKernel
 from moekit.problem import MoEProblem
 from moekit.problem.problem import summary
 from moekit.runtime.group import resolve, same_choice
 from moekit.runtime.workspace import Workspace
-from moekit.selection.explanation import Explanation
 from moekit.selection.judge import Selection, judge
 from moekit.selection.policy import Candidate
 from moekit.selection.tuned import VARIABLE

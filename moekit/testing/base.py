@@ -15,8 +15,8 @@ from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 import pytest
 
+from moekit.contract.specs import CHECK_FAILED, BackendSpec
 from moekit.discovery.registry import Registry
-from moekit.discovery.specs import CHECK_FAILED, BackendSpec
 from moekit.errors import UnknownBackend, Unsupported
 from moekit.kernel import ModularKernel
 from moekit.problem import DTYPES, DeviceSpec, MoEProblem

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from moekit.backends.local import LocalBatchedDispatcher, LocalDispatcher, local_ids
 from moekit.contract import Dispatched, PackedWeights, Quantizer, Routing
+from moekit.contract.pending import Pending
+from moekit.contract.specs import DispatcherSpec, ExpertsSpec
 from moekit.discovery.registry import Registry, registry
-from moekit.discovery.specs import DispatcherSpec, ExpertsSpec
 from moekit.kernel import ModularKernel
 from moekit.problem import MoEProblem
 from moekit.problem.quant import WIRE_SCHEMES
 from moekit.problem.weights import ExpertWeights
-from moekit.runtime.overlap import Pending
 from moekit.testing import unreduced
 from moekit.testing.cases import Case, device_of
 from moekit.testing.diagnose import assert_close

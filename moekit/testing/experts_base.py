@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from moekit.contract import PermuteExpertsUnpermute
-from moekit.discovery.specs import ExpertsSpec
+from moekit.contract.specs import ExpertsSpec
 from moekit.problem import DTYPES, ActivationFormat, DeviceSpec, MoEProblem
 from moekit.problem.activation import ACTIVATIONS, Activation
 from moekit.problem.quant import SCHEMES

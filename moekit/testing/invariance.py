@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from moekit.contract import Routing
+from moekit.contract.sums import weight_and_reduce
 from moekit.problem import DTYPES, MoEProblem
 from moekit.problem.quant import SCHEMES
-from moekit.runtime.reduce import weight_and_reduce
 from moekit.testing import cases
 from moekit.testing.base import over
 from moekit.testing.calls import call, pack

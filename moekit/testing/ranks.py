@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moekit.contract import PackedWeights, Routing
-from moekit.discovery.footprint import Footprint
-from moekit.discovery.specs import DispatcherSpec
+from moekit.contract.sizes import Footprint
+from moekit.contract.specs import DispatcherSpec
 from moekit.errors import Unsupported
 from moekit.kernel import ModularKernel
 from moekit.layer.replicas import to_physical

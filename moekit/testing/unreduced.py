@@ -12,8 +12,8 @@ from torch import Tensor
 from moekit.backends.local import LocalDispatcher
 from moekit.backends.torch_experts import TorchExperts
 from moekit.contract import Dispatched, PackedWeights, Unreduced
-from moekit.discovery.specs import BackendSpec, DispatcherSpec
-from moekit.runtime.overlap import Pending
+from moekit.contract.pending import Pending
+from moekit.contract.specs import BackendSpec, DispatcherSpec
 from moekit.testing import cases
 
 # A variant of `local`, and one of `torch`.

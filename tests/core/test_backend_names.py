@@ -13,8 +13,8 @@ import pytest
 from fake_plugins import PROBLEM, TORCH, Fakes, assert_usable, installed, offers, state
 
 import moekit
+from moekit.contract.specs import ExpertsSpec, importable
 from moekit.discovery.registry import Registry
-from moekit.discovery.specs import ExpertsSpec, importable
 from moekit.errors import BackendBroken, NameClash, NoBackend, UnknownBackend, Unsupported
 from moekit.testing.calls import check_call
 from moekit.testing.cases import make_case

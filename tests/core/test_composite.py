@@ -13,18 +13,18 @@ import pytest
 import torch
 
 import moekit
-from moekit.backends import composite_experts
-from moekit.backends.composite_experts import CompositeExperts
 from moekit.backends.torch_experts import TorchExperts
 from moekit.contract import PackedWeights
+from moekit.contract.specs import ExpertsSpec
 from moekit.discovery.registry import Registry, registry
-from moekit.discovery.specs import ExpertsSpec
 from moekit.eplb.migrate import migrate
 from moekit.errors import BackendBroken, UnknownBackend, Unsupported
 from moekit.layer.placement import Placement
 from moekit.plugin import weight_and_reduce
 from moekit.problem import ActivationFormat
+from moekit.selection import composite_experts
 from moekit.selection.composite import composite
+from moekit.selection.composite_experts import CompositeExperts
 from moekit.testing import assert_close
 from moekit.testing.calls import QUANTIZED_WIRE, check_call, kit_registry
 from moekit.testing.cases import make_case, random_weights
@@ -346,7 +346,7 @@ def test_the_workspace_is_that_of_the_largest_member() -> None:
     class Sized(TorchExperts):
         def workspace(self, rows):
             each = {"small": 10, "large": 1000}[self.spec.name]
-            return (moekit.BufferSpec((rows * each,), torch.uint8),)
+            return (moekit.contract.BufferSpec((rows * each,), torch.uint8),)
 
         def transient_bytes(self, rows):
             return {"small": 7000, "large": 1}[self.spec.name] * rows

@@ -20,10 +20,10 @@ from hostile_plugins import CASES, DEADLY
 
 import moekit
 from moekit.cli.main import main
+from moekit.contract import specs
+from moekit.contract.specs import DispatcherSpec, ExpertsSpec
 from moekit.discovery import registry as plugins
-from moekit.discovery import specs
 from moekit.discovery.entry_points import SWITCHES
-from moekit.discovery.specs import DispatcherSpec, ExpertsSpec
 from moekit.selection import judge, select
 from moekit.untrusted import code as strangers
 from moekit.untrusted import process as isolate

@@ -13,6 +13,7 @@ from moekit.backends.local import LocalDispatcher
 from moekit.backends.reference import oracle
 from moekit.backends.torch_experts import TorchExperts
 from moekit.contract import BufferSpec
+from moekit.contract.sums import Sums
 from moekit.errors import (
     CapacityExceeded,
     InvalidInput,
@@ -24,7 +25,9 @@ from moekit.errors import (
 )
 from moekit.selection.composite import composite
 from moekit.testing import assert_close, relative_error
+from moekit.testing.calls import kit_registry
 from moekit.testing.cases import make_case
+from moekit.testing.unreduced import SUMS_ITSELF
 
 T, K, E, H, I = 9, 2, 4, 64, 48
 PROBLEM = MoEProblem(
@@ -338,7 +341,7 @@ def test_reprs_say_what_a_person_wants_to_know() -> None:
     kernel = moekit.compose(PROBLEM, experts="torch")
     assert repr(kernel) == (
         "ModularKernel(local + torch: 4 experts, top 2, hidden 64, intermediate 48, float32, "
-        "quant none, silu on cpu, checked)"
+        "quant none, silu on cpu, summed by the experts, checked)"
     )
     assert repr(kernel.pack(weights())) == (
         "PackedWeights(torch: w13 (4, 96, 64) float32, w2 (4, 64, 48) float32; 144 KiB on cpu)"
@@ -459,3 +462,35 @@ def test_experts_get_aligned_operands(dispatcher: str) -> None:
     out = moved(torch.zeros(T, H))
     assert kernel(moved(case.x), packed, case.routing, out=out) is out
     assert_close(out, case.reference(), PROBLEM)
+
+
+def test_a_profiler_shows_the_parts_of_a_call() -> None:
+    kernel = moekit.compose(PROBLEM, experts="torch")
+    packed, (x, routing) = kernel.pack(weights()), tokens()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        kernel(x, packed, routing)
+        kernel.start(x, packed, routing).result()
+        with pytest.raises(InvalidInput):
+            kernel(x[:, 1:], packed, routing)
+    counted = {each.key: each.count for each in profile.key_averages()}
+    names = ("dispatch: local", "experts: torch", "combine: local")
+    assert [counted[f"moekit {name}"] for name in names] == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "experts", "changes", "sums"),
+    [
+        ("local", "torch", {}, Sums.BY_EXPERTS),
+        (SUMS_ITSELF, "torch", {}, Sums.BY_EXPERTS_OR_DISPATCHER),
+        ("local", "reference", {}, Sums.BY_KERNEL),
+        ("batched_reference", "torch", {}, Sums.BY_DISPATCHER),
+        ("local", "torch", {"batch_invariant": True}, Sums.BY_DISPATCHER),
+    ],
+)
+def test_a_kernel_says_who_sums(dispatcher: str, experts: str, changes: dict, sums: Sums) -> None:
+    problem = PROBLEM.replace(**changes)
+    kernel = moekit.compose(problem, dispatcher, experts, backends=kit_registry())
+    assert kernel.sums is sums and f"summed by {sums.value}" in repr(kernel)
+    declared = Sums.BY_EXPERTS if sums is Sums.BY_EXPERTS_OR_DISPATCHER else sums
+    assert kernel.explanation.chosen.sums is declared
+    assert f"weighted and summed over top-k by {declared.value}" in str(kernel.explanation)

@@ -10,7 +10,7 @@ import torch
 from moekit_naive.dispatcher import NaiveDispatcher
 from right_naive import caught_naive
 
-from moekit.runtime.overlap import Pending
+from moekit.contract.pending import Pending
 
 # -- calls -------------------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ from torch.nn.functional import pad
 from moekit import Routing
 from moekit.backends.local import LocalDispatcher
 from moekit.backends.reference import BatchedReference
+from moekit.contract.pending import Pending
 from moekit.plugin import Unreduced
-from moekit.runtime.overlap import Pending
 from moekit.testing.unreduced import SumsItself
 
 

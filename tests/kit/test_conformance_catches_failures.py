@@ -10,9 +10,9 @@ import torch.distributed as dist
 from moekit_naive.dispatcher import NaiveDispatcher
 from right_naive import caught_naive
 
+from moekit.contract.pending import Pending
 from moekit.errors import InvalidInput, MoekitError, PeerFailed
 from moekit.plugin import exchange
-from moekit.runtime.overlap import Pending
 
 
 class NoAbort(NaiveDispatcher):

@@ -9,7 +9,7 @@ from conformance_catches import suite
 from moekit_naive.dispatcher import NaiveDispatcher
 from right_naive import Naive_
 
-from moekit.runtime.overlap import Pending
+from moekit.contract.pending import Pending
 from moekit.testing import dispatchers
 from moekit.testing.distributed import RankError
 

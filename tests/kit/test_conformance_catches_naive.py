@@ -18,9 +18,9 @@ from moekit_naive.dispatcher import NaiveDispatcher
 from right_naive import caught_naive
 
 from moekit import MoEProblem, ParallelConfig, Routing
+from moekit.contract.pending import Pending
 from moekit.errors import Unsupported
 from moekit.plugin import weight_and_reduce
-from moekit.runtime.overlap import Pending
 
 # -- groups --------------------------------------------------------------------
 

@@ -15,8 +15,8 @@ from moekit_naive.dispatcher import NaiveDispatcher
 from right_naive import caught_naive
 
 from moekit import Routing
-from moekit.discovery.footprint import Footprint
-from moekit.runtime.overlap import Pending
+from moekit.contract.pending import Pending
+from moekit.contract.sizes import Footprint
 
 # -- what travels ------------------------------------------------------------------------
 

@@ -17,11 +17,11 @@ from tuned_tables import PROBLEM, fakes, make_table, no_tables, write_table
 
 import moekit
 from moekit.cli.main import main as moekit_main
+from moekit.contract.pending import Pending
+from moekit.contract.specs import DispatcherSpec
 from moekit.discovery.registry import Registry
-from moekit.discovery.specs import DispatcherSpec
 from moekit.errors import GroupMismatch, MoekitError
 from moekit.problem import ActivationFormat, ParallelConfig
-from moekit.runtime.overlap import Pending
 from moekit.selection import select
 from moekit.selection.tuned import Key, table
 from moekit.testing.distributed import RankPool

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moekit.contract.shared_buffers import CallBuffers, SharedBuffers
 from moekit.errors import InvalidInput, PeerFailed
 from moekit.plugin import Transfers, exchange
-from moekit.runtime.agreement import Agreement, CollectiveCheck
-from moekit.runtime.shared_buffers import CallBuffers, SharedBuffers
+from moekit.runtime.agreement import Agreement
 from moekit.runtime.store import StoreLost, access
 from moekit.testing.distributed import RankPool
 
@@ -125,10 +125,13 @@ def leave_half_way(rank, world_size, moving, silent):
         if step == 0 and rank == 1 and silent:
             time.sleep(2)  # longer than the others wait
         try:
-            with CollectiveCheck(agreements[step // 2], f"step {step}", moving=moving):
-                entered.append(step)
-                if step == 0 and rank == 1 and not silent:
-                    raise ValueError("planted")
+            agreement, what = agreements[step // 2], f"step {step}"
+            agreement.enter(what)
+            entered.append(step)
+            if step == 0 and rank == 1 and not silent:
+                agreement.agree(what, "ValueError: planted")
+                raise ValueError("planted")
+            agreement.agree(what, moving=moving)
             outcomes.append("ok")
         except (PeerFailed, ValueError) as error:
             outcomes.append(str(error))
@@ -155,15 +158,6 @@ def test_a_failure_without_tokens_in_flight_is_over(pool):
     for rank, (outcomes, entered) in enumerate(pool.run(leave_half_way, False, False)):
         assert outcomes[0] == "planted" if rank == 1 else "then all can call again" in outcomes[0]
         assert outcomes[1:] == ["ok", "ok"] and entered == [0, 1, 2]
-
-
-def test_without_agreement_a_failure_is_reported_otherwise():
-    told: list[str] = []
-    with pytest.raises(ValueError, match="planted"), CollectiveCheck(None, "start", told.append):
-        raise ValueError("planted")
-    with CollectiveCheck(None, "start", told.append):
-        pass
-    assert told == ["ValueError: planted"]
 
 
 def of_a_subgroup(rank, world_size):

@@ -15,6 +15,7 @@ from group_faults_on_ranks import (
     interrupted,
     interrupted_waiting,
     late,
+    lost_in_prepare,
     never_composes,
     no_tensor,
     one_group,
@@ -69,6 +70,20 @@ def test_a_signal_interrupts_a_rank_that_waits(pool) -> None:
     assert others[1][0].startswith("PeerFailed: rank 1 failed: KeyboardInterrupt")
     assert others[1][1] < 3
     assert (others[2][0], mine[2][0]) == ("right", "right")
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_rank_lost_in_its_dispatch_is_noticed_in_time(pool, stopped) -> None:
+    """The group's own timeout, after which this would fail, is half an hour."""
+    said = pool.run(lost_in_prepare, stopped)
+    why = "rank 1 did not come to" if stopped else "rank 1 failed: ZeroDivisionError: planted"
+    for rank, (first, second, third) in enumerate(said):
+        assert first == "right"
+        if rank != 1:
+            assert second.startswith("PeerFailed") and why in second
+        elif not stopped:
+            assert second == "ZeroDivisionError: planted"
+        assert third.startswith("PeerFailed"), "ranks no longer agree on where they stand"
 
 
 def test_two_threads_with_a_group_each(pool) -> None:

@@ -194,6 +194,32 @@ def no_tensor(rank: int, world_size: int) -> list[str]:
     return said
 
 
+def lost_in_prepare(rank: int, world_size: int, stopped: bool) -> list[str]:
+    """Rank 1 stops in its second dispatch, or fails there and tells nobody; all call again."""
+    layer = Layer(dist.new_group(), 20.0)
+    said = [layer.call()]
+    layer.kernel._calls.agreement._timeout = layer.kernel.dispatcher.peer_timeout = 1.0
+    store, dispatcher = dist.distributed_c10d._get_default_store(), layer.kernel.dispatcher
+    gone = f"gave up {stopped} "
+    others = [f"{gone}{other}" for other in range(world_size) if other != 1]
+
+    def lose(*args: Any) -> Any:
+        if not stopped:
+            raise ZeroDivisionError("planted")
+        store.wait(others)
+        return type(dispatcher)._to_send(dispatcher, *args)
+
+    if rank == 1:
+        name = "_to_send" if stopped else "prepare"
+        setattr(dispatcher, name, lose)
+        said.append(layer.call())
+        delattr(dispatcher, name)
+    else:
+        said.append(layer.call())
+        store.set(f"{gone}{rank}", "")
+    return [*said, layer.call()]
+
+
 def checked_differs(rank: int, world_size: int) -> tuple[str, str, int]:
     """Return the error, the next kernel's call, and how many dispatchers were destroyed."""
     group, destroy, destroyed = dist.new_group(), PrepareAndFinalize.destroy, []

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import moekit
+from moekit.contract.specs import ExpertsSpec
 from moekit.discovery.registry import Registry, registry
-from moekit.discovery.specs import ExpertsSpec
 from moekit.problem import ActivationFormat
 from moekit.selection.tuned import VARIABLE, table
 from moekit.selection.tuned.table import Key, Record, Table

@@ -313,7 +313,9 @@ def test_every_option_reaches_the_problem(only, capsys: pytest.CaptureFixture[st
     assert main(args.split()) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["why"] == "by name"
-    assert answer["chosen"] == {"dispatcher": "local", "experts": "reference", "bridged": False}
+    assert answer["chosen"] == {
+        "dispatcher": "local", "experts": "reference", "bridged": False, "sums": "moekit",
+    }  # fmt: skip
     assert eval(answer["problem"], {**vars(moekit), "torch": torch}) == moekit.MoEProblem(
         num_experts=8,
         top_k=1,

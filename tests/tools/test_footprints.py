@@ -7,7 +7,7 @@ import torch
 
 import moekit
 from moekit import MoEProblem, ParallelConfig
-from moekit.discovery.footprint import Footprint
+from moekit.contract.sizes import Footprint
 from moekit.discovery.registry import registry
 from moekit.errors import InvalidProblem
 from moekit.testing.distributed import RankPool

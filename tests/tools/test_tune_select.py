@@ -14,13 +14,13 @@ import torch
 from tuned_tables import PROBLEM, fakes, make_table, no_tables, write_table
 
 import moekit
-from moekit.backends.composite_experts import CompositeExperts
 from moekit.cli.main import main
+from moekit.contract.specs import DispatcherSpec
 from moekit.discovery import registry as plugins
-from moekit.discovery.specs import DispatcherSpec
 from moekit.errors import BackendBroken, Unsupported
 from moekit.problem import ActivationFormat
 from moekit.selection import select
+from moekit.selection.composite_experts import CompositeExperts
 from moekit.testing.calls import check_call
 from moekit.testing.cases import make_case
 

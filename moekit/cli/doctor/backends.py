@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from moekit.contract.specs import CHECK_FAILED, BackendSpec, DispatcherSpec, ExpertsSpec
 from moekit.discovery import entry_points as discovery
-from moekit.discovery.specs import CHECK_FAILED, BackendSpec, DispatcherSpec, ExpertsSpec
 from moekit.errors import MoekitError
 from moekit.problem import DTYPES, DeviceSpec, MoEProblem, ParallelConfig
 from moekit.problem.quant import SCHEMES

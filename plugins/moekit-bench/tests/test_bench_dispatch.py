@@ -19,8 +19,8 @@ from moekit_bench.timer import first_fault, from_all_ranks
 
 import moekit
 from moekit.cli.main import main
+from moekit.contract.pending import Pending
 from moekit.problem import MoEProblem, ParallelConfig
-from moekit.runtime.overlap import Pending
 from moekit.testing.distributed import RankPool
 
 naive = pytest.importorskip("moekit_naive.dispatcher")

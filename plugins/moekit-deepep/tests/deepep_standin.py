@@ -532,9 +532,9 @@ from moekit_deepep.elastic import ElasticDispatcher as ElasticDispatcher  # noqa
 from moekit_deepep.low_latency import LowLatencyDispatcher as LowLatencyDispatcher  # noqa: E402
 from moekit_deepep.normal import NormalDispatcher as NormalDispatcher  # noqa: E402
 
+from moekit.contract.specs import DispatcherSpec  # noqa: E402
 from moekit.discovery.registry import Registry  # noqa: E402
 from moekit.discovery.registry import registry as installed  # noqa: E402
-from moekit.discovery.specs import DispatcherSpec  # noqa: E402
 from moekit.testing import interpreter  # noqa: E402
 
 interpreter.prepare_once()  # ranks may call from several threads

@@ -6,8 +6,8 @@ import dataclasses
 
 from moekit_flashinfer import moekit_dispatchers, moekit_experts
 
+from moekit.contract.specs import DispatcherSpec
 from moekit.discovery.registry import Registry
-from moekit.discovery.specs import DispatcherSpec
 
 _TARGETS = {
     "flashinfer_alltoall": ("standin_one_sided", "flashinfer_ranks:OneSided"),

@@ -50,26 +50,28 @@ class HostBoard:
         self._rank, self._pids, self._timeout = rank, tuple(pids), timeout
         self._step = 0
 
-    def exchange(self, record: Sequence[int]) -> list[list[int]]:
+    def exchange(self, record: Sequence[int], timeout: float | None = None) -> list[list[int]]:
         """Return the records of all ranks, in rank order. Collective.
 
         Args:
             record: three integers of 64 bits.
+            timeout: seconds to wait for a rank, if these are fewer than the group's.
 
         Raises:
-            RuntimeError: a rank died, or did not come within the group's timeout.
+            RuntimeError: a rank died, or did not come in time.
         """
         assert len(record) == _WORDS
         self._step += 1
         words, at = self._words, self._slot(self._rank)
         words[at + 1 : at + _SLOT] = array("q", [*record, _checksum(self._step, record)])
         words[at] = self._step
-        return [self._read(rank) for rank in range(len(self._pids))]
+        seconds = self._timeout if timeout is None else min(timeout, self._timeout)
+        return [self._read(rank, seconds) for rank in range(len(self._pids))]
 
     def _slot(self, rank: int) -> int:
         return (2 * rank + self._step % 2) * _SLOT
 
-    def _read(self, rank: int) -> list[int]:
+    def _read(self, rank: int, seconds: float) -> list[int]:
         words, at, step, spins = self._words, self._slot(rank), self._step, 0
         begin = look = time.monotonic()
         while True:
@@ -88,17 +90,17 @@ class HostBoard:
                 time.sleep(min(_NAP_PART * (now - begin), _LONGEST_NAP))
             if now - look > _LOOK_EVERY:
                 look = now
-                self._check_alive(rank, now - begin)
+                self._check_alive(rank)
+                if now - begin > seconds:
+                    raise RuntimeError(f"rank {rank} did not send its sizes within {seconds:g} s")
 
-    def _check_alive(self, rank: int, waited: float) -> None:
+    def _check_alive(self, rank: int) -> None:
         try:
             os.kill(self._pids[rank], 0)
         except ProcessLookupError:
             raise RuntimeError(f"rank {rank} (process {self._pids[rank]}) has ended") from None
         except PermissionError:  # it lives, as another user
             pass
-        if waited > self._timeout:
-            raise RuntimeError(f"rank {rank} did not send its sizes within {self._timeout:g} s")
 
 
 def board_of(group: dist.ProcessGroup, timeout: float) -> HostBoard | None:

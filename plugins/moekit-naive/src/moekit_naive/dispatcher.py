@@ -23,6 +23,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -270,12 +271,16 @@ class NaiveDispatcher(PrepareAndFinalize):
 
     def _exchange_headers(self, header: list[int]) -> list[list[int]]:
         if self._board is not None:
-            return self._board.exchange(header)
+            return self._board.exchange(header, self.peer_timeout)
         if self._header_device != "cpu" and torch.cuda.is_current_stream_capturing():
             return [json.loads(said) for said in exchange(_SIZES, json.dumps(header), self.group)]
         mine = torch.tensor(header, dtype=torch.int64, device=self._header_device)
         everyone = mine.new_empty(self.group.size() * len(header))
-        _all_gather(everyone, mine, group=self.group)
+        work = _all_gather(everyone, mine, group=self.group, async_op=True)
+        if self.peer_timeout is None or self._header_device != "cpu":
+            work.wait()
+        else:
+            work.wait(timedelta(seconds=self.peer_timeout))
         return everyone.view(-1, len(header)).tolist()
 
     # -- transfers ---------------------------------------------------------------------------

@@ -1,15 +1,61 @@
-"""Padded sizes: the problem that experts compute when their kernels need multiples of H or I."""
+"""Sizes: what a dispatcher needs on a rank, and the padded sizes that experts compute.
+
+Kernels may need the hidden size and a rank's intermediate size to be multiples of some numbers.
+Experts are then created for a padded problem.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from moekit.errors import InvalidProblem
+from moekit.errors import InvalidInput, InvalidProblem
 from moekit.problem import MoEProblem
+from moekit.untrusted.arguments import shown
+from moekit.untrusted.code import printable
 
 MOST = 1 << 12  # of a multiple
 Multiples = tuple[int, int]
 """The multiples that the hidden size and a rank's intermediate size must be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """The memory that a dispatcher needs on a rank when every rank passes ``max_num_tokens``.
+
+    rows: as `PrepareAndFinalize.max_rows`.
+    buffers: bytes kept between calls, by purpose.
+    transient: bytes that a call allocates and frees.
+    source: where the formula for the buffers comes from.
+    """
+
+    rows: int
+    buffers: Mapping[str, int]
+    transient: int
+    source: str
+
+    def __post_init__(self) -> None:
+        sizes = {"rows": self.rows, "transient": self.transient, **dict(self.buffers)}
+        for name, size in sizes.items():
+            if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+                raise InvalidInput(f"{shown(name)} {shown(size)}: expected an int of at least 0")
+        object.__setattr__(self, "buffers", {printable(n): b for n, b in self.buffers.items()})
+        object.__setattr__(self, "source", printable(self.source))
+
+    @property
+    def buffer_bytes(self) -> int:
+        return sum(self.buffers.values())
+
+
+def size_text(nbytes: int) -> str:
+    """Return ``nbytes`` in B, KiB, MiB or GiB, with three digits or more."""
+    size, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.3g} {unit}"
 
 
 def padded(problem: MoEProblem, multiples: Multiples) -> MoEProblem:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+from moekit.contract.sums import Sums
 from moekit.problem import MoEProblem
 
 _RUNNERS_UP = 2
@@ -18,18 +19,25 @@ class Combination:
 
     experts: a backend or a composite (`moekit.selection.composite`).
     bridged: their formats differ, so moekit converts between them.
+    sums: who weights the experts' rows and sums them over K.
     """
 
     dispatcher: str
     experts: str
     bridged: bool
+    sums: Sums
 
     def __str__(self) -> str:
         return f"{self.dispatcher} + {self.experts}" + (" (bridged)" if self.bridged else "")
 
     def as_dict(self) -> dict[str, Any]:
         """Return it JSON-ready."""
-        return {"dispatcher": self.dispatcher, "experts": self.experts, "bridged": self.bridged}
+        return {
+            "dispatcher": self.dispatcher,
+            "experts": self.experts,
+            "bridged": self.bridged,
+            "sums": self.sums.value,
+        }
 
 
 @dataclass(frozen=True)
@@ -102,6 +110,8 @@ class Explanation:
         told = list(self.reasons()) if every else named
         lines = [f"chosen: {self.chosen or 'nothing'} ({self.why})"]
         lines += [f"  {line}" for line in (self.expected, self.note) if line]
+        if self.chosen is not None:
+            lines.append(f"  weighted and summed over top-k by {self.chosen.sums.value}")
         lines += [f"  then: {each}" for each in runners_up]
         lines += [f"  not {line}" for line in self.refusals(told)]
         left = {name: why for name, why in self.reasons().items() if name not in told}

@@ -21,12 +21,12 @@ from moekit.contract import (
     PermuteExpertsUnpermute,
     Unreduced,
 )
+from moekit.contract.specs import ExpertsSpec
+from moekit.contract.sums import weight_and_reduce
 from moekit.discovery.answers import packed_by
-from moekit.discovery.specs import ExpertsSpec
 from moekit.problem import MoEProblem
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime.checks import overlap
-from moekit.runtime.reduce import weight_and_reduce
 from moekit.runtime.rows import quantize_dispatched
 from moekit.runtime.workspace import Layout, Workspace, lends
 from moekit.selection.composite import CompositeSpec

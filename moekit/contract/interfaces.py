@@ -1,11 +1,4 @@
-"""The contract between the kernel and its backends, for authors of backends.
-
-A dispatcher implements `PrepareAndFinalize`, an experts backend `PermuteExpertsUnpermute`. They
-exchange `Routing`, `Dispatched` and `PackedWeights`.
-
-Shape suffixes: T tokens on this rank, K top-k, H hidden size, I intermediate size on this rank,
-L local experts, R dispatched rows, C capacity of the batched layout (rows for each expert).
-"""
+"""The interfaces of backends, and what they exchange with the kernel."""
 
 from __future__ import annotations
 
@@ -14,19 +7,21 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moekit.discovery.specs import Backend, DispatcherSpec, ExpertsSpec
+from moekit.contract.pending import Pending
+from moekit.contract.sizes import size_text
+from moekit.contract.specs import Backend, DispatcherSpec, ExpertsSpec
+from moekit.contract.sums import weight_and_reduce
 from moekit.problem import MoEProblem, quant
 from moekit.problem.weights import ExpertWeights
-from moekit.runtime.overlap import Pending
-from moekit.runtime.reduce import weight_and_reduce
-from moekit.runtime.shared_buffers import Lease
-from moekit.runtime.units import size_text
+
+if TYPE_CHECKING:
+    from moekit.contract.shared_buffers import Lease
 
 Quantizer = Callable[[Tensor, "Tensor | None"], "tuple[Tensor, Tensor]"]
 """A function: (x_RH, valid_rows_R or None) -> (quantized_RH, scale)."""
@@ -143,6 +138,9 @@ class PrepareAndFinalize(Backend):
     makes_output: bool = False
     # Multiprocessors that a transfer occupies, if that is known; benchmarks print it.
     num_sms: int | None = None
+    # Seconds that `prepare` may wait on the host for another rank; None: as long as its library
+    # does. A checked kernel sets it, as its ranks enter `prepare` together.
+    peer_timeout: float | None = None
     # `finalize` weights and sums with it. The kernel sets it to the experts' function.
     weight_and_reduce: Callable[..., Tensor] = staticmethod(weight_and_reduce)
     # Buffers with ``nbytes`` that layers share, if it keeps any: `destroy` gives them up.
@@ -199,8 +197,8 @@ class PrepareAndFinalize(Backend):
     def output(self, dispatched: Dispatched) -> Tensor | None:
         """Return a tensor for y that `finalize` reads without a copy, or None for no such tensor.
 
-        The experts then write there. A class that overrides this method always returns a tensor,
-        and counts it in `buffer_bytes`.
+        The experts then write there. Called where tokens move. A class that overrides this method
+        always returns a tensor, and counts it in `buffer_bytes`.
         """
         return None
 
@@ -346,27 +344,3 @@ class BufferSpec:
     def nbytes(self) -> int:
         """Its size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-def offers_output(dispatcher: PrepareAndFinalize) -> bool:
-    """Return whether the experts write to `PrepareAndFinalize.output` of this dispatcher."""
-    return type(dispatcher).output is not PrepareAndFinalize.output
-
-
-def offers_sum(dispatcher: type[PrepareAndFinalize]) -> bool:
-    """Return whether dispatchers of this class take `Unreduced` in some calls."""
-    return dispatcher.takes_unreduced is not PrepareAndFinalize.takes_unreduced
-
-
-def output_dtype(
-    problem: MoEProblem, experts: ExpertsSpec, dispatcher: DispatcherSpec | None = None
-) -> torch.dtype:
-    """Return the dtype of the experts' output ``y``.
-
-    It is float32 in fp16 problems if everyone who handles an unweighted y supports that. The
-    dispatcher does only if it applies the weights.
-    """
-    applies = dispatcher is not None and (dispatcher.applies_weights or problem.batch_invariant)
-    taken = dispatcher is None or dispatcher.weights_in_fp32 or not applies
-    wide = experts.weights_in_fp32 and not experts.reduces and taken
-    return torch.float32 if wide and problem.dtype == torch.float16 else problem.dtype

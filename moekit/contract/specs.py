@@ -18,8 +18,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
-from moekit.discovery import padding as sizes
-from moekit.discovery.footprint import Footprint
+from moekit.contract import sizes
 from moekit.errors import BackendBroken, InvalidInput, InvalidProblem
 from moekit.problem import DEVICE_PATTERN, DTYPES, ActivationFormat, MoEProblem
 from moekit.problem.activation import ACTIVATIONS, DEFAULT_ACTIVATIONS
@@ -314,13 +313,8 @@ class DispatcherSpec(BackendSpec):
     uneven_experts: bool = True
     most_top_k: int | None = None
     most_ranks: int | None = None
-    footprint: Callable[[MoEProblem], Footprint] | None = None
+    footprint: Callable[[MoEProblem], sizes.Footprint] | None = None
     schemes: frozenset[str] = frozenset(SCHEMES)
-
-    @property
-    def applies_weights(self) -> bool:
-        """Return whether its combine always applies the router weights and sums over K."""
-        return self.format is ActivationFormat.BATCHED
 
     def _unsupported_features(self, problem: MoEProblem) -> list[str]:
         reasons = []
