@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -60,6 +61,7 @@ class LoadingLayer(Layer):
             name=self.prefix,
         )
         self._pushed = self._make_loader(experts=self.local_experts)
+        self._lock = threading.Lock()  # loaders may push from several threads
         self._own: PackedWeights | None = None  # those that this layer packed from its parameters
         self._replaced: PackedWeights | None = None  # those that an update replaces
         self._register_parameters()
@@ -123,17 +125,18 @@ class LoadingLayer(Layer):
                 f"{self.prefix}: shard_id={shown(shard_id)} for {which}_{suffix}: expected "
                 f"{' or '.join(known)}"
             )
-        if not self._pushed.loading and self._pushed.experts != self.local_experts:
-            # `moekit.eplb` has moved experts since, and they are loaded to where they are now.
-            self._pushed = self._make_loader(experts=self.local_experts, out=self._pushed.out)
-        try:
-            needed = self._pushed.push(suffix, shard_id, expert_id, loaded_weight)
-        finally:
-            if self._pushed.loading and self.packed is not None:
-                # Tensors that `load_weights` was given are the caller's, and are not written to.
-                self._replaced = self.packed if self.packed is self._own else None
-                self.packed = self._own = None
-            self._show_storage()
+        with self._lock:
+            if not self._pushed.loading and self._pushed.experts != self.local_experts:
+                # `moekit.eplb` has moved experts since, and they are loaded to where they are now.
+                self._pushed = self._make_loader(experts=self.local_experts, out=self._pushed.out)
+            try:
+                needed = self._pushed.push(suffix, shard_id, expert_id, loaded_weight)
+            finally:
+                if self._pushed.loading and self.packed is not None:
+                    # `load_weights` was given the caller's tensors, which are not written to.
+                    self._replaced = self.packed if self.packed is self._own else None
+                    self.packed = self._own = None
+                self._show_storage()
         return needed if return_success else None
 
     def _name_of(self, param: nn.Parameter, weight_name: str) -> tuple[str, str]:
