@@ -8,8 +8,11 @@ quantization method alike.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
+from moekit.errors import MoekitError
+from moekit.plugin import reason_of
 from moekit_vllm import versions
 from moekit_vllm.method import extend, follow
 from moekit_vllm.settings import Mode
@@ -21,6 +24,18 @@ def install(mode: Mode) -> None:
     Raises:
         MoekitError: It is impossible, and the mode is REQUIRE.
     """
+    try:
+        _replace(mode)
+    except (MoekitError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # importing vLLM may raise SystemExit
+        with suppress(Exception):
+            uninstall()
+        why = f"vLLM has other modules than expected ({reason_of(error)})"
+        mode.decline("every MoE layer", why)
+
+
+def _replace(mode: Mode) -> None:
     if reasons := versions.unsupported(versions.installed()) or versions.missing_hooks():
         mode.decline("every MoE layer", "; ".join(reasons))
         return
