@@ -312,10 +312,26 @@ class LoadingLayer(Layer):
     def _save_to_state_dict(self, *args: Any, **keywords: Any) -> None:
         """Save nothing."""
 
-    def _load_from_state_dict(self, *args: Any, **keywords: Any) -> None:
-        """Load nothing, and report parameters as unexpected: `weight_loader` loads them."""
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: object,
+        strict: bool,
+        missing_keys: list[str],
+        *more: Any,
+    ) -> None:
+        """Load nothing, and report the parameters as missing: `weight_loader` loads them."""
         with self._without_parameters():
-            super()._load_from_state_dict(*args, **keywords)
+            super()._load_from_state_dict(
+                state_dict, prefix, local_metadata, strict, missing_keys, *more
+            )
+        names = ", ".join(f"{prefix}{name}" for name in self._parameters)
+        missing_keys.append(
+            f"{names} (a state_dict does not hold them: pass the checkpoint's tensors to "
+            "weight_loader(), call process_weights_after_loading(), and load the other modules "
+            "with strict=False)"
+        )
 
 
 _MAPPING = {

@@ -232,11 +232,21 @@ def test_casts_and_state_dicts_leave_the_weights_alone() -> None:
     layer.to(torch.bfloat16)
     assert layer.w13_weight.dtype == torch.float8_e4m3fn
     assert not layer.state_dict()
-    layer.load_state_dict({})
-    model, weight = nn.ModuleDict({"experts": layer}), torch.zeros(E, H, I)
-    with pytest.raises(RuntimeError, match="Unexpected key.*experts.w2_weight"):
-        model.load_state_dict({"experts.w2_weight": weight})
-    assert model.load_state_dict({"experts.w2_weight": weight}, strict=False).unexpected_keys
+
+
+def test_load_state_dict_says_that_it_loads_no_weights() -> None:
+    model = nn.ModuleDict({"experts": loaded()[0], "norm": nn.LayerNorm(H)})
+    saved = {name: torch.full_like(t, 0.5) for name, t in model.state_dict().items()}
+    fresh = nn.ModuleDict({"experts": make(), "norm": nn.LayerNorm(H)})
+    advice = (
+        r"Missing key.*experts.w13_weight, experts.w2_weight \(.*weight_loader\(\), call process"
+    )
+    with pytest.raises(RuntimeError, match=advice):
+        fresh.load_state_dict(saved)
+    with pytest.raises(RuntimeError, match='Unexpected key.*"experts.w2_weight"'):
+        fresh.load_state_dict(saved | {"experts.w2_weight": torch.zeros(E, H, I)})
+    assert not fresh.load_state_dict(saved, strict=False).unexpected_keys
+    assert bool((fresh["norm"].weight == 0.5).all())
 
 
 def call_without_weights(layer: FusedMoE) -> None:
