@@ -24,12 +24,12 @@ The modules, from the files up:
 """
 
 from moekit.checkpoint.config import Detected, detect, problem_from_config
-from moekit.checkpoint.declared import declared_format
+from moekit.checkpoint.declared import declared_format, format_of_scheme
 from moekit.checkpoint.files import Checkpoint
 from moekit.checkpoint.formats import Format
 from moekit.checkpoint.load import load_experts, load_layers
 from moekit.checkpoint.names import NAMES, ExpertNames
-from moekit.checkpoint.pushed import PushedExperts
+from moekit.checkpoint.pushed import PushedExperts, scheme_of
 
 __all__ = [
     "NAMES",
@@ -40,7 +40,9 @@ __all__ = [
     "PushedExperts",
     "declared_format",
     "detect",
+    "format_of_scheme",
     "load_experts",
     "load_layers",
     "problem_from_config",
+    "scheme_of",
 ]

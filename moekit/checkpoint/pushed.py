@@ -24,10 +24,12 @@ from moekit.checkpoint.formats import BIAS, Format, Part, stored
 from moekit.checkpoint.load import collect, loaded_shapes, local_experts
 from moekit.checkpoint.names import ExpertNames, per_expert
 from moekit.checkpoint.read import Reader
+from moekit.checkpoint.schemes import mismatch, no_scheme, scheme_for
 from moekit.checkpoint.share import Share
 from moekit.checkpoint.stacks import Splitter
 from moekit.errors import WeightsError
 from moekit.problem import MoEProblem
+from moekit.problem.quant import SCHEMES, QuantScheme
 from moekit.problem.weights import ExpertWeights
 from moekit.untrusted.arguments import accept, instance, shown
 
@@ -401,3 +403,24 @@ class HeldTensors(Checkpoint):
     def _read(self, out: Tensor, name: str, full: Sequence[int], ranges: Sequence[range]) -> None:
         cuts = tuple(slice(r.start, r.stop) for r in ranges)
         out.copy_(self._held[name].reshape(tuple(full))[cuts])
+
+
+def scheme_of(
+    format: Format, quant: QuantScheme | None, intermediate_size: int, tp_size: int = 1
+) -> QuantScheme:
+    """Return ``quant`` if it computes with weights in ``format``; by default, the best one.
+
+    Raises:
+        WeightsError: ``quant`` does not, or moekit has no scheme for the format.
+    """
+    if quant is None:
+        name = scheme_for(format, intermediate_size, tp_size)
+        if name is None:
+            raise WeightsError(no_scheme(format, intermediate_size, tp_size))
+        return SCHEMES[name]
+    if why := mismatch(format, quant):
+        raise WeightsError(
+            f"the experts are stored as {format}, which does not fit quant={quant.name!r}: {why}; "
+            "leave quant out, or pass dequantize=True"
+        )
+    return quant

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moekit.errors import MoekitError
-from moekit.untrusted.code import message
+from moekit.plugin import reason_of
 from moekit_vllm import versions
 from moekit_vllm.experts import LayerExperts
 from moekit_vllm.problem import shape
@@ -22,6 +22,10 @@ from moekit_vllm.settings import Mode
 
 # vLLM's mark on layers whose 16-bit weights it has quantized; it removes the mark to load anew.
 _QUANTIZED = "_already_called_process_weights_after_loading"
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, MoekitError) else reason_of(error)
 
 
 def extend(method: Any, mode: Mode) -> None:
@@ -73,9 +77,9 @@ def _extended(stock: Any) -> Any:
                     if before is not None:
                         raise MoekitError(
                             f"moekit computes {layer.layer_name}, but not with its new weights: "
-                            f"{message(error)}; restart the engine with them"
+                            f"{_reason(error)}; restart the engine with them"
                         ) from error
-                    self.moekit_mode.decline(shape(layer), message(error))
+                    self.moekit_mode.decline(shape(layer), _reason(error))
                     self.moekit_mode = Mode.OFF  # vLLM keeps the layer through all updates
             if self.moekit_experts is None:
                 super().process_weights_after_loading(layer)

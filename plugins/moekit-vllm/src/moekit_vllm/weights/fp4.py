@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moekit import ExpertWeights
-from moekit.checkpoint.formats import scale_values
 from moekit_vllm.weights.parameters import (
     backend,
     clear_padding,
@@ -48,8 +48,8 @@ def mxfp4(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
     clear_padding(layer, *scales, unit=32, fill=_ONE)
     if layer.moe_config.has_bias:
         clear_padding(layer, *pair(layer, "bias"))
-    scales = scale_values(scales[0]), scale_values(scales[1])
-    return scheme, expert_weights(layer, codes, scale=scales)
+    w13_scale, w2_scale = (bytes.view(torch.float8_e8m0fnu).float() for bytes in scales)
+    return scheme, expert_weights(layer, codes, scale=(w13_scale, w2_scale))
 
 
 def nvfp4(layer: Any, method: Any) -> tuple[str, ExpertWeights]:

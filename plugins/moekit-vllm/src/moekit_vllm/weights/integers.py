@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from moekit import ExpertWeights
-from moekit.problem.int4 import AWQ_ORDER, repack_rows, unpack_rows
-from moekit.problem.weights import in_order
+from moekit.plugin import int4
 from moekit_vllm.weights.parameters import (
     Pair,
     expert_weights,
@@ -48,7 +47,7 @@ def compressed_tensors(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
         words, scales = _flip(words), _flip(scales)
         zeros = None if zeros is None else _flip(zeros)
     if zeros is not None:
-        zeros = unpack_rows(zeros[0]), unpack_rows(zeros[1])
+        zeros = int4.unpack_rows(zeros[0]), int4.unpack_rows(zeros[1])
     g_idx = None
     if getattr(method.weight_quant, "actorder", None) in ("group", "dynamic"):
         g_idx = pair(layer, "weight_g_idx")
@@ -88,9 +87,12 @@ def awq(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
     zeros: Pair | None = None
     if method.quant_config.zero_point:
         stored = _flip(pair(layer, "qzeros"))
-        zeros = unpack_rows(stored[0], AWQ_ORDER), unpack_rows(stored[1], AWQ_ORDER)
+        zeros = (
+            int4.unpack_rows(stored[0], int4.AWQ_ORDER),
+            int4.unpack_rows(stored[1], int4.AWQ_ORDER),
+        )
     words = _flip(pair(layer, "qweight"))
-    weights = repack_rows(words[0], AWQ_ORDER), repack_rows(words[1], AWQ_ORDER)
+    weights = int4.repack_rows(words[0], int4.AWQ_ORDER), int4.repack_rows(words[1], int4.AWQ_ORDER)
     return _grouped(layer, 4, weights, _flip(pair(layer, "scales")), zeros, None)
 
 
@@ -139,7 +141,7 @@ def _grouped(
                 f"{columns[1]}; tensor parallelism must not cut the groups of act-order"
             )
         finer = next((size for size in _GROUPS if group % size == 0), 0)
-        if g_idx is not None and all(in_order(each, group) for each in g_idx):
+        if g_idx is not None and all(_in_order(each, group) for each in g_idx):
             g_idx = None
         if not finer or (g_idx is not None and finer != group):
             raise refusal(f"moekit has int4 groups of {', '.join(map(str, _GROUPS))} (got {group})")
@@ -150,6 +152,11 @@ def _grouped(
     kind += "" if g_idx is None else "_act_order"
     weights = expert_weights(layer, (w13, w2), scale=scales, zero_points=zeros, g_idx=g_idx)
     return f"int4_w4a16_{kind}", weights
+
+
+def _in_order(g_idx: Tensor, group: int) -> bool:
+    """Return whether the groups that ``g_idx`` (L, K) names are runs of ``group`` columns."""
+    return bool((g_idx == torch.arange(g_idx.shape[1], device=g_idx.device) // group).all())
 
 
 def _flip(tensors: Pair) -> Pair:

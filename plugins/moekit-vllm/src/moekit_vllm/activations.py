@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import product
 
+from moekit import Activation
 from moekit.errors import InvalidProblem
-from moekit.problem.activation import Activation
 
 # vLLM's names that mean something else in moekit. Its "relu2" has a gate, and its "swigluoai"
 # alternates rows of gate and up.

@@ -4,14 +4,13 @@ It also takes those keywords of later versions, up to 0.33, that change what the
 
 A model file that is written against vLLM's layer runs with one changed import::
 
-    from moekit.compat.vllm import FusedMoE
+    from moekit_vllm import FusedMoE
 
 moekit computes, and vLLM need not be installed.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -20,23 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moekit.compat import arguments
-from moekit.compat.loading import LoadingLayer, Mapped
-from moekit.compat.quantization import resolve
-from moekit.problem.activation import Activation
-from moekit.untrusted.arguments import (
-    FLAG,
-    FUNCTION,
-    MAX_EXPERTS,
-    MAX_WIDTH,
-    NAME,
-    accept,
-    instance,
-    optional,
-    real,
-    sequence,
-    size,
-)
+from moekit import Activation
+from moekit_vllm.layer import keywords as vllm
+from moekit_vllm.layer.loading import LoadingLayer, Mapped
+from moekit_vllm.layer.quantization import resolve
 
 
 class FusedMoE(LoadingLayer):
@@ -79,7 +65,7 @@ class FusedMoE(LoadingLayer):
         apply_router_weight_on_input: Scale each token instead of its result; needs ``top_k=1``.
         activation: A name in vLLM, or an `Activation`.
         is_act_and_mul: False removes the gate; pass its experts' only projection as "w1".
-        enable_eplb: Allow redundant experts, whose load `moekit.eplb` balances.
+        enable_eplb: Has no effect: `moekit.eplb` balances redundant experts.
         num_redundant_experts: Replicas beyond one of each expert.
         has_bias: The experts have biases.
         is_sequence_parallel: Ranks that hold the same tokens each dispatch a share of them.
@@ -96,7 +82,7 @@ class FusedMoE(LoadingLayer):
         apply_routed_scale_to_output: Multiply the output by ``routed_scaling_factor``, not the
             weights.
         ckpt_names: The checkpoint's names of gate, down and up projection, for `load_weights`; None
-            for the last without a gate. In place of ``expert_mapping``.
+            for the last without a gate. Used without ``expert_mapping``.
         is_fused_checkpoint_transposed: Tensors of all experts hold matrices as (in, out).
         dequantize: Convert weights of the checkpoint's format to ``params_dtype``.
         keywords: Arguments of `moekit.FusedMoE` that vLLM's layer does not have: ``parallelism``,
@@ -105,7 +91,9 @@ class FusedMoE(LoadingLayer):
             if not the one that fits best.
 
     Raises:
-        InvalidProblem: A keyword is unknown, or values do not fit each other.
+        InvalidProblem: A keyword of vLLM's belongs to a part that this layer does not have, or
+            values do not fit each other.
+        TypeError: A keyword is unknown.
         GroupMismatch: The process group does not fit, or ranks passed different arguments.
         BackendError: No backend can run the problem; see `moekit.compose`.
     """
@@ -153,19 +141,20 @@ class FusedMoE(LoadingLayer):
         dequantize: bool = False,
         **keywords: Any,
     ) -> None:
-        given = dict(locals())
-        accept(_KINDS, given)
-        rest = arguments.take_rest(keywords, inspect.signature(FusedMoE).parameters)
-        spread = arguments.parallelism(given, rest)
+        given, rest = dict(locals()), vllm.take_rest(keywords)
+        spread = vllm.parallelism(given, rest)
         sizes = (hidden_size, intermediate_size, spread.config().tp_size)
         format, scheme = resolve(
             quant_config, rest.pop("quant", None), dequantize, sizes, prefix or "experts"
         )
-        computed, is_gated = arguments.activation_of(given)
-        routing, output_scale = arguments.routing(given)
-        if ckpt_names is not None:
+        computed, is_gated = vllm.activation_of(given)
+        routing, output_scale = vllm.routing(given)
+        if ckpt_names is not None and expert_mapping is None:
+            gate, down, up = ckpt_names
             expert_mapping = self.make_expert_params_mapping(
-                **arguments.projections(ckpt_names, expert_mapping),
+                ckpt_gate_proj_name=gate,
+                ckpt_down_proj_name=down,
+                ckpt_up_proj_name=up or "",
                 num_experts=num_experts,
                 num_redundant_experts=num_redundant_experts,
             )
@@ -181,6 +170,7 @@ class FusedMoE(LoadingLayer):
             has_bias=has_bias,
             apply_router_weight_on_input=apply_router_weight_on_input,
             routing=routing,
+            use_grouped_topk=use_grouped_topk or None,
             parallelism=spread,
             prefix=prefix or None,
             **rest,
@@ -293,10 +283,6 @@ class SharedFusedMoE(FusedMoE):
         use_overlapped: bool = True,
         **keywords: Any,
     ) -> None:
-        accept(
-            _SHARED,
-            {"shared_experts": shared_experts, "gate": gate, "use_overlapped": use_overlapped},
-        )
         super().__init__(**keywords)
         # Not as submodules, because the model has their parameters under other names.
         object.__setattr__(self, "shared_experts", shared_experts)
@@ -321,21 +307,3 @@ class SharedFusedMoE(FusedMoE):
         if shared is not None and self.ranks.sums:
             self.ranks.sum_all(shared := shared.clone())
         return shared, super().forward(hidden_states, router_logits, input_ids)
-
-
-_FLAGS = (
-    "reduce_results", "renormalize", "use_grouped_topk", "apply_router_weight_on_input",
-    "is_act_and_mul", "enable_eplb", "has_bias", "is_sequence_parallel",
-    "apply_routed_scale_to_output", "is_fused_checkpoint_transposed", "dequantize",
-)  # fmt: skip
-_SHARED = {"shared_experts": optional(FUNCTION), "gate": optional(FUNCTION), "use_overlapped": FLAG}
-_KINDS = {
-    **dict.fromkeys(_FLAGS, FLAG),
-    **dict.fromkeys(("hidden_size", "intermediate_size"), size(1, MAX_WIDTH)),
-    "num_redundant_experts": size(0, MAX_EXPERTS),
-    "zero_expert_num": optional(size(0, MAX_EXPERTS)),
-    "prefix": NAME,
-    "routed_scaling_factor": real(),
-    "hash_indices_table": optional(instance("a tensor", Tensor)),
-    "expert_mapping": optional(sequence("(parameter, name, expert, shard)", tuple)),
-}

@@ -11,13 +11,13 @@ import checkpoint_files as files
 import pytest
 import torch
 from checkpoint_cases import CASES
-from compat_cases import NAMES, SHARDS, SIZES, loaded, make, push, stacks
+from fused_moe_cases import NAMES, SHARDS, SIZES, loaded, make, push, stacks
 from layer_cases import E, H, I
+from moekit_vllm import FusedMoE, SharedFusedMoE
 from torch import Tensor, nn
 
 import moekit
 from moekit import LayerParallelism, ParallelConfig
-from moekit.compat.vllm import FusedMoE, SharedFusedMoE
 from moekit.errors import WeightsError
 from moekit.layer.placement import Placement
 from moekit.testing.cases import random_weights

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from moekit.checkpoint.declared import SKIPPED, declared_format, format_of_scheme
-from moekit.checkpoint.formats import Format
-from moekit.checkpoint.schemes import mismatch, no_scheme, scheme_for
+from moekit import SCHEMES, QuantScheme
+from moekit.checkpoint import Format, declared_format, format_of_scheme, scheme_of
 from moekit.errors import InvalidProblem, WeightsError
-from moekit.problem.quant import QuantScheme, scheme
-from moekit.untrusted.arguments import accept, instance, optional, shown
+from moekit.plugin import quant as schemes
 
-_QUANT = optional(instance("a QuantScheme of moekit.SCHEMES or the name of one", str, QuantScheme))
+# The lists of modules that are not quantized.
+_SKIPPED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 _ARGUMENTS = (
     "num_bits", "type", "strategy", "group_size", "symmetric", "actorder", "dynamic",
     "block_structure",
@@ -39,30 +38,19 @@ def resolve(
     Raises:
         InvalidProblem: moekit does not know the config, or has no scheme for it.
     """
-    accept({"quant": _QUANT}, {"quant": quant})
-    chosen = scheme(quant) if isinstance(quant, str) else quant
+    chosen = schemes.scheme(quant) if isinstance(quant, str) else quant
     H, I, tp_size = sizes
-    if isinstance(given, str | QuantScheme):
-        found = scheme(given) if isinstance(given, str) else given
-        format, chosen = format_of_scheme(found), chosen or found
-    else:
-        try:
+    try:
+        if isinstance(given, str | QuantScheme):
+            found = schemes.scheme(given) if isinstance(given, str) else given
+            format, chosen = format_of_scheme(found), chosen or found
+        else:
             format = declared_format(_config(given), H, I, module)
-        except WeightsError as error:
-            raise InvalidProblem(f"quant_config: {error}") from error
-    if dequantize:
-        return format, scheme("none")
-    if chosen is not None:
-        if why := mismatch(format, chosen):
-            raise InvalidProblem(
-                f"quant_config: the experts are stored as {format}, which does not fit "
-                f"quant={chosen.name!r}: {why}; leave quant out, or pass dequantize=True"
-            )
-        return format, chosen
-    name = scheme_for(format, I, tp_size)
-    if name is None:
-        raise InvalidProblem(f"quant_config: {no_scheme(format, I, tp_size)}")
-    return format, scheme(name)
+        if dequantize:
+            return format, SCHEMES["none"]
+        return format, scheme_of(format, chosen, I, tp_size)
+    except WeightsError as error:
+        raise InvalidProblem(f"quant_config: {error}") from error
 
 
 def _config(given: object) -> dict[str, Any] | None:
@@ -77,7 +65,7 @@ def _config(given: object) -> dict[str, Any] | None:
         config = dict(convert())
     else:
         raise InvalidProblem(
-            f"quant_config={shown(given)}: it must be a scheme of moekit.SCHEMES, a model's "
+            f"quant_config={given!r}: it must be a scheme of moekit.SCHEMES, a model's "
             "quantization_config, an object of vLLM's QuantizationConfig, or None"
         )
     if isinstance(inner := config.get("quantization"), Mapping):  # ModelOpt's hf_quant_config.json
@@ -97,7 +85,7 @@ def _of_vllm(given: Any) -> dict[str, Any]:
     """Convert an object with the public fields of one of vLLM's QuantizationConfig classes."""
     name = str(given.get_name())
     method = _method(name)
-    lists = {key: getattr(given, key) for key in SKIPPED if isinstance(_get(given, key), list)}
+    lists = {key: getattr(given, key) for key in _SKIPPED if isinstance(_get(given, key), list)}
     for field in ("full_config", "config"):  # the model's own config
         raw = _get(given, field)
         if isinstance(raw, Mapping) and raw.get("quant_method"):

@@ -12,20 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moekit.checkpoint.formats import Format
-from moekit.checkpoint.pushed import PushedExperts
-from moekit.contract import PackedWeights
+import moekit
+from moekit import ExpertWeights, PackedWeights
+from moekit.checkpoint import Format, PushedExperts
 from moekit.errors import WeightsError
-from moekit.layer.layer import FusedMoE as Layer
-from moekit.problem.weights import ExpertWeights
-from moekit.runtime.workspace import settle
-from moekit.untrusted.arguments import FLAG, MAX_EXPERTS, NAME, accept, shown, size
+from moekit_vllm.packed import copy, forms
 
 Mapped = tuple[str, str, int, str]
 """(parameter name, checkpoint name, physical expert, shard), as in vLLM's expert mappings."""
 
 
-class LoadingLayer(Layer):
+class LoadingLayer(moekit.FusedMoE):
     """moekit's layer with parameters, `weight_loader` and `process_weights_after_loading`.
 
     A subclass calls `prepare_loading` after the constructor of `moekit.FusedMoE`.
@@ -118,11 +115,10 @@ class LoadingLayer(Layer):
                 one.
         """
         which, suffix = self._name_of(param, weight_name)
-        accept({"return_success": FLAG}, {"return_success": return_success}, WeightsError)
         known = self._pushed.shards(which)
-        if not isinstance(shard_id, str) or shard_id not in known:
+        if shard_id not in known:
             raise WeightsError(
-                f"{self.prefix}: shard_id={shown(shard_id)} for {which}_{suffix}: expected "
+                f"{self.prefix}: shard_id={shard_id!r} for {which}_{suffix}: expected "
                 f"{' or '.join(known)}"
             )
         with self._lock:
@@ -144,12 +140,12 @@ class LoadingLayer(Layer):
         name = next((name for name, own in self._parameters.items() if own is param), None)
         if name is None:
             raise WeightsError(
-                f"{self.prefix}: {shown(weight_name)} is loaded into a tensor that is no parameter "
+                f"{self.prefix}: {weight_name!r} is loaded into a tensor that is no parameter "
                 f"of this layer: pass one of {', '.join(self._parameters)}"
             )
         if not isinstance(weight_name, str) or weight_name.rpartition(".")[2] != name:
             raise WeightsError(
-                f"{self.prefix}: weight_name={shown(weight_name)} for the parameter {name}: it "
+                f"{self.prefix}: weight_name={weight_name!r} for the parameter {name}: it "
                 "must end in the parameter's name"
             )
         which, _, suffix = name.partition("_")
@@ -253,11 +249,7 @@ class LoadingLayer(Layer):
         Returns:
             For each physical expert (``experts.w13_``, ``experts.0.gate_proj.``, its number, "w1")
             and so on: replace the second in a name by the first to get a parameter's name.
-
-        Raises:
-            InvalidProblem: A number is out of range.
         """
-        accept(_MAPPING, locals())
         projections = {
             "w1": ckpt_gate_proj_name,
             "w2": ckpt_down_proj_name,
@@ -334,30 +326,9 @@ class LoadingLayer(Layer):
         )
 
 
-_MAPPING = {
-    **dict.fromkeys(("ckpt_gate_proj_name", "ckpt_down_proj_name", "ckpt_up_proj_name"), NAME),
-    "num_experts": size(1, MAX_EXPERTS),
-    "num_redundant_experts": size(0, MAX_EXPERTS),
-}
-
-
 def _in_place(old: PackedWeights | None, new: PackedWeights) -> PackedWeights:
-    """Copy ``new`` into the tensors of ``old`` if they are alike; return the one to use."""
-    if old is None:
+    """Copy ``new`` into the tensors of ``old`` if they have the same form; return the result."""
+    if old is None or forms(old) != forms(new):
         return new
-    pairs = []
-    for ours, theirs in ((old.experts, new.experts), (old.shared, new.shared)):
-        if ours.keys() != theirs.keys():
-            return new
-        pairs += [(ours[name], theirs[name]) for name in ours]
-    if any(_layout(a) != _layout(b) for a, b in pairs):
-        return new
-    for a, b in pairs:
-        if a.data_ptr() != b.data_ptr():
-            a.copy_(b)
-            settle(a.device)
+    copy(new, into=old)
     return old
-
-
-def _layout(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device

@@ -12,10 +12,10 @@ import pytest
 import torch
 import vllm_style_models as blocks
 from hf_models import DEEPSEEK_V3, GPT_OSS, LLAMA4, MIXTRAL, QWEN3_MOE, HFModel
+from moekit_vllm import FusedMoE
 from torch import Tensor, nn
 
 from moekit import LayerParallelism, ParallelConfig
-from moekit.compat.vllm import FusedMoE
 from moekit.errors import WeightsError
 
 pytest.importorskip("transformers")
