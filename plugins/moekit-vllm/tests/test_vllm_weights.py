@@ -265,6 +265,20 @@ def test_weight_only_backends_leave_activations_alone(checkpoint: Make) -> None:
         read.check(problem_of(layer, got, read))
 
 
+@pytest.mark.parametrize("name", ["fp8-block", "fp8-block-e8m0", "ct-fp8-block"])
+def test_cpus_with_amx_leave_activations_alone(name: str, checkpoint: Make, monkeypatch) -> None:
+    """vLLM's kernel for fp8 blocks on these CPUs takes bf16 activations."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    made = checkpoint(name)
+    layer = loaded(name, made)
+    assert layer.quant_method.fp8_backend.name == "CPU"
+    scheme, read = readers.read(layer, layer.quant_method)
+    assert scheme == "fp8_w8a16_block"
+    w13, w2 = numbers(read, problem_of(layer, scheme, read))
+    assert torch.equal(w13, torch.cat([made.gate, made.up], dim=1))
+    assert torch.equal(w2, made.down)
+
+
 def test_tensor_scales_with_a_scale_for_each_token(checkpoint: Make) -> None:
     """In batch-invariant mode 0.33 quantizes tokens one by one."""
     made = checkpoint("fp8-tensor")

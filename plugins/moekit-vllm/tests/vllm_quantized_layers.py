@@ -46,7 +46,11 @@ def process(folder: Path) -> Iterator[None]:
 
 
 def choose_backends(patch: pytest.MonkeyPatch) -> None:
-    """Let constructors choose the backends that vLLM has for an H100, which a CPU cannot run."""
+    """Let constructors choose the backends that vLLM has for an H100, which a CPU cannot run.
+
+    On a CPU with AMX, vLLM has kernels for some formats, which leave activations in 16 bits.
+    """
+    patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
 
     def module(name: str) -> Any:
         return importlib.import_module(f"{_PACKAGE}.{name}")
