@@ -180,16 +180,23 @@ class PushedExperts:
         """Return whether a round of loading has begun and is not finished."""
         return self._reader is not None
 
-    @property
-    def reloading(self) -> str:
-        """Say which tensor began this round, if another round ended before; else ""."""
-        first = next(iter(self._pushed), "") if self.loading and self._finished else ""
-        return first and f"{first} came after a complete round of loading and began a new one"
-
     def missing(self) -> list[str]:
         """Return the tensors of this rank that this round still needs."""
         pushed = self._pushed if self.loading else {}
         return [tensor for tensor in self._wanted if tensor not in pushed]
+
+    def lacking(self) -> str:
+        """Say which tensors this round still needs, and which one began it; "" for none."""
+        if not (missing := self.missing()):
+            return ""
+        first = next(iter(self._pushed), "") if self.loading and self._finished else ""
+        began = (
+            first and f"{first} came after a complete round of loading and began a new one, and "
+        )
+        return (
+            f"{began}{len(missing)} of {len(self._wanted)} tensors of this rank were not loaded: "
+            f"{listed(missing)}"
+        )
 
     def _begin(self) -> Reader:
         if self._reader is None:
@@ -250,12 +257,8 @@ class PushedExperts:
                 do not fit, and the layer must be loaded again.
         """
         with self._lock:
-            if missing := self.missing():
-                began = self.reloading and f"{self.reloading}, and "
-                raise WeightsError(
-                    f"{self.name}: {began}{len(missing)} of {len(self._wanted)} tensors of this "
-                    f"rank were not loaded: {listed(missing)}; load them, then call this again"
-                )
+            if lacking := self.lacking():
+                raise WeightsError(f"{self.name}: {lacking}; load them, then call this again")
             reader = self._begin()
             self._reader = None
             try:

@@ -607,7 +607,7 @@ def test_a_tensor_after_the_last_one_is_named() -> None:
     for shard, stack in stacks.items():
         for expert in range(4):
             pushed.push("weight", shard, expert, stack[expert])
-    assert not pushed.reloading
+    assert not pushed.lacking()
     pushed.finish()
     pushed.push("weight", "w3", 5, stacks["w3"][1])
     pushed.push("weight", "w1", 0, stacks["w1"][0])

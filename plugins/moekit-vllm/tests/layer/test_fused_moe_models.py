@@ -133,6 +133,6 @@ def test_a_file_that_lacks_experts(saved) -> None:
         load(mine, weights)
     block = mine.get_submodule("model.layers.1.block_sparse_moe")
     with pytest.raises(
-        WeightsError, match="has no weights: 1 tensors are not loaded, experts.5.w3"
+        WeightsError, match="has no weights: 1 of 24 tensors of this rank were not loaded: .*5.w3"
     ):
         block(torch.randn(2, model.config.hidden_size))

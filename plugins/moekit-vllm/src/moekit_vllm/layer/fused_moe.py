@@ -39,63 +39,40 @@ class FusedMoE(LoadingLayer):
     arrive. Pass tensors to `weight_loader`, then call `process_weights_after_loading`, which packs
     them. Loading again updates the weights.
 
+    Arguments that `moekit.FusedMoE` or its records also have mean the same there. The others are:
+
     Args:
-        num_experts: Routed experts of the whole model.
-        top_k: Experts of each token.
-        hidden_size: H.
-        intermediate_size: I of the whole model.
-        params_dtype: Dtype of activations and unquantized weights. Default: torch's default dtype.
         reduce_results: Sum the ranks' outputs. By default the caller sums.
-        renormalize: Scale each token's weights to a sum of one.
         use_grouped_topk: Choose experts from the best groups. Without it, groups are ignored.
-        num_expert_group: Number of expert groups.
-        topk_group: Number of groups that a token's experts may come from.
         quant_config: How the checkpoint stores experts: a model's ``quantization_config``, an
             object of vLLM's QuantizationConfig, or a scheme of moekit or its name, whose tensors
             are called as compressed-tensors does (fp8 per tensor and in blocks: as DeepSeek does).
         tp_size: Tensor-parallel ranks; the rank comes from torch.distributed.
         ep_size: 1, or all ranks: each holds whole experts.
-        dp_size: Number of token batches that the ranks hold.
-        prefix: The layer's name, unique among living layers.
         custom_routing_function: ``(hidden_states, gating_output, topk, renormalize) -> (weights,
             ids)``, called with these keywords in place of all routing options.
-        scoring_func: "softmax", "sigmoid" or "sqrtsoftplus".
-        routed_scaling_factor: Multiplies the weights.
-        e_score_correction_bias: (E,), added to the scores for the choice only.
-        apply_router_weight_on_input: Scale each token instead of its result; needs ``top_k=1``.
         activation: A name in vLLM, or an `Activation`.
         is_act_and_mul: False removes the gate; pass its experts' only projection as "w1".
         enable_eplb: Has no effect: `moekit.eplb` balances redundant experts.
-        num_redundant_experts: Replicas beyond one of each expert.
-        has_bias: The experts have biases.
-        is_sequence_parallel: Ranks that hold the same tokens each dispatch a share of them.
         expert_mapping: What `load_weights` needs, from `make_expert_params_mapping`.
-        zero_expert_num: Number of identity experts.
         zero_expert_type: "identity" or None.
-        swiglu_limit: A number of the activation, as in vLLM.
-        swiglu_alpha: Another one.
-        swiglu_beta: Another one.
-        activation_situ_beta: A number of the activation "situ".
-        activation_situ_linear_beta: Another one.
-        hash_indices_table: (V, K) int32 or int64, the experts of each token of the vocabulary.
-            Calls then need ``input_ids``. A Parameter may be filled after the layer was made.
+        swiglu_limit, swiglu_alpha, swiglu_beta: Numbers of the activation, as in vLLM.
+        activation_situ_beta, activation_situ_linear_beta: Numbers of the activation "situ".
+        hash_indices_table: The routing's ``hash_table``, (V, K). Calls then need ``input_ids``.
         apply_routed_scale_to_output: Multiply the output by ``routed_scaling_factor``, not the
             weights.
         ckpt_names: The checkpoint's names of gate, down and up projection, for `load_weights`; None
             for the last without a gate. Used without ``expert_mapping``.
         is_fused_checkpoint_transposed: Tensors of all experts hold matrices as (in, out).
         dequantize: Convert weights of the checkpoint's format to ``params_dtype``.
-        keywords: Arguments of `moekit.FusedMoE` that vLLM's layer does not have: ``parallelism``,
-            ``parallel``, ``group``, ``expert_placement_strategy``, ``device``, ``max_num_tokens``,
-            ``dispatcher``, ``experts``, ``checked``, ``peer_timeout``, and ``quant``, the scheme,
-            if not the one that fits best.
+        keywords: Other arguments of `moekit.FusedMoE` and `LayerParallelism`. ``quant`` is the
+            scheme, if not the one that fits the checkpoint best.
 
     Raises:
         InvalidProblem: A keyword of vLLM's belongs to a part that this layer does not have, or
             values do not fit each other.
         TypeError: A keyword is unknown.
-        GroupMismatch: The process group does not fit, or ranks passed different arguments.
-        BackendError: No backend can run the problem; see `moekit.compose`.
+        MoekitError: What `moekit.FusedMoE` raises.
     """
 
     def __init__(

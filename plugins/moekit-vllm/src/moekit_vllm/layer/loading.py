@@ -105,7 +105,7 @@ class LoadingLayer(moekit.FusedMoE):
             param: The parameter of this layer to load into.
             loaded_weight: The whole tensor for one expert, or a stack of those of all experts. It
                 is not kept, so its memory may be reused.
-            weight_name: The parameter's name, with any prefix.
+            weight_name: Has no effect: the parameter says what is loaded.
             shard_id: "w1" (gate), "w3" (up), "w2" (down), or "w13" for gate and up in one tensor.
             expert_id: The physical expert, as in `make_expert_params_mapping`.
             return_success: Return whether this rank needs the tensor, instead of None.
@@ -114,7 +114,7 @@ class LoadingLayer(moekit.FusedMoE):
             WeightsError: The tensor or an argument does not fit. Loading may go on with the right
                 one.
         """
-        which, suffix = self._name_of(param, weight_name)
+        which, suffix = self._name_of(param)
         known = self._pushed.shards(which)
         if shard_id not in known:
             raise WeightsError(
@@ -135,21 +135,16 @@ class LoadingLayer(moekit.FusedMoE):
                 self._show_storage()
         return needed if return_success else None
 
-    def _name_of(self, param: nn.Parameter, weight_name: str) -> tuple[str, str]:
+    def _name_of(self, param: nn.Parameter) -> tuple[str, str]:
         """Return ("w13" or "w2", suffix) of a parameter; raise WeightsError unless it is known."""
-        name = next((name for name, own in self._parameters.items() if own is param), None)
-        if name is None:
-            raise WeightsError(
-                f"{self.prefix}: {weight_name!r} is loaded into a tensor that is no parameter "
-                f"of this layer: pass one of {', '.join(self._parameters)}"
-            )
-        if not isinstance(weight_name, str) or weight_name.rpartition(".")[2] != name:
-            raise WeightsError(
-                f"{self.prefix}: weight_name={weight_name!r} for the parameter {name}: it "
-                "must end in the parameter's name"
-            )
-        which, _, suffix = name.partition("_")
-        return which, suffix
+        for name, own in self._parameters.items():
+            if own is param:
+                which, _, suffix = name.partition("_")
+                return which, suffix
+        raise WeightsError(
+            f"{self.prefix}: param is no parameter of this layer: pass one of "
+            f"{', '.join(self._parameters)}"
+        )
 
     @torch.no_grad()
     def process_weights_after_loading(self) -> None:
@@ -269,12 +264,10 @@ class LoadingLayer(moekit.FusedMoE):
 
     def _advice(self) -> str:
         """Say what to do for a call without weights."""
-        missing = self._pushed.missing()
-        if missing:
-            began = self._pushed.reloading and f"{self._pushed.reloading}, and "
+        if lacking := self._pushed.lacking():
             return (
-                f"{began}{len(missing)} tensors are not loaded, {missing[0]} for example; pass "
-                "them to weight_loader(), then call process_weights_after_loading()"
+                f"{lacking}; pass them to weight_loader(), then call "
+                "process_weights_after_loading()"
             )
         return "call process_weights_after_loading(), which packs what was loaded"
 

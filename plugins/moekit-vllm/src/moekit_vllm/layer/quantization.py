@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from moekit import SCHEMES, QuantScheme
@@ -90,52 +90,24 @@ def _of_vllm(given: Any) -> dict[str, Any]:
         raw = _get(given, field)
         if isinstance(raw, Mapping) and raw.get("quant_method"):
             return {**raw, **lists, "quant_method": method}
-    make = _FIELDS.get(method)
-    if make is None:
-        raise InvalidProblem(
-            f"quant_config of vLLM's method {name!r}: expected one of {', '.join(_FIELDS)}"
-        )
-    return {**lists, "quant_method": method, **make(given)}
-
-
-def _get(given: object, field: str, default: object = None) -> Any:
-    return getattr(given, field, default)
-
-
-def _fp8(given: object) -> dict[str, Any]:
-    if not _get(given, "is_checkpoint_fp8_serialized", True):
+    if method == "compressed-tensors":
+        return {**lists, "quant_method": method, **_compressed(given)}
+    if method not in _FIELDS:
+        known = ", ".join((*_FIELDS, "compressed-tensors"))
+        raise InvalidProblem(f"quant_config of vLLM's method {name!r}: expected one of {known}")
+    if _get(given, "is_checkpoint_fp8_serialized") is False:
         raise InvalidProblem(
             "quant_config says that the checkpoint is not fp8 yet: quantize it before loading, or "
             "leave quant_config out"
         )
-    scheme, block = _get(given, "activation_scheme", "dynamic"), _get(given, "weight_block_size")
-    return {"activation_scheme": scheme, "weight_block_size": block}
+    default, attributes = _FIELDS[method]
+    said = {key: _get(given, attribute) for key, attribute in attributes.items()}
+    given_fields = {key: value for key, value in said.items() if value not in (None, "")}
+    return {**lists, "quant_method": method, **default, **given_fields}
 
 
-def _fbgemm(given: object) -> dict[str, Any]:
-    return {"ignore": list(_get(given, "ignore_list") or ())}
-
-
-def _gptq(given: object) -> dict[str, Any]:
-    return {
-        "bits": _get(given, "weight_bits"),
-        "group_size": _get(given, "group_size"),
-        "desc_act": bool(_get(given, "desc_act")),
-        "sym": bool(_get(given, "is_sym", True)),
-        "checkpoint_format": _get(given, "checkpoint_format") or None,
-    }
-
-
-def _awq(given: object) -> dict[str, Any]:
-    return {"bits": _get(given, "weight_bits"), "group_size": _get(given, "group_size")}
-
-
-def _modelopt(given: object) -> dict[str, Any]:
-    return {"quant_algo": _get(given, "quant_method") or "FP8"}
-
-
-def _modelopt_fp4(given: object) -> dict[str, Any]:
-    return {"quant_method": "modelopt", "quant_algo": _get(given, "quant_method") or "NVFP4"}
+def _get(given: object, field: str) -> Any:
+    return getattr(given, field, None)
 
 
 def _compressed(given: object) -> dict[str, Any]:
@@ -158,13 +130,28 @@ def _arguments(said: object) -> dict[str, Any] | None:
     return {field: getattr(value, "value", value) for field, value in values.items()}
 
 
-_FIELDS: Mapping[str, Callable[[object], dict[str, Any]]] = {
-    "fp8": _fp8,
-    "fbgemm_fp8": _fbgemm,
-    "gptq": _gptq,
-    "awq": _awq,
-    "modelopt": _modelopt,
-    "modelopt_fp4": _modelopt_fp4,
-    "compressed-tensors": _compressed,
-    "mxfp4": lambda given: {},
+# By the method: fields of config.json, and the attributes of vLLM's object that replace them.
+_FIELDS: Mapping[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "fp8": (
+        {"activation_scheme": "dynamic"},
+        {"activation_scheme": "activation_scheme", "weight_block_size": "weight_block_size"},
+    ),
+    "fbgemm_fp8": ({}, {"ignore": "ignore_list"}),
+    "gptq": (
+        {"desc_act": False, "sym": True},
+        {
+            "bits": "weight_bits",
+            "group_size": "group_size",
+            "desc_act": "desc_act",
+            "sym": "is_sym",
+            "checkpoint_format": "checkpoint_format",
+        },
+    ),
+    "awq": ({}, {"bits": "weight_bits", "group_size": "group_size"}),
+    "modelopt": ({"quant_algo": "FP8"}, {"quant_algo": "quant_method"}),
+    "modelopt_fp4": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        {"quant_algo": "quant_method"},
+    ),
+    "mxfp4": ({}, {}),
 }

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moekit import ExpertWeights
 from moekit_vllm.weights.parameters import (
+    Pair,
     backend,
     clear_padding,
     expert_weights,
@@ -48,8 +49,8 @@ def mxfp4(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
     clear_padding(layer, *scales, unit=32, fill=_ONE)
     if layer.moe_config.has_bias:
         clear_padding(layer, *pair(layer, "bias"))
-    w13_scale, w2_scale = (bytes.view(torch.float8_e8m0fnu).float() for bytes in scales)
-    return scheme, expert_weights(layer, codes, scale=(w13_scale, w2_scale))
+    values = scales.map(lambda exponents: exponents.view(torch.float8_e8m0fnu).float())
+    return scheme, expert_weights(layer, codes, scale=values)
 
 
 def nvfp4(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
@@ -63,7 +64,7 @@ def nvfp4(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
     divides = getattr(layer, "w13_weight_global_scale", None) is not None
     totals = pair(layer, "weight_global_scale" if divides else "weight_scale_2")
     codes, scales = pair(layer, _packed(layer)), pair(layer, "weight_scale")
-    scales = _scaled(scales[0], totals[0], divides), _scaled(scales[1], totals[1], divides)
+    scales = Pair(_scaled(scales.w13, totals.w13, divides), _scaled(scales.w2, totals.w2, divides))
     weights = expert_weights(layer, codes, scale=scales)
     a16 = getattr(method, "use_a16", False)  # 0.26 chooses Marlin then, and keeps no mark
     only = a16 or backend(method, "nvfp4_backend") == "MARLIN"
