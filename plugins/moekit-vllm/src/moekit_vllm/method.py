@@ -2,7 +2,8 @@
 
 A method creates a layer's parameters, prepares them after loading, and applies them. vLLM asks a
 method for its class and its class's name in many places, so moekit does not put another object in
-its place: it extends the class of the object that vLLM made, under the same name.
+its place: it extends the class of the object that vLLM made, under the same name. Attributes of the
+object would not do, because some of what vLLM asks a method is a property of its class.
 """
 
 from __future__ import annotations

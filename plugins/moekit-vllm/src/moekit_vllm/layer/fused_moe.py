@@ -246,8 +246,8 @@ class SharedFusedMoE(FusedMoE):
     Args:
         shared_experts: (..., H) -> (..., H), or None. The caller keeps its parameters.
         gate: Computes the router's logits from the hidden states, in place of the caller.
-        use_overlapped: Has no effect: shared experts run before the routed ones.
-        keywords: The arguments of `FusedMoE`.
+        keywords: The arguments of `FusedMoE`. Shared experts run before the routed ones, so
+            ``use_overlapped`` has no effect.
     """
 
     shared_experts: Callable[[Tensor], Tensor] | None
@@ -257,7 +257,6 @@ class SharedFusedMoE(FusedMoE):
         self,
         shared_experts: Callable[[Tensor], Tensor] | None,
         gate: Callable[[Tensor], Any] | None = None,
-        use_overlapped: bool = True,
         **keywords: Any,
     ) -> None:
         super().__init__(**keywords)

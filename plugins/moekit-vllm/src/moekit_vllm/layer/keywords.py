@@ -40,7 +40,7 @@ _INSTEAD = {
 _HARMLESS = frozenset(
     {
         "image_sentinel_lo", "intermediate_pad", "n_shared_experts", "router_logits_dtype",
-        "routing_method_type", "shared_expert_prefix", "skip_padding",
+        "routing_method_type", "shared_expert_prefix", "skip_padding", "use_overlapped",
     }
 )  # fmt: skip
 _OF_PARALLELISM = ("group", "parallel", "expert_placement_strategy")
