@@ -12,7 +12,7 @@ moekit computes, and vLLM need not be installed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moekit import Activation
+from moekit.checkpoint import PushedExperts
 from moekit_vllm.layer import keywords as vllm
 from moekit_vllm.layer.loading import LoadingLayer, Mapped
 from moekit_vllm.layer.quantization import resolve
@@ -156,13 +157,17 @@ class FusedMoE(LoadingLayer):
         self._output_scale = output_scale
         # Of gate and up in one tensor, rows alternate by the name in vLLM.
         alternates = activation != "swigluoai_uninterleave"
-        self.prepare_loading(
+        make_loader = partial(
+            PushedExperts,
+            self.problem,
             format,
-            expert_mapping,
+            dequantize=dequantize and bool(format.dtype),
             interleaved=self.problem.activation.name == "swigluoai" and alternates,
             transposed=is_fused_checkpoint_transposed,
-            dequantize=dequantize,
+            device=self.device,
+            name=self.prefix,
         )
+        self.prepare_loading(make_loader, expert_mapping)
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, router_logits: Tensor, input_ids: Tensor | None = None

@@ -6,7 +6,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 import moekit
 from moekit import ExpertWeights, PackedWeights
-from moekit.checkpoint import Format, PushedExperts
+from moekit.checkpoint import PushedExperts
 from moekit.errors import WeightsError
 from moekit_vllm.packed import copy, forms
 
@@ -29,35 +28,16 @@ class LoadingLayer(moekit.FusedMoE):
     """
 
     def prepare_loading(
-        self,
-        format: Format,
-        expert_mapping: list[Mapped] | None,
-        *,
-        interleaved: bool,
-        transposed: bool,
-        dequantize: bool,
+        self, make_loader: Callable[..., PushedExperts], expert_mapping: list[Mapped] | None
     ) -> None:
         """Make the parameters.
 
         Args:
-            format: How the checkpoint stores the experts.
+            make_loader: `PushedExperts` with all arguments except ``experts`` and ``out``.
             expert_mapping: What `load_weights` needs.
-            interleaved: Rows of gate and up alternate where they are in one tensor.
-            transposed: Tensors of all experts hold matrices as (in, out).
-            dequantize: Convert weights to the problem's dtype.
         """
-        self.expert_mapping = expert_mapping
-        self._make_loader = partial(
-            PushedExperts,
-            self.problem,
-            format,
-            dequantize=dequantize and bool(format.dtype),
-            interleaved=interleaved,
-            transposed=transposed,
-            device=self.device,
-            name=self.prefix,
-        )
-        self._pushed = self._make_loader(experts=self.local_experts)
+        self.expert_mapping, self._make_loader = expert_mapping, make_loader
+        self._pushed = make_loader(experts=self.local_experts)
         self._lock = threading.Lock()  # loaders may push from several threads
         self._own: PackedWeights | None = None  # those that this layer packed from its parameters
         self._replaced: PackedWeights | None = None  # those that an update replaces
@@ -159,9 +139,11 @@ class LoadingLayer(moekit.FusedMoE):
         """
         if self.packed is not None and not self._pushed.loading:
             return
-        packed = self.kernel.pack(self._pushed.finish())
-        self.packed = self._own = _in_place(self._replaced, packed)
-        self._replaced = None
+        packed, old = self.kernel.pack(self._pushed.finish()), self._replaced
+        if old is not None and forms(old) == forms(packed):
+            copy(packed, into=old)
+            packed = old
+        self.packed, self._own, self._replaced = packed, packed, None
         tensors = (*self.packed.experts.values(), *self.packed.shared.values())
         used = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         for which, held in list(self._pushed.out.items()):
@@ -234,11 +216,8 @@ class LoadingLayer(moekit.FusedMoE):
 
         Args:
             model: Has no effect; newer versions of vLLM pass it.
-            ckpt_gate_proj_name: What the checkpoint calls the gate projection, of experts without
-                a gate their up projection.
-            ckpt_down_proj_name: The down projection.
-            ckpt_up_proj_name: The up projection; "" for experts without a gate.
-            num_experts: The model's logical experts.
+            ckpt_gate_proj_name: What the checkpoint calls the gate projection; without a gate, the
+                up projection. ``ckpt_up_proj_name`` is then "".
             num_redundant_experts: Replicas, which repeat the first experts.
 
         Returns:
@@ -317,11 +296,3 @@ class LoadingLayer(moekit.FusedMoE):
             "weight_loader(), call process_weights_after_loading(), and load the other modules "
             "with strict=False)"
         )
-
-
-def _in_place(old: PackedWeights | None, new: PackedWeights) -> PackedWeights:
-    """Copy ``new`` into the tensors of ``old`` if they have the same form; return the result."""
-    if old is None or forms(old) != forms(new):
-        return new
-    copy(new, into=old)
-    return old
