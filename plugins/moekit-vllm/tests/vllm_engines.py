@@ -94,13 +94,16 @@ class Engines:
             watch.cancel()
         answer: dict[str, Any] = json.loads(said.removeprefix(ANSWER))
         answer["text"] = "".join(text)
-        assert "error" not in answer, f"{answer['error']}\n{answer['text'][-6000:]}"
+        if "error" in answer:
+            self.close()  # the next engine needs a clean process
+            raise AssertionError(f"{answer['error']}\n{answer['text'][-6000:]}")
         return answer
 
     def close(self) -> None:
         """End the process."""
         if self._process is not None:
             self._process.communicate()  # which closes stdin
+            self._process = None
 
     def __enter__(self) -> Engines:
         return self

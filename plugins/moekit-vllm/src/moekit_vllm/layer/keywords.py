@@ -69,7 +69,7 @@ def activation_of(given: Keywords) -> tuple[Activation | str, bool | None]:
     Raises:
         InvalidProblem: The name is unknown, or does not go with the numbers.
     """
-    activation = given["activation"]
+    activation: Any = given["activation"]
     if not given["is_act_and_mul"]:  # vLLM's activations without a gate have no numbers
         return activation, False
     numbers = {name: given[name] for name in NUMBERS if given[name] is not None}
@@ -82,7 +82,8 @@ def activation_of(given: Keywords) -> tuple[Activation | str, bool | None]:
         return activation, None
     if numbers:
         return vllm_activation(activation, **numbers), None
-    return RENAMED.get(activation, activation), None
+    name: str = activation
+    return RENAMED.get(name, name), None
 
 
 def routing(given: Keywords) -> tuple[RoutingConfig, float]:
