@@ -1,9 +1,9 @@
 """Load one rank's experts from tensors that a caller passes one by one, as engines' loaders do.
 
-The tensors are those of a checkpoint, whole, in any order. `PushedExperts` takes this rank's part
-of each and converts it as `load_experts` does, so that both give the same bits. Weights go straight
-into their final place. Scales and the like are kept until their matrix is complete; so are weights
-that cannot be converted without them.
+The caller passes a checkpoint's tensors, whole, in any order. `PushedExperts` takes this rank's
+part of each and converts it as `load_experts` does, so that both give the same bits. Weights go
+straight into their final place. Scales and the like are kept until their matrix is complete; so are
+weights that cannot be converted without them.
 """
 
 from __future__ import annotations
@@ -218,8 +218,7 @@ class PushedExperts:
                 Experts without a gate have "w1" and "w2".
             expert: The physical expert. It has no effect for a stack.
             tensor: The whole tensor as a checkpoint stores it, on any device, for one expert; or a
-                stack of those of all experts, or of this rank's `experts` in their order. It is not
-                kept.
+                stack for all experts, or for this rank's `experts` in their order. It is not kept.
 
         Returns:
             Whether this rank needs it.
@@ -338,7 +337,7 @@ class PushedExperts:
         return self._direct and part is self.format.weight
 
     def _place(self, reader: Reader, unit: _Unit, name: str | None = None) -> None:
-        """Place the weights of a unit, or those of one tensor."""
+        """Place the weights of a unit, or of one tensor."""
         share, suffix = self._share, self.weight_suffix
         for slot, matrix, order in self._matrices(reader, unit):
             for piece in share.of(matrix):
@@ -376,7 +375,7 @@ class PushedExperts:
 
 
 def _names(problem: MoEProblem) -> ExpertNames:
-    """Return the names of pushed tensors: those of the shards."""
+    """Return the names of pushed tensors, which are the shards'."""
     gate, up = ("w1", "w3") if problem.activation.gated else ("", "w1")
     names = per_expert("experts", gate, up, "w2")
     if not problem.has_bias:

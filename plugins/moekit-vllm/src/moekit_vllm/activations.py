@@ -10,7 +10,7 @@ from moekit.errors import InvalidProblem
 # vLLM's names that mean something else in moekit. Its "relu2" has a gate, and its "swigluoai"
 # alternates rows of gate and up.
 RENAMED = {"relu2": "relu2_and_mul", "swigluoai_uninterleave": "swigluoai"}
-# The arguments of `vllm_activation` beside the name.
+# The arguments of `vllm_activation` after the name.
 NUMBERS = (
     "swiglu_limit", "swiglu_alpha", "swiglu_beta", "activation_situ_beta",
     "activation_situ_linear_beta",

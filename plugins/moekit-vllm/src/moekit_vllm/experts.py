@@ -201,8 +201,8 @@ def _in_own_memory(make: Callable[[], ModularKernel]) -> ModularKernel:
 def _on_all_ranks(layer: Any) -> Iterator[None]:
     """Raise on every rank if the context raises on one. Collective if ranks exchange tokens.
 
-    vLLM's kernels and moekit's move tokens in different ways, so that a rank which left the layer
-    to vLLM alone would wait for the others for ever.
+    vLLM's kernels and moekit's move tokens in different ways, so a rank that alone left the layer
+    to vLLM would hang.
     """
     if not exchanges_tokens(layer):
         yield

@@ -2,8 +2,8 @@
 
 `PluggableLayer.register_oot` is vLLM's public hook for classes that replace a layer. A class that
 replaces `RoutedExperts` differs in one thing: when it is made, `MoekitMethod` extends the
-quantization method that vLLM chose. Weights are created and loaded by vLLM as before, for every
-quantization method alike.
+quantization method that vLLM chose. vLLM creates and loads the weights as before, for every
+quantization method.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def _extended(stock: Any) -> Any:
             if self.moekit_mode is not Mode.OFF:
                 try:
                     self.moekit_experts = LayerExperts.of(layer, self, before)
-                except Exception as error:  # whatever it is, vLLM has a kernel
+                except Exception as error:  # of any kind: vLLM has a kernel
                     if before is not None:
                         raise MoekitError(
                             f"moekit computes {layer.layer_name}, but not with its new weights: "

@@ -173,7 +173,7 @@ def interleaved(layer: Any) -> bool:
 
 
 def shape(layer: Any) -> str:
-    """Return the layer's shape in words; layers of one shape are decided alike."""
+    """Return the layer's shape in words; layers of one shape get the same decision."""
     config = layer.moe_config
     split = config.moe_parallel_config
     words = [

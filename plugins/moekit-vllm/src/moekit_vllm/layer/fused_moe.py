@@ -36,7 +36,7 @@ class FusedMoE(LoadingLayer):
 
     `parameters` lists what a loader fills: ``w13_weight``, ``w2_weight``, ``w13_weight_scale`` and
     so on, as the checkpoint's tensors are called. Only the parameters of weights hold values, in
-    moekit's layout; those of scales and the like are empty, because they are converted as they
+    moekit's layout; scales and the like are empty, because the layer converts them as they
     arrive. Pass tensors to `weight_loader`, then call `process_weights_after_loading`, which packs
     them. Loading again updates the weights.
 
@@ -246,7 +246,7 @@ class FusedMoE(LoadingLayer):
 
 
 class SharedFusedMoE(FusedMoE):
-    """`FusedMoE` with shared experts, whose output it returns beside that of the routed experts.
+    """`FusedMoE` with shared experts; a call returns the outputs of both.
 
     Args:
         shared_experts: (..., H) -> (..., H), or None. The caller keeps its parameters.

@@ -35,8 +35,8 @@ _INSTEAD = {
     "routed_experts_args": _BY_NAME,
     "moe_config_cls": _BY_NAME,
 }
-# Hints for some of vLLM's kernels, and what counts only beside keywords of `_INSTEAD`. moekit
-# routes in fp32, whatever the logits' dtype, and padding needs no hint.
+# Hints for some of vLLM's kernels, and what counts only with keywords of `_INSTEAD`. moekit routes
+# in fp32 for logits of every dtype, and padding needs no hint.
 _HARMLESS = frozenset(
     {
         "image_sentinel_lo", "intermediate_pad", "n_shared_experts", "router_logits_dtype",
@@ -47,7 +47,7 @@ _OF_PARALLELISM = ("group", "parallel", "expert_placement_strategy")
 
 
 def take_rest(keywords: Keywords) -> dict[str, Any]:
-    """Return ``keywords`` without those of vLLM's that moekit's layer does not need.
+    """Return ``keywords`` without the ones of vLLM that moekit's layer does not need.
 
     Raises:
         InvalidProblem: A keyword belongs to a part that this layer does not have.
@@ -63,7 +63,7 @@ def take_rest(keywords: Keywords) -> dict[str, Any]:
 def activation_of(given: Keywords) -> tuple[Activation | str, bool | None]:
     """Return ``activation`` and ``is_act_and_mul`` of moekit's layer.
 
-    Names that end in "_no_mul" have no gate, whatever ``is_act_and_mul`` says. Without any of the
+    Names that end in "_no_mul" never have a gate. Without any of the
     keywords of `vllm_activation`, an activation has its usual numbers.
 
     Raises:

@@ -83,8 +83,8 @@ class LoadingLayer(moekit.FusedMoE):
 
         Args:
             param: The parameter of this layer to load into.
-            loaded_weight: The whole tensor for one expert, or a stack of those of all experts. It
-                is not kept, so its memory may be reused.
+            loaded_weight: The whole tensor for one expert, or a stack for all experts. It is not
+                kept, so its memory may be reused.
             weight_name: Has no effect: the parameter says what is loaded.
             shard_id: "w1" (gate), "w3" (up), "w2" (down), or "w13" for gate and up in one tensor.
             expert_id: The physical expert, as in `make_expert_params_mapping`.

@@ -31,7 +31,7 @@ _ONE = 127  # the byte of the e8m0 scale 1
 
 
 def mxfp4(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
-    """Read GptOssMxfp4MoEMethod, Mxfp4MoEMethod and those of compressed-tensors."""
+    """Read GptOssMxfp4MoEMethod, Mxfp4MoEMethod and compressed-tensors' methods."""
     chosen = backend(method, "mxfp4_backend")
     if getattr(method, "use_cutlass_mxfp4", False):
         chosen = "CUTLASS_MXFP4_MXFP4"

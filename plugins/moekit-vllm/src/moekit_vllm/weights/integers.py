@@ -62,7 +62,7 @@ def w4a8(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
 
 
 def gptq(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
-    """Read AutoGPTQMoEMethod. Its weights are symmetric; 0.26 knows act-order, too."""
+    """Read AutoGPTQMoEMethod. Its weights are symmetric; 0.26 also knows act-order."""
     config = method.quant_config
     if not config.is_sym:
         raise refusal("vLLM's AutoGPTQMoEMethod has no zero points")
