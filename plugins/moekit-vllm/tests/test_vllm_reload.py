@@ -49,7 +49,8 @@ def written(format: layers.Format, folder: Path) -> files.Layer:
 
 def processed(format: layers.Format, made: files.Layer) -> Any:
     """Return a layer that moekit computes with a checkpoint's weights."""
-    layer = processed(format, made)
+    layer = layers.load(extended(format), made)
+    layer.quant_method.process_weights_after_loading(layer)
     return layer
 
 
