@@ -28,7 +28,7 @@ test: $(VENV)/.dev
 
 # A real vLLM engine on the CPU, with and without moekit, in a venv of its own (about 3 GB).
 test-vllm: $(VENV)-vllm/.done
-	$(VENV)-vllm/bin/python -m pytest plugins/moekit-vllm/tests --durations=20
+	$(VENV)-vllm/bin/python -m pytest plugins/moekit-vllm/tests --ignore plugins/moekit-vllm/tests/layer --durations=20
 
 # Also the tests marked full and kit_full (see pyproject.toml).
 test-all: $(VENV)/.dev

@@ -34,16 +34,18 @@ from moekit.problem import (
     OperandQuant,
     ParallelConfig,
     QuantScheme,
+    int4,
     partition,
     quant,
 )
 from moekit.problem.activation import ACTIVATIONS, apply_activation
+from moekit.problem.problem import summary
 from moekit.problem.quant import INT4_ZERO, WIRE_SCHEMES, unpack_int4
 from moekit.runtime.agreement import Agreement, Transfers, exchange
 from moekit.runtime.environment import ProcessVariables
 from moekit.runtime.group import has_backend, resolve
 from moekit.runtime.rows import quantize_for_transfer
-from moekit.runtime.workspace import Workspace
+from moekit.runtime.workspace import Workspace, settle
 from moekit.selection.tuned.files import TableFiles, device_file, nearest, size_distance
 from moekit.untrusted.code import describe as reason_of
 from moekit.untrusted.files import check_writable, replace_file
@@ -90,6 +92,7 @@ __all__ = [
     "has_backend",
     "hookimpl",
     "importable",
+    "int4",
     "local_ids",
     "nearest",
     "partition",
@@ -99,7 +102,9 @@ __all__ = [
     "registry",
     "replace_file",
     "resolve",
+    "settle",
     "size_distance",
+    "summary",
     "switch",
     "unpack_int4",
     "weight_and_reduce",

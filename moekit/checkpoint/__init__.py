@@ -28,7 +28,8 @@ from moekit.checkpoint.load import load_experts, load_layers
 from moekit.checkpoint.names import NAMES, ExpertNames
 from moekit.checkpoint.pushed import PushedExperts
 from moekit.checkpoint.routing import layer_arguments
-from moekit.formats.declared import declared_format
+from moekit.checkpoint.schemes import scheme_of
+from moekit.formats.declared import declared_format, format_of_scheme
 from moekit.formats.format import Format
 
 __all__ = [
@@ -40,8 +41,10 @@ __all__ = [
     "PushedExperts",
     "declared_format",
     "detect",
+    "format_of_scheme",
     "layer_arguments",
     "load_experts",
     "load_layers",
     "problem_from_config",
+    "scheme_of",
 ]

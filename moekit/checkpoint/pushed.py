@@ -1,18 +1,20 @@
 """Load one rank's experts from tensors that a caller passes one by one, as engines' loaders do.
 
-The tensors are those of a checkpoint, whole, in any order. `PushedExperts` takes this rank's part
-of each and converts it as `load_experts` does, so that both give the same bits. Weights go straight
-into their final place. Scales and the like are kept until their matrix is complete; so are weights
-that cannot be converted without them.
+The caller passes a checkpoint's tensors, whole, in any order. `PushedExperts` takes this rank's
+part of each and converts it as `load_experts` does, so that both give the same bits. Weights go
+straight into their final place. Scales and the like are kept until their matrix is complete; so are
+weights that cannot be converted without them.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +34,14 @@ from moekit.untrusted.arguments import accept, instance, shown
 _Unit = tuple[int, str]  # an expert, and "w13", "w2", or "" for both
 
 
+class _Given(NamedTuple):
+    """One stored tensor of a push, and the physical expert it was pushed for."""
+
+    part: Part
+    physical: int
+    tensor: Tensor
+
+
 _KINDS = {"problem": instance("a MoEProblem", MoEProblem), "format": instance("a Format", Format)}
 
 
@@ -40,7 +50,8 @@ class PushedExperts:
 
     A round of loading begins with the first `push` after construction or after `finish`, and needs
     every tensor of this rank exactly once. So call `finish` after the last tensor, further replicas
-    included: a tensor that comes later begins a new round, and errors name it.
+    included: a tensor that comes later begins a new round, and errors name it. Several threads may
+    push; one at a time is served.
 
     Args:
         problem: The problem to load for.
@@ -90,11 +101,17 @@ class PushedExperts:
         wanted = self._share.wanted(sorted(set(self._share.experts)))
         self._wanted = dict.fromkeys(stored.name for stored in wanted)
         self._in_order = not (problem.parallel.tp_size > 1 and "g_idx" in format.parts)
-        self._direct = not format.dtype or (self._in_order and not dequantize)
+        # A refused push is repeated, so completing a unit must not change placed weights. It rounds
+        # them where a block has rows of gate and up.
+        block = max(problem.quant.weight.group[0], 1) if problem.quant.weight else 1
+        whole = problem.local_intermediate_size % block == 0
+        self._direct = not format.dtype or (self._in_order and whole and not dequantize)
         self._units = self._make_units()
         self._unit_of = {tensor: unit for unit, of in self._units.items() for tensor in of}
         self._reader: Reader | None = None
         self._pushed: dict[str, int] = {}  # each name, and the physical expert it was pushed for
+        self._doubted: set[str] = set()  # pushed names whose unit could not be completed
+        self._lock = threading.RLock()
         self._finished = False  # whether a round has ended
         self.out: dict[str, Tensor] = {}
         if out is not None:
@@ -163,16 +180,23 @@ class PushedExperts:
         """Return whether a round of loading has begun and is not finished."""
         return self._reader is not None
 
-    @property
-    def reloading(self) -> str:
-        """Say which tensor began this round, if another round ended before; else ""."""
-        first = next(iter(self._pushed), "") if self.loading and self._finished else ""
-        return first and f"{first} came after a complete round of loading and began a new one"
-
     def missing(self) -> list[str]:
         """Return the tensors of this rank that this round still needs."""
         pushed = self._pushed if self.loading else {}
         return [tensor for tensor in self._wanted if tensor not in pushed]
+
+    def lacking(self) -> str:
+        """Say which tensors this round still needs, and which one began it; "" for none."""
+        if not (missing := self.missing()):
+            return ""
+        first = next(iter(self._pushed), "") if self.loading and self._finished else ""
+        began = (
+            first and f"{first} came after a complete round of loading and began a new one, and "
+        )
+        return (
+            f"{began}{len(missing)} of {len(self._wanted)} tensors of this rank were not loaded: "
+            f"{listed(missing)}"
+        )
 
     def _begin(self) -> Reader:
         if self._reader is None:
@@ -180,7 +204,7 @@ class PushedExperts:
             if self._share.padded:
                 for tensor in self.out.values():
                     tensor.zero_()
-            self._pushed = {}
+            self._pushed, self._doubted = {}, set()
             self._reader = Reader(self._share, self.out)
         return self._reader
 
@@ -194,29 +218,35 @@ class PushedExperts:
                 Experts without a gate have "w1" and "w2".
             expert: The physical expert. It has no effect for a stack.
             tensor: The whole tensor as a checkpoint stores it, on any device, for one expert; or a
-                stack of those of all experts, or of this rank's `experts` in their order. It is not
-                kept.
+                stack for all experts, or for this rank's `experts` in their order. It is not kept.
 
         Returns:
             Whether this rank needs it.
 
         Raises:
             WeightsError: The tensor does not fit, was pushed before in this round, or holds values
-                that cannot be right. The round may go on with the right tensor.
+                that cannot be right. None of it is then loaded: push the right one, and before it
+                any earlier tensor that the error names.
         """
         self._check(suffix, shard, expert, tensor)
         parts = (*self.format.parts.values(), BIAS)
         part = next((part for part in parts if part.suffix == suffix), None)
         if part is None:
             return int(expert) % self.problem.num_experts in self._share.experts
+        given = [(shard, tensor)]
         if shard == "w13":
             halves = self._split.halves(suffix, part, tensor)
-            needed = [
-                self._push(suffix, part, s, expert, half)
-                for s, half in zip(("w1", "w3"), halves, strict=True)
-            ]
-            return any(needed)
-        return self._push(suffix, part, shard, expert, tensor)
+            given = list(zip(("w1", "w3"), halves, strict=True))
+        needed: dict[str, _Given] = {}
+        for each, half in given:
+            for physical, logical, one in self._split.by_expert(suffix, part, each, expert, half):
+                name = self._share.name(self._template(each), logical, suffix)
+                if name in self._wanted:  # all replicas of an expert have the same
+                    needed.setdefault(name, _Given(part, physical, one))
+        with self._lock:
+            if new := {name: one for name, one in needed.items() if self._is_new(name, one)}:
+                self._take(new)
+        return bool(needed)
 
     def finish(self) -> ExpertWeights:
         """End the round: return the experts, on `device`, with w13 and w2 in `out`.
@@ -225,20 +255,17 @@ class PushedExperts:
             WeightsError: Lists tensors that were not pushed, and the round goes on; or values that
                 do not fit, and the layer must be loaded again.
         """
-        if missing := self.missing():
-            began = self.reloading and f"{self.reloading}, and "
-            raise WeightsError(
-                f"{self.name}: {began}{len(missing)} of {len(self._wanted)} tensors of this rank "
-                f"were not loaded: {listed(missing)}; load them, then call this again"
-            )
-        reader = self._begin()
-        self._reader = None
-        try:
-            experts = collect(reader).to(self.device)
-        finally:
-            self._held.clear()
-        self._finished = True
-        return experts
+        with self._lock:
+            if lacking := self.lacking():
+                raise WeightsError(f"{self.name}: {lacking}; load them, then call this again")
+            reader = self._begin()
+            self._reader = None
+            try:
+                experts = collect(reader).to(self.device)
+            finally:
+                self._held.clear()
+            self._finished = True
+            return experts
 
     def _check(self, suffix: str, shard: str, expert: int, tensor: Tensor) -> None:
         known = [s for which in ("w13", "w2") for s in self.shards(which)]
@@ -253,7 +280,7 @@ class PushedExperts:
                 f"{', '.join(self.suffixes)}"
             )
         P = self.problem.num_physical_experts
-        if not isinstance(expert, Integral) or not 0 <= expert < P:
+        if isinstance(expert, bool) or not isinstance(expert, Integral) or not 0 <= expert < P:
             raise WeightsError(f"{self.name}: expert_id={shown(expert)}: expected 0..{P - 1}")
         dense = isinstance(tensor, Tensor) and tensor.layout is torch.strided
         if not dense or tensor.is_meta or tensor.is_nested:
@@ -262,76 +289,75 @@ class PushedExperts:
                 "dense tensor with values"
             )
 
-    def _push(self, suffix: str, part: Part, shard: str, expert: int, tensor: Tensor) -> bool:
-        template, needed = self._template(shard), False
-        parts = self._split.by_expert(suffix, part, shard, expert, tensor)
-        for physical, logical, each in parts:
-            name = self._share.name(template, logical, suffix)
-            if name not in self._wanted:
-                continue
-            needed = True
-            self._begin()
-            before = self._pushed.get(name, -1)
-            if before not in (-1, physical):
-                continue  # another replica of the same expert
-            if before == physical:
-                raise WeightsError(
-                    f"{self.name}: {name} was already loaded; finish this round of loading with "
-                    "process_weights_after_loading() before updating weights"
-                )
-            self._pushed[name] = physical
-            try:
-                self._take(name, part, each)
-            except WeightsError:
-                self._pushed.pop(name, None)
-                raise
-        return needed
+    def _is_new(self, name: str, given: _Given) -> bool:
+        """Return whether a needed tensor is still to be loaded in this round.
+
+        Raises:
+            WeightsError: It was loaded before, and not for another replica of its expert.
+        """
+        before = self._pushed.get(name) if self.loading else None
+        if before == given.physical and name not in self._doubted:
+            raise WeightsError(
+                f"{self.name}: {name} was already loaded; finish this round of loading with "
+                "process_weights_after_loading() before updating weights"
+            )
+        return before in (None, given.physical)
 
     def _template(self, shard: str) -> str:
         names = self._share.names
         return {"w1": names.gate or names.up, "w2": names.down, "w3": names.up}[shard]
 
-    def _take(self, name: str, part: Part, tensor: Tensor) -> None:
-        """Place a tensor at once, or keep a copy of it until its unit is complete."""
-        assert self._reader is not None
-        reader, unit = self._reader, self._unit_of.get(name)
-        if part is not self.format.weight or not self._direct:
-            self._held[name] = tensor.detach().to("cpu", copy=True)
-        else:
-            assert unit is not None
-            self._held[name] = tensor.detach()
-            try:
-                self._place(reader, unit, name)
-            finally:
-                del self._held[name]
-        if unit is not None and self._units[unit] <= self._pushed.keys():
-            self._complete(reader, unit)
+    def _take(self, given: Mapping[str, _Given]) -> None:
+        """Load all of ``given``, or nothing. Keep copies of what is not converted yet."""
+        reader = self._begin()
+        self._pushed |= {name: one.physical for name, one in given.items()}
+        self._held |= {name: one.tensor.detach() for name, one in given.items()}
+        try:
+            if placed := [name for name, one in given.items() if self._is_placed(one.part)]:
+                for name in placed:
+                    self._place(reader, self._unit_of[name], name)
+                self._raise(reader)
+            units = dict.fromkeys(self._unit_of[name] for name in given if name in self._unit_of)
+            complete = [unit for unit in units if self._units[unit] <= self._pushed.keys()]
+            for unit in complete:
+                self._complete(reader, unit)
+        except BaseException:
+            reader.faults.clear()
+            for name in given:
+                del self._pushed[name], self._held[name]
+            raise
+        for name in itertools.chain(placed, *(self._units[unit] for unit in complete)):
+            self._held.pop(name, None)
+            self._doubted.discard(name)
+        for name in given.keys() & self._held.keys():
+            self._held[name] = self._held[name].to("cpu", copy=True)
+
+    def _is_placed(self, part: Part) -> bool:
+        """Return whether tensors of a part go into `out` at once."""
+        return self._direct and part is self.format.weight
 
     def _place(self, reader: Reader, unit: _Unit, name: str | None = None) -> None:
-        """Place the weights of a unit, or those of one tensor."""
+        """Place the weights of a unit, or of one tensor."""
         share, suffix = self._share, self.weight_suffix
         for slot, matrix, order in self._matrices(reader, unit):
             for piece in share.of(matrix):
                 if name in (None, share.name(piece.template, unit[0], suffix)):
                     reader.place(slot, matrix, piece, order)
-        self._raise(reader)
 
     def _complete(self, reader: Reader, unit: _Unit) -> None:
-        """Convert a unit whose tensors are all here. If that fails, all must be loaded again."""
+        """Convert a unit whose tensors are all here.
+
+        If that fails, its tensors may be pushed again, because an earlier one may be at fault.
+        """
+        if not self._direct:
+            self._place(reader, unit)
+        for matrix in self._matrices(reader, unit):
+            reader.finish(*matrix)
         try:
-            if not self._direct:
-                self._place(reader, unit)
-            for matrix in self._matrices(reader, unit):
-                reader.finish(*matrix)
             self._raise(reader)
-        except WeightsError as error:
-            for name in self._units[unit]:
-                self._pushed.pop(name, None)
-            again = f"load all {unit[1] or 'w13 and w2'} tensors of the expert again"
-            raise WeightsError(f"{error}; {again}") from error
-        finally:
-            for name in self._units[unit]:
-                self._held.pop(name, None)
+        except WeightsError:
+            self._doubted |= self._units[unit]
+            raise
 
     def _matrices(self, reader: Reader, unit: _Unit) -> Iterator[tuple[int, str, Tensor | None]]:
         """Yield (slot, "w13" or "w2", order of neurons) of each matrix of a unit."""
@@ -349,7 +375,7 @@ class PushedExperts:
 
 
 def _names(problem: MoEProblem) -> ExpertNames:
-    """Return the names of pushed tensors: those of the shards."""
+    """Return the names of pushed tensors, which are the shards'."""
     gate, up = ("w1", "w3") if problem.activation.gated else ("", "w1")
     names = per_expert("experts", gate, up, "w2")
     if not problem.has_bias:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from moekit.checkpoint.scales import cuts_a_cell, neuron_ranges, refines
+from moekit.errors import WeightsError
 from moekit.formats.format import Format
 from moekit.problem.quant import SCHEMES, OperandQuant, QuantScheme
 
@@ -90,3 +91,24 @@ def no_scheme(format: Format, intermediate_size: int, tp_size: int) -> str:
     else:
         why = "moekit has no scheme for them"
     return f"the experts are stored as {format}: {why}; {instead}"
+
+
+def scheme_of(
+    format: Format, quant: QuantScheme | None, intermediate_size: int, tp_size: int = 1
+) -> QuantScheme:
+    """Return ``quant`` if it computes with weights in ``format``; by default, the best one.
+
+    Raises:
+        WeightsError: ``quant`` does not, or moekit has no scheme for the format.
+    """
+    if quant is None:
+        name = scheme_for(format, intermediate_size, tp_size)
+        if name is None:
+            raise WeightsError(no_scheme(format, intermediate_size, tp_size))
+        return SCHEMES[name]
+    if why := mismatch(format, quant):
+        raise WeightsError(
+            f"the experts are stored as {format}, which does not fit quant={quant.name!r}: {why}; "
+            "leave quant out, or pass dequantize=True"
+        )
+    return quant

@@ -1,4 +1,4 @@
-"""Split tensors of several matrices, as loaders push them, into those of one expert's matrix."""
+"""Split tensors that hold several matrices, as loaders push them, into one matrix's tensors."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Splitter:
     transposed: bool
 
     def halves(self, suffix: str, part: Part, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """Split a tensor of gate and up, of one expert or all, into those of each.
+        """Split a tensor of gate and up, of one expert or all, into one of each.
 
         Raises:
-            WeightsError: The shape is not that of gate and up.
+            WeightsError: The shape does not hold gate and up.
         """
         axes, unit = part.axes, part.grid[0]
         if unit < 0 or axes == "K":  # gate and up have the same
@@ -63,7 +63,7 @@ class Splitter:
         """Yield (physical expert, its logical expert, its tensor).
 
         Raises:
-            WeightsError: The shape is neither that of one expert nor that of a stack.
+            WeightsError: The shape fits neither one expert nor a stack.
         """
         p = self.problem
         n, k = (p.hidden_size, p.intermediate_size)[:: 1 if shard == "w2" else -1]

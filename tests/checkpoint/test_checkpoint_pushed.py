@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 import weakref
-from contextlib import nullcontext
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from typing import Any
 
@@ -384,6 +385,7 @@ WRONG = {
     "shard": (dict(shard="gate"), r"shard_id='gate': expected one of w1, w3, w13, w2"),
     "no shard": (dict(shard=None), "shard_id=None: expected one of w1"),
     "expert": (dict(expert=4), r"expert_id=4: expected 0\.\.3"),
+    "no number": (dict(expert=True), r"expert_id=True: expected 0\.\.3"),
     "suffix": (dict(suffix="qweight"), "no tensors 'qweight': .* unquantized have weight"),
     "shape": (
         dict(tensor=torch.zeros(256, 64).bfloat16()),
@@ -434,7 +436,72 @@ def test_a_round_goes_on_after_a_wrong_tensor() -> None:
     assert not pushed.loading
 
 
-def test_a_wrong_scale_makes_its_matrix_load_again(layer) -> None:
+def push_again(pushed: PushedExperts, bad: Tensor, good: Tensor, *to: Any) -> None:
+    """Push a tensor that is refused, and then the right one."""
+    before = pushed.missing()
+    for _ in range(2):
+        with pytest.raises(WeightsError, match="holds values that are not"):
+            pushed.push(*to, bad)
+        assert pushed.missing() == before
+    assert pushed.push(*to, good)
+
+
+def spoilt(tensor: Tensor, *place: int) -> Tensor:
+    bad = tensor.clone()
+    bad[place] = torch.nan
+    return bad
+
+
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+def test_a_refused_push_can_be_repeated(activation: str) -> None:
+    """Whichever expert, half or tensor of the push is wrong; also if it completes matrices."""
+    problem = problem_for(activation=activation, has_bias=True)
+    want, pushed, stacks = loader(problem), loader(problem), random_stacks()
+    biases = {shard: stack[:, :, 0].contiguous() for shard, stack in stacks.items()}
+    parts = {"weight": stacks, "bias": biases}
+    for tensors in parts.values():
+        if activation == "silu":
+            tensors["w13"] = torch.cat([tensors.pop("w1"), tensors.pop("w3")], 1)
+        else:
+            del tensors["w3"]
+    for suffix, tensors in parts.items():
+        for shard, stack in tensors.items():
+            want.push(suffix, shard, 0, stack)
+            single = stack.shape[1] > 256 and suffix == "weight"  # up of one expert
+            for expert in range(4) if single else (0,):
+                good = stack[expert] if single else stack
+                push_again(pushed, spoilt(good, -1), good, suffix, shard, expert)
+    assert_equal(pushed.finish(), want.finish())
+
+
+@pytest.mark.parametrize("inner", [128, 192])
+@pytest.mark.parametrize("how", ["scales last", "weights last", "dequantize"])
+def test_a_refused_push_of_a_quantized_stack_can_be_repeated(how: str, inner: int) -> None:
+    """The experts before the wrong one are complete; with I=192 gate and up share a block."""
+    problem = problem_for("fp8_block", intermediate_size=inner)
+    if how == "dequantize":
+        problem = problem.replace(quant="none")
+    format = format_of_scheme(SCHEMES["fp8_block"])
+    want, pushed = (PushedExperts(problem, format, dequantize=how == "dequantize") for _ in "ab")
+    weights = {s: w.to(torch.float8_e4m3fn) for s, w in random_stacks(I=inner).items()}
+    blocks = {s: [-(-size // 128) for size in w.shape[1:]] for s, w in weights.items()}
+    scales = {s: torch.rand(4, *blocks[s]) + 0.1 for s in weights}
+    first, last = ("weight", weights), ("weight_scale_inv", scales)
+    if how == "weights last":
+        first, last = last, first
+    for suffix, tensors in (first, last):
+        for shard, tensor in tensors.items():
+            want.push(suffix, shard, 0, tensor)
+            if suffix == last[0] and shard != "w1":  # w3 completes w13
+                bad = spoilt(tensor.float(), 2).to(tensor.dtype)
+                push_again(pushed, bad, tensor, suffix, shard, 0)
+            else:
+                pushed.push(suffix, shard, 0, tensor)
+    assert_equal(pushed.finish(), want.finish())
+
+
+def test_an_earlier_tensor_that_was_wrong_can_be_pushed_again(layer) -> None:
+    """A wrong scale shows when its matrix is complete, and either tensor may be at fault."""
     made = layer("fbgemm-fp8")
     pushed = PushedExperts(
         problem_from_config(made.path, device="cpu"),
@@ -442,25 +509,42 @@ def test_a_wrong_scale_makes_its_matrix_load_again(layer) -> None:
     )
     stem = "model.layers.0.mlp.experts.1.down_proj"
     weight, scale = made.tensors[f"{stem}.weight"], made.tensors[f"{stem}.weight_scale"]
-    pushed.push("weight_scale", "w2", 1, scale / 0)
-    with pytest.raises(WeightsError, match="are not finite; load all w2 tensors of the"):
+    pushed.push("weight_scale", "w2", 1, scale * torch.inf)
+    with pytest.raises(WeightsError, match="experts.1.w2.weight_scale holds values that are not"):
         pushed.push("weight", "w2", 1, weight)
-    push_all(pushed, made, 4)
+    pushed.push("weight_scale", "w2", 1, scale)
+    pushed.push("weight", "w2", 1, weight)
+    for suffix, tensor in (("weight", weight), ("weight_scale", scale)):
+        with pytest.raises(WeightsError, match="was already loaded"):
+            pushed.push(suffix, "w2", 1, tensor)
+    made.tensors.pop(f"{stem}.weight"), made.tensors.pop(f"{stem}.weight_scale")
+    try:
+        push_all(pushed, made, 4)
+    finally:
+        made.tensors |= {f"{stem}.weight": weight, f"{stem}.weight_scale": scale}
     assert_equal(pushed.finish(), load_experts(made.path, None, 0, pushed.problem))
 
 
-def test_a_wrong_bias_is_reported_with_the_tensor_that_completes_its_matrix() -> None:
-    pushed = loader(problem_for(activation="relu2", has_bias=True))
-    bias = torch.zeros(256)
-    bias[7] = torch.inf
-    for suffix, shape in (("weight", (256, 128)), ("bias", (256,))):
-        for expert in range(4):
-            tensor = bias if (suffix, expert) == ("bias", 2) else torch.zeros(shape)
-            wrong = pytest.raises(WeightsError, match="bias holds values that are not finite; load")
-            with wrong if tensor is bias else nullcontext():
-                pushed.push(suffix, "w1", expert, tensor.bfloat16())
-    lacking = [name for name in pushed.missing() if ".w1" in name]
-    assert len(lacking) == 2 and all(".2.w1." in name for name in lacking), lacking
+@pytest.mark.parametrize("name", ["bf16", "gptq", "fbgemm-fp8"])
+def test_pushes_from_several_threads(name: str, layer) -> None:
+    made = layer(name)
+    problem = problem_from_config(made.path, device="cpu")
+    pushed = PushedExperts(problem, declared_format(config(name), 128, 256))
+    experts = [name for name in made.tensors if "experts" in name]
+    random.Random(0).shuffle(experts)
+
+    def push(name: str) -> bool:
+        _, number, module, suffix = name.rsplit(".", 3)
+        return pushed.push(suffix, SHARDS[module], int(number), made.tensors[name])
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(push, experts))
+    finally:
+        sys.setswitchinterval(before)
+    assert_equal(pushed.finish(), load_experts(made.path, None, 0, problem))
 
 
 @pytest.mark.parametrize(
@@ -535,7 +619,7 @@ def test_a_tensor_after_the_last_one_is_named() -> None:
     for shard, stack in stacks.items():
         for expert in range(4):
             pushed.push("weight", shard, expert, stack[expert])
-    assert not pushed.reloading
+    assert not pushed.lacking()
     pushed.finish()
     pushed.push("weight", "w3", 5, stacks["w3"][1])
     pushed.push("weight", "w1", 0, stacks["w1"][0])

@@ -24,7 +24,6 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-import fuzz_compat
 import torch
 from fuzz_junk import JUNK, E, H, I, K, T
 
@@ -473,8 +472,6 @@ SURFACE: dict[str, tuple[Callable[[Draw], Call], int]] = {
     "ExpertWeights": (_weights, 15),
     "FusedMoE": (_layer, 4),
     "FusedMoE's calls": (_layer_calls, 15),
-    "vLLM's FusedMoE": (fuzz_compat.layer, 4),
-    "vLLM's FusedMoE loads": (fuzz_compat.loading, 8),
     "eplb": (_eplb, 15),
     "command line": (_cli, 3),
 }

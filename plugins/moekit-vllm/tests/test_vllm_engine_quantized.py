@@ -1,7 +1,7 @@
 """A real engine serves quantized experts. Needs vLLM: `make test-vllm`.
 
-vLLM's own kernels for them need a GPU, or a CPU with AMX. So moekit's engine is compared with
-vLLM's engine on a checkpoint of the numbers that the quantized experts represent.
+vLLM's own kernels for them need a GPU, or a CPU with AMX, which `Engines` hides. So moekit's engine
+is compared with vLLM's engine on a checkpoint of the numbers that the quantized experts represent.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 import checkpoint_files as files  # noqa: E402
 import vllm_models as models  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
-from test_vllm_engine import ONE_PROCESS, assert_same, run  # noqa: E402
+from vllm_engines import Engines, assert_same  # noqa: E402
 
 # Only the experts are quantized.
 _OTHERS = ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"]
@@ -72,34 +72,37 @@ def quantized(folder: Path, packer: files.Packer, config: dict[str, Any], seed: 
     return saved
 
 
-def test_mxfp4(tmp_path: Path) -> None:
-    """Weights alone are quantized, so the engines agree as closely as in fp32."""
+@pytest.fixture(scope="module")
+def mxfp4(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
     packer = files.mxfp4(("weight_packed", "weight_scale"))
-    packed, meant = quantized(tmp_path / "0", packer, MXFP4, 0)
-    other, meant_by_other = quantized(tmp_path / "1", packer, MXFP4, 1)
-    ours = run(packed, ONE_PROCESS, ("require",), reload=other)["require"]
-    assert "quant mxfp4_w4a16, silu on cpu: local + torch" in ours["text"]
-    stock = run(meant, ONE_PROCESS, ("off",))["off"]["first"]
-    assert_same(stock, ours["first"], "float32")
-    assert_same(
-        run(meant_by_other, ONE_PROCESS, ("off",))["off"]["first"], ours["reloaded"], "float32"
-    )
+    return [quantized(tmp_path_factory.mktemp("mxfp4"), packer, MXFP4, seed) for seed in (0, 1)]
+
+
+def test_mxfp4(engines: Engines, mxfp4: list[list[str]]) -> None:
+    """Weights alone are quantized, so the engines agree as closely as in fp32."""
+    (packed, meant), (other, meant_by_other) = mxfp4
+    ours = engines(packed, "require", reload=other)
+    assert any("quant mxfp4_w4a16, silu on cpu: local + torch" in line for line in ours["log"])
+    stock = engines(meant, "off")["first"]
+    assert_same(stock, ours["first"])
+    assert_same(engines(meant_by_other, "off")["first"], ours["reloaded"])
     with pytest.raises(AssertionError):
-        assert_same(stock, ours["reloaded"], "float32")
+        assert_same(stock, ours["reloaded"])
 
 
-def test_mxfp4_on_two_ranks(tmp_path: Path) -> None:
-    packed, meant = quantized(tmp_path, files.mxfp4(("weight_packed", "weight_scale")), MXFP4, 0)
-    stock = run(meant, ONE_PROCESS, ("off",))["off"]
-    ranks = run(packed, {"tensor_parallel_size": 2}, ("require",))["require"]
-    assert_same(stock["first"], ranks["first"], "float32")
+def test_mxfp4_on_two_ranks(engines: Engines, mxfp4: list[list[str]], tmp_path: Path) -> None:
+    packed, meant = mxfp4[0]
+    two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with Engines(tmp_path) as alone:
+        ranks = alone(packed, "require", engine=two)
+    assert_same(engines(meant, "off")["first"], ranks["first"])
 
 
-def test_fp8(tmp_path: Path) -> None:
+def test_fp8(engines: Engines, tmp_path: Path) -> None:
     """Activations are rounded to fp8, which moves the logarithms of probabilities a little."""
     packed, meant = quantized(tmp_path, files.fp8(-1, -1), FP8, 0)
-    engine = {"dtype": "bfloat16", **ONE_PROCESS}  # vLLM refuses fp8 weights in fp32 models
-    ours = run(packed, engine, ("on",))["on"]  # vLLM has no kernel for it on CPUs
-    assert "quant fp8_tensor, silu on cpu: local + torch" in ours["text"]
-    stock = run(meant, engine, ("off",))["off"]
+    bf16 = {"dtype": "bfloat16"}  # vLLM refuses fp8 weights in fp32 models
+    ours = engines(packed, "on", engine=bf16)  # vLLM has no kernel for it on CPUs
+    assert any("quant fp8_tensor, silu on cpu: local + torch" in line for line in ours["log"])
+    stock = engines(meant, "off", engine=bf16)
     assert_same(stock["first"], ours["first"], "bfloat16")

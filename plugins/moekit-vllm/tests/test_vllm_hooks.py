@@ -67,9 +67,44 @@ def _other_plugin(monkeypatch):
     standin.RoutedExperts.register_oot(Theirs)
 
 
+def raising(error):
+    def fail(*_):
+        raise error
+
+    return fail
+
+
+def _import_that_raises(monkeypatch, error):
+    class Finder:
+        @staticmethod
+        def find_spec(name, *_):
+            if name == versions._EXPERTS:
+                raise error
+
+    monkeypatch.delitem(sys.modules, versions._EXPERTS)
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+
+
+def _offloader_that_raises(monkeypatch):
+    module = sys.modules[versions._OFFLOADER]
+    monkeypatch.setattr(module, "get_offloader", raising(RuntimeError("no offloader is set")))
+
+
+def _hook_that_raises(monkeypatch):
+    """The first class is replaced by then."""
+    fail = raising(AssertionError("registered twice"))
+    monkeypatch.setattr(standin.ModelRoutedExperts, "register_oot", fail)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        (lambda m: _import_that_raises(m, RuntimeError("no device")), "RuntimeError: no device"),
+        (lambda m: _import_that_raises(m, SystemExit("bad flags")), "SystemExit: bad flags"),
+        (_offloader_that_raises, "RuntimeError: no offloader is set"),
+        (_hook_that_raises, "AssertionError: registered twice"),
+        (lambda m: m.setattr(sys.modules[versions._CUSTOM_OP], "op_registry_oot", []),
+         "'list' object has no attribute 'get'"),
         (lambda m: m.setattr(versions, "installed", lambda: "0.40.1"), "this is vLLM 0.40.1"),
         (lambda m: m.setattr(versions, "installed", lambda: "1.33.0"), "this is vLLM 1.33.0"),
         (lambda m: m.setattr(versions, "installed", lambda: None), "vLLM is not installed"),
@@ -77,7 +112,7 @@ def _other_plugin(monkeypatch):
         (lambda m: m.delitem(sys.modules, versions._CONFIG), "other modules than expected"),
         (_other_plugin, "another plugin has replaced that class by .*Theirs"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("mode", ["on", "require"])
 def test_vllm_keeps_all_layers(monkeypatch, caplog, change, said, mode) -> None:
     monkeypatch.setenv("MOEKIT_VLLM", mode)

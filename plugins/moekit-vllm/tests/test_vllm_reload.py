@@ -42,6 +42,18 @@ def extended(format: layers.Format, hidden: int = H, inner: int = I) -> Any:
     return layer
 
 
+def written(format: layers.Format, folder: Path) -> files.Layer:
+    """Write a checkpoint with random weights."""
+    return files.write(folder, format.packer, format.config, E=layers.E, H=H, I=I)
+
+
+def processed(format: layers.Format, made: files.Layer) -> Any:
+    """Return a layer that moekit computes with a checkpoint's weights."""
+    layer = layers.load(extended(format), made)
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer
+
+
 def with_new_parameters(layer: Any, made: files.Layer) -> None:
     """Load a checkpoint into parameters that the method makes anew."""
     config = layer.moe_config
@@ -101,12 +113,8 @@ WAYS = [(name, with_new_parameters) for name in layers.FORMATS] + [
 @pytest.mark.parametrize(("name", "load_anew"), WAYS)
 def test_weights_are_loaded_anew_in_place(name: str, load_anew: Any, tmp_path: Path) -> None:
     format = layers.FORMATS[name]
-    first, second = (
-        files.write(tmp_path / n, format.packer, format.config, E=layers.E, H=H, I=I)
-        for n in ("first", "second")
-    )
-    layer = layers.load(extended(format), first)
-    layer.quant_method.process_weights_after_loading(layer)
+    first, second = (written(format, tmp_path / name) for name in ("first", "second"))
+    layer = processed(format, first)
     check_output(layer, first)
     names = [n for n, _ in layer.named_parameters()]
     packed = layer.quant_method.moekit_experts.packed
@@ -129,9 +137,8 @@ def test_weights_are_loaded_anew_in_place(name: str, load_anew: Any, tmp_path: P
 def test_experts_move_between_ranks(name: str, tmp_path: Path) -> None:
     """EPLB moves rows of `get_expert_weights`: the experts' outputs move with them."""
     format = layers.FORMATS[name]
-    made = files.write(tmp_path, format.packer, format.config, E=layers.E, H=H, I=I)
-    layer = layers.load(extended(format), made)
-    layer.quant_method.process_weights_after_loading(layer)
+    made = written(format, tmp_path)
+    layer = processed(format, made)
     rows = list(layer.get_expert_weights())  # asserts that every parameter is contiguous
     assert all(row.shape[0] == layers.E and row.is_contiguous() for row in rows)
     order = [2, 0, 3, 1]
@@ -150,10 +157,9 @@ def test_experts_move_between_ranks(name: str, tmp_path: Path) -> None:
 def test_sleep_of_level_2(name: str, tmp_path: Path) -> None:
     """vLLM takes the memory that it allocated for weights, saves buffers, and loads anew."""
     format = layers.FORMATS[name]
-    made = files.write(tmp_path, format.packer, format.config, E=layers.E, H=H, I=I)
+    made = written(format, tmp_path)
     with Allocated() as weights:
-        layer = layers.load(extended(format), made)
-        layer.quant_method.process_weights_after_loading(layer)
+        layer = processed(format, made)
     check_output(layer, made)
     weights.discard([*layer.buffers(), *made.tensors.values()])
     with pytest.raises(AssertionError):
@@ -185,9 +191,8 @@ def test_sharded_state(name: str, tmp_path: Path) -> None:
     from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
 
     format = layers.FORMATS[name]
-    made = files.write(tmp_path / "hf", format.packer, format.config, E=layers.E, H=H, I=I)
-    layer = layers.load(extended(format), made)
-    layer.quant_method.process_weights_after_loading(layer)
+    made = written(format, tmp_path / "hf")
+    layer = processed(format, made)
     ShardedStateLoader.save_model(layer, str(tmp_path))
     fresh, loader = extended(format), ShardedStateLoader(LoadConfig(load_format="sharded_state"))
     folder = SimpleNamespace(model=str(tmp_path), model_weights=None)
@@ -213,7 +218,7 @@ def half_of_the_experts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iter
     monkeypatch.setattr(parallel, "enable_expert_parallel", True)
     hooks.install(Mode.REQUIRE)
     format = layers.FORMATS["fp8-block"]
-    made = files.write(tmp_path, format.packer, format.config, E=layers.E, H=H, I=I)
+    made = written(format, tmp_path)
     layer = layers.load(layers.empty_layer(format, H, I, tp_size=2), made)
     layer.quant_method.process_weights_after_loading(layer)
     yield made, layer
@@ -294,10 +299,7 @@ ONLINE = [
 
 @pytest.mark.parametrize("format", ONLINE, ids=lambda format: format.scheme)
 def test_weights_are_quantized_while_loading(format: layers.Format, tmp_path: Path) -> None:
-    first, second = (
-        files.write(tmp_path / n, format.packer, None, E=layers.E, H=H, I=I)
-        for n in ("first", "second")
-    )
+    first, second = (written(format, tmp_path / name) for name in ("first", "second"))
     layer = layers.load(extended(format), first)  # quantized with the last tensor
     experts = layer.quant_method.moekit_experts
     assert experts is not None and experts.kernel.problem.quant.name == format.scheme
@@ -355,7 +357,7 @@ def test_weights_are_padded_to_whole_blocks(
 def test_gptq_keeps_the_biases_that_were_loaded(tmp_path: Path) -> None:
     """vLLM makes GPTQ's biases for every model, and notes which a checkpoint has."""
     format = layers.FORMATS["gptq"]
-    made = files.write(tmp_path, format.packer, format.config, E=layers.E, H=H, I=I)
+    made = written(format, tmp_path)
     layer = layers.load(extended(format), made)
     bias = torch.randn(layers.E, H).half()
     list(layer.load_weights([(f"{e}.down_proj.bias", bias[e]) for e in range(layers.E)]))
@@ -372,7 +374,7 @@ def test_gptq_keeps_the_biases_that_were_loaded(tmp_path: Path) -> None:
 
 def test_a_layer_that_moekit_cannot_compute_is_as_before(tmp_path: Path) -> None:
     format = layers.FORMATS["fp8-block"]
-    made = files.write(tmp_path, format.packer, format.config, E=layers.E, H=H, I=I)
+    made = written(format, tmp_path)
     layer = layers.load(extended(format), made)
     layer.quant_method.weight_block_size = [64, 64]
     before = held_parameters(layer)

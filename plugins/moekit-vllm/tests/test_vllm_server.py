@@ -18,8 +18,8 @@ import pytest
 pytest.importorskip("vllm")
 
 import vllm_models as models  # noqa: E402
-from test_vllm_engine import LIMIT, ONE_PROCESS, run  # noqa: E402
 from vllm_engine import TOKENS  # noqa: E402
+from vllm_engines import LIMIT  # noqa: E402
 
 CLIENTS, ROUNDS = 8, 3
 _STARTS, _ANSWERS = 300, 120  # seconds
@@ -56,7 +56,7 @@ def _wait(port: int, server: subprocess.Popen, log) -> None:
     pytest.fail(f"the server did not start in {_STARTS} s: {log.read_text()[-4000:]}")
 
 
-def test_eight_clients(tmp_path) -> None:
+def test_eight_clients(engines, tmp_path) -> None:
     model = models.save("qwen3_moe", tmp_path / "model")
     models.save_tokenizer(model)
     draw = random.Random(0)
@@ -81,7 +81,7 @@ def test_eight_clients(tmp_path) -> None:
             server.terminate()
             server.wait(60)
     assert "local + torch" in log.read_text()
-    stock = run(str(model), ONE_PROCESS, ("off",), prompts=prompts)["off"]["first"]
+    stock = engines(model, "off", prompts=prompts)["first"]
     for ours, theirs in zip(answers, stock, strict=True):
         assert ours["tokens"] == theirs["tokens"]
         pairs = zip(ours["logprobs"], theirs["logprobs"], strict=True)

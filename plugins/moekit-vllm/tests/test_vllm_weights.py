@@ -206,11 +206,6 @@ def test_vllm_has_the_methods_that_are_read() -> None:
 # -- what stays with vLLM --------------------------------------------------------------------
 
 
-def refuses(layer: Any, match: str) -> None:
-    with pytest.raises(Unsupported, match=match):
-        readers.read(layer, layer.quant_method)
-
-
 def test_unknown_methods_are_refused(checkpoint: Make) -> None:
     layer = loaded("fp8-tensor", checkpoint("fp8-tensor"))
 
@@ -221,35 +216,45 @@ def test_unknown_methods_are_refused(checkpoint: Make) -> None:
         readers.read(layer, HummingMoEMethod())
 
 
-def test_sizes_that_vllm_rounded_up_are_refused(checkpoint: Make) -> None:
-    for name in ("fp8-tensor", "ct-int8", "ct-int4", "ct-nvfp4"):
-        layer = loaded(name, checkpoint(name))
-        layer.moe_config.hidden_dim_unpadded -= 64
-        refuses(layer, r"rounded up .* from \(192, 512\) to \(256, 512\)")
+def _round_up(layer: Any) -> None:
+    layer.moe_config.hidden_dim_unpadded -= 64
 
 
-def test_other_blocks_are_refused(checkpoint: Make) -> None:
-    layer = loaded("fp8-block", checkpoint("fp8-block"))
-    layer.quant_method.weight_block_size = [64, 128]
-    refuses(layer, r"blocks of 128 x 128 \(got \[64, 128\]\)")
+REFUSED: dict[str, tuple[str, Callable[[Any], None], str]] = {
+    **{
+        f"padded {name}": (name, _round_up, r"rounded up .* from \(192, 512\) to \(256, 512\)")
+        for name in ("fp8-tensor", "ct-int8", "ct-int4", "ct-nvfp4")
+    },
+    "other blocks": (
+        "fp8-block",
+        lambda layer: setattr(layer.quant_method, "weight_block_size", [64, 128]),
+        r"blocks of 128 x 128 \(got \[64, 128\]\)",
+    ),
+    "EPLB with static scales": (
+        "fp8-static",
+        lambda layer: setattr(layer.moe_config.moe_parallel_config, "enable_eplb", True),
+        "EPLB moves experts",
+    ),
+    "activations in mxfp4": (
+        "ct-mxfp4",
+        lambda layer: setattr(layer.quant_method, "use_cutlass_mxfp4", True),
+        "CUTLASS_MXFP4_MXFP4",
+    ),
+    "eight bits in groups": (
+        "gptq",
+        lambda layer: setattr(layer.quant_method.quant_config, "weight_bits", 8),
+        "no scheme for 8-bit integers in groups",
+    ),
+}
 
 
-def test_eplb_with_static_scales_is_refused(checkpoint: Make) -> None:
-    layer = loaded("fp8-static", checkpoint("fp8-static"))
-    layer.moe_config.moe_parallel_config.enable_eplb = True
-    refuses(layer, "EPLB moves experts")
-
-
-def test_activations_that_moekit_lacks_are_refused(checkpoint: Make) -> None:
-    layer = loaded("ct-mxfp4", checkpoint("ct-mxfp4"))
-    layer.quant_method.use_cutlass_mxfp4 = True
-    refuses(layer, "CUTLASS_MXFP4_MXFP4")
-
-
-def test_eight_bits_in_groups_are_refused(checkpoint: Make) -> None:
-    layer = loaded("gptq", checkpoint("gptq"))
-    layer.quant_method.quant_config.weight_bits = 8
-    refuses(layer, "no scheme for 8-bit integers in groups")
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_moekit_lacks_is_refused(case: str, checkpoint: Make) -> None:
+    name, change, match = REFUSED[case]
+    layer = loaded(name, checkpoint(name))
+    change(layer)
+    with pytest.raises(Unsupported, match=match):
+        readers.read(layer, layer.quant_method)
 
 
 def test_weight_only_backends_leave_activations_alone(checkpoint: Make) -> None:
@@ -263,6 +268,20 @@ def test_weight_only_backends_leave_activations_alone(checkpoint: Make) -> None:
         got, read = readers.read(layer, layer.quant_method)
         assert got == scheme
         read.check(problem_of(layer, got, read))
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "fp8-block-e8m0", "ct-fp8-block"])
+def test_cpus_with_amx_leave_activations_alone(name: str, checkpoint: Make, monkeypatch) -> None:
+    """vLLM's kernel for fp8 blocks on these CPUs takes bf16 activations."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    made = checkpoint(name)
+    layer = loaded(name, made)
+    assert layer.quant_method.fp8_backend.name == "CPU"
+    scheme, read = readers.read(layer, layer.quant_method)
+    assert scheme == "fp8_w8a16_block"
+    w13, w2 = numbers(read, problem_of(layer, scheme, read))
+    assert torch.equal(w13, torch.cat([made.gate, made.up], dim=1))
+    assert torch.equal(w2, made.down)
 
 
 def test_tensor_scales_with_a_scale_for_each_token(checkpoint: Make) -> None:

@@ -1,8 +1,9 @@
-"""Run real vLLM engines on the CPU, and print what they generate as JSON.
+"""Run a real vLLM engine on the CPU for each line of JSON on stdin; print what it generates.
 
-    python vllm_engine.py '[{"model": DIR, "modes": ["off", "require"], "engine": {...}}, ...]'
+    {"model": DIR, "mode": "off", "engine": {...}}
 
-Each mode is one value of MOEKIT_VLLM, with a new engine in this process.
+The mode is a value of MOEKIT_VLLM. `vllm_engines.Engines` writes the lines, and says what else a
+line may ask for.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 PROMPTS = [list(range(3, 14)), [17, 250, 31], [5] * 40]
 TOKENS = 12
+ANSWER = "ANSWER "
 _DEFAULTS = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -29,21 +31,20 @@ _DEFAULTS = {
 
 
 def main() -> None:
-    asked = json.loads(sys.argv[1])
     # One process, where vLLM has a choice: the other ones would import everything again.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    answers = [{mode: generate(mode, each) for mode in each["modes"]} for each in asked]
-    print("ANSWERS " + json.dumps(answers), flush=True)
+    for line in sys.stdin:
+        try:
+            answer = generate(json.loads(line))
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(f"\n{ANSWER}{json.dumps(answer)}", flush=True)
 
 
-def generate(mode: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """Return tokens and their log probabilities for every prompt, before and after an update.
-
-    asked: "reload" names a checkpoint for vLLM's ``reload_weights``, and "load" one whose experts
-        are written into the model while it serves. "again" asks for the same completions once more.
-    """
-    os.environ["MOEKIT_VLLM"] = mode
+def generate(asked: dict[str, Any]) -> dict[str, Any]:
+    """Return tokens and their log probabilities for every prompt, before and after updates."""
+    os.environ["MOEKIT_VLLM"] = asked["mode"]
     import moekit_vllm.hooks
     from moekit_vllm import settings
     from vllm import LLM
@@ -52,19 +53,17 @@ def generate(mode: str, asked: dict[str, Any]) -> dict[str, Any]:
     settings._said.clear()
     moekit_vllm.hooks.uninstall()
     moekit_vllm.register()  # vLLM registers plugins once a process
-    try:
-        llm = LLM(asked["model"], **(_DEFAULTS | asked.get("engine", {})))
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
-    found = {"first": complete(llm, asked.get("prompts", PROMPTS))}
-    if reload := asked.get("reload"):
-        llm.collective_rpc("reload_weights", kwargs={"weights_path": reload})
-        found["reloaded"] = complete(llm, asked.get("prompts", PROMPTS))
+    prompts = asked.get("prompts", PROMPTS)
+    llm = LLM(asked["model"], **(_DEFAULTS | asked["engine"]))
+    found: dict[str, Any] = {"first": complete(llm, prompts)}
+    if asked.get("again"):
+        found["again"] = complete(llm, prompts)
     if path := asked.get("load"):
         llm.collective_rpc(load_experts, args=(path,))
-        found["loaded"] = complete(llm, asked.get("prompts", PROMPTS))
-    if asked.get("again"):
-        found["again"] = complete(llm, asked.get("prompts", PROMPTS))
+        found["loaded"] = complete(llm, prompts)
+    if path := asked.get("reload"):
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+        found["reloaded"] = complete(llm, prompts)
     found["log"] = sorted(settings._said)
     del llm
     gc.collect()

@@ -46,7 +46,11 @@ def process(folder: Path) -> Iterator[None]:
 
 
 def choose_backends(patch: pytest.MonkeyPatch) -> None:
-    """Let constructors choose the backends that vLLM has for an H100, which a CPU cannot run."""
+    """Let constructors choose the backends that vLLM has for an H100, which a CPU cannot run.
+
+    On a CPU with AMX, vLLM has kernels for some formats, which leave activations in 16 bits.
+    """
+    patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
 
     def module(name: str) -> Any:
         return importlib.import_module(f"{_PACKAGE}.{name}")
@@ -143,146 +147,72 @@ _GPTQ = dict(quant_method="gptq", bits=4, group_size=64, desc_act=False, sym=Tru
 _AWQ = dict(quant_method="awq", bits=4, group_size=64, zero_point=True, version="gemm")
 _NVFP4 = dict(num_bits=4, type="float", strategy="tensor_group", group_size=16, dynamic="local")
 _MODELOPT = dict(quant_method="modelopt", exclude_modules=[])
-_CT, _WNA16 = "compressed-tensors", "CompressedTensorsWNA16MoEMethod"
-_FP8_CT = "CompressedTensorsW8A8Fp8MoEMethod"
+_MX = dict(group_size=32, scale_dtype="torch.uint8")
 _PACKED = ("weight_packed", "weight_scale")
+# vLLM's names of a quantization and of its method.
+_BY_FP8 = ("fp8", "Fp8MoEMethod")
+_BY_CT_FP8, _BY_CT_INT8, _BY_WNA16, _BY_CT_W4A8, _BY_CT_MXFP4, _BY_CT_MXFP4_FP8, _BY_CT_NVFP4 = (
+    ("compressed-tensors", f"CompressedTensors{kind}MoEMethod")
+    for kind in ("W8A8Fp8", "W8A8Int8", "WNA16", "W4A8Fp8", "W4A4Mxfp4", "W4A8Mxfp4", "W4A4Nvfp4")
+)
+_BY_GPTQ, _BY_AWQ = ("auto_gptq", "AutoGPTQMoEMethod"), ("auto_awq", "AutoAWQMoEMethod")
+_BY_MOE_WNA16 = ("moe_wna16", "MoeWNA16Method")
+_BY_MODELOPT = ("modelopt", "ModelOptFp8MoEMethod")
+_BY_MODELOPT_FP4 = ("modelopt_fp4", "ModelOptNvFp4FusedMoE")
 
 FORMATS = {
-    "fp8-block": Format(
-        files.fp8(128, 128, "weight_scale_inv"), _BLOCK, "fp8", "Fp8MoEMethod", "fp8_block"
-    ),
-    "fp8-block-e8m0": Format(_e8m0_blocks, _BLOCK, "fp8", "Fp8MoEMethod", "fp8_block"),
-    "fp8-tensor": Format(files.fp8(-1, -1), _FP8, "fp8", "Fp8MoEMethod", "fp8_tensor"),
-    "fp8-static": Format(
-        files.fp8(-1, -1, static=True),
-        _FP8 | dict(activation_scheme="static"),
-        "fp8",
-        "Fp8MoEMethod",
-        "fp8_tensor_static",
-    ),
-    "modelopt-fp8": Format(
-        files.fp8(-1, -1, static=True),
-        _MODELOPT | dict(quant_algo="FP8"),
-        "modelopt",
-        "ModelOptFp8MoEMethod",
-        "fp8_tensor_static",
-    ),
-    "ct-fp8-block": Format(
-        files.fp8(128, 128),
-        _ct(8, "float", "block", _GROUP, block_structure=[128, 128]),
-        _CT,
-        _FP8_CT,
-        "fp8_block",
-    ),
-    "ct-fp8-channel": Format(
-        files.fp8(1, -1), _ct(8, "float", "channel", _TOKEN), _CT, _FP8_CT, "fp8_channel_token"
-    ),
-    "ct-fp8-static": Format(
-        files.fp8(-1, -1, static=True),
-        _ct(8, "float", "tensor", _STATIC),
-        _CT,
-        _FP8_CT,
-        "fp8_tensor_static",
-    ),
-    "ct-int8": Format(
-        files.int8,
-        _ct(8, "int", "channel", _TOKEN | {"type": "int"}),
-        _CT,
-        "CompressedTensorsW8A8Int8MoEMethod",
-        "int8_channel_token",
-    ),
-    "ct-int8-packed": Format(
-        files.pack_quantized_int8,
-        _ct(8, "int", "channel", format="pack-quantized"),
-        _CT,
-        _WNA16,
-        "int8_w8a16",
-        views=False,
-    ),
-    "ct-int4": Format(
-        files.pack_quantized(64),
-        _ct(4, "int", "group", group_size=64),
-        _CT,
-        _WNA16,
-        "int4_w4a16_g64",
-    ),
-    "ct-int4-zp": Format(
-        files.pack_quantized(32, True),
-        _ct(4, "int", "group", group_size=32, symmetric=False),
-        _CT,
-        _WNA16,
-        "int4_w4a16_g32_zp",
-    ),
-    "ct-int4-channel": Format(
-        files.pack_quantized(-1), _ct(4, "int", "channel"), _CT, _WNA16, "int4_w4a16_channel"
-    ),
-    "ct-int4-fp8": Format(
-        files.pack_quantized(128),
-        _ct(4, "int", "group", _TOKEN, group_size=128),
-        _CT,
-        "CompressedTensorsW4A8Fp8MoEMethod",
-        "int4_w4a8_g128",
-    ),
-    "gptq": Format(
-        files.gptq(64), _GPTQ, "auto_gptq", "AutoGPTQMoEMethod", "int4_w4a16_g64", views=False
-    ),
-    "gptq-channel": Format(
-        files.gptq(-1),
-        _GPTQ | dict(group_size=-1),
-        "auto_gptq",
-        "AutoGPTQMoEMethod",
-        "int4_w4a16_channel",
-        views=False,
-    ),
-    "gptq-int8": Format(
-        files.gptq_int8,
-        _GPTQ | dict(bits=8, group_size=-1),
-        "auto_gptq",
-        "AutoGPTQMoEMethod",
-        "int8_w8a16",
-        views=False,
-    ),
-    "awq": Format(
-        files.awq(64), _AWQ, "auto_awq", "AutoAWQMoEMethod", "int4_w4a16_g64_zp", views=False
-    ),
-    "wna16-gptq": Format(files.gptq(64), _GPTQ, "moe_wna16", "MoeWNA16Method", "int4_w4a16_g64"),
-    "wna16-gptq-zp": Format(
-        files.gptq(64, zero_points=True),
-        _GPTQ | dict(sym=False),
-        "moe_wna16",
-        "MoeWNA16Method",
-        "int4_w4a16_g64_zp",
-    ),
-    "wna16-awq": Format(files.awq(64), _AWQ, "moe_wna16", "MoeWNA16Method", "int4_w4a16_g64_zp"),
-    "ct-mxfp4": Format(
-        files.mxfp4(_PACKED),
-        _ct(4, "float", "group", group_size=32, scale_dtype="torch.uint8"),
-        _CT,
-        "CompressedTensorsW4A4Mxfp4MoEMethod",
-        "mxfp4_w4a16",
-    ),
-    "ct-mxfp4-fp8": Format(  # Marlin leaves the activations in 16 bits
-        files.mxfp4(_PACKED),
-        _ct(4, "float", "group", _TOKEN, group_size=32, scale_dtype="torch.uint8"),
-        _CT,
-        "CompressedTensorsW4A8Mxfp4MoEMethod",
-        "mxfp4_w4a16",
-    ),
-    "ct-nvfp4": Format(
-        files.nvfp4(modelopt=False),
-        _ct(4, "float", "tensor_group", group_size=16, format="nvfp4-pack-quantized"),
-        _CT,
-        "CompressedTensorsW4A4Nvfp4MoEMethod",
-        "nvfp4_w4a16",
-    ),
-    "modelopt-nvfp4": Format(
-        files.nvfp4(modelopt=True),
-        _MODELOPT | dict(quant_algo="NVFP4", group_size=16),
-        "modelopt_fp4",
-        "ModelOptNvFp4FusedMoE",
-        "nvfp4_w4a16",
-    ),
-}
+    "fp8-block": Format(files.fp8(128, 128, "weight_scale_inv"), _BLOCK, *_BY_FP8, "fp8_block"),
+    "fp8-block-e8m0": Format(_e8m0_blocks, _BLOCK, *_BY_FP8, "fp8_block"),
+    "fp8-tensor": Format(files.fp8(-1, -1), _FP8, *_BY_FP8, "fp8_tensor"),
+    "fp8-static": Format(files.fp8(-1, -1, static=True), _FP8 | dict(activation_scheme="static"),
+                         *_BY_FP8, "fp8_tensor_static"),
+    "modelopt-fp8": Format(files.fp8(-1, -1, static=True), _MODELOPT | dict(quant_algo="FP8"),
+                           *_BY_MODELOPT, "fp8_tensor_static"),
+    "ct-fp8-block": Format(files.fp8(128, 128),
+                           _ct(8, "float", "block", _GROUP, block_structure=[128, 128]),
+                           *_BY_CT_FP8, "fp8_block"),
+    "ct-fp8-channel": Format(files.fp8(1, -1), _ct(8, "float", "channel", _TOKEN),
+                             *_BY_CT_FP8, "fp8_channel_token"),
+    "ct-fp8-static": Format(files.fp8(-1, -1, static=True), _ct(8, "float", "tensor", _STATIC),
+                            *_BY_CT_FP8, "fp8_tensor_static"),
+    "ct-int8": Format(files.int8, _ct(8, "int", "channel", _TOKEN | {"type": "int"}),
+                      *_BY_CT_INT8, "int8_channel_token"),
+    "ct-int8-packed": Format(files.pack_quantized_int8,
+                             _ct(8, "int", "channel", format="pack-quantized"),
+                             *_BY_WNA16, "int8_w8a16", views=False),
+    "ct-int4": Format(files.pack_quantized(64), _ct(4, "int", "group", group_size=64),
+                      *_BY_WNA16, "int4_w4a16_g64"),
+    "ct-int4-zp": Format(files.pack_quantized(32, True),
+                         _ct(4, "int", "group", group_size=32, symmetric=False),
+                         *_BY_WNA16, "int4_w4a16_g32_zp"),
+    "ct-int4-channel": Format(files.pack_quantized(-1), _ct(4, "int", "channel"),
+                              *_BY_WNA16, "int4_w4a16_channel"),
+    "ct-int4-fp8": Format(files.pack_quantized(128),
+                          _ct(4, "int", "group", _TOKEN, group_size=128),
+                          *_BY_CT_W4A8, "int4_w4a8_g128"),
+    "gptq": Format(files.gptq(64), _GPTQ, *_BY_GPTQ, "int4_w4a16_g64", views=False),
+    "gptq-channel": Format(files.gptq(-1), _GPTQ | dict(group_size=-1),
+                           *_BY_GPTQ, "int4_w4a16_channel", views=False),
+    "gptq-int8": Format(files.gptq_int8, _GPTQ | dict(bits=8, group_size=-1),
+                        *_BY_GPTQ, "int8_w8a16", views=False),
+    "awq": Format(files.awq(64), _AWQ, *_BY_AWQ, "int4_w4a16_g64_zp", views=False),
+    "wna16-gptq": Format(files.gptq(64), _GPTQ, *_BY_MOE_WNA16, "int4_w4a16_g64"),
+    "wna16-gptq-zp": Format(files.gptq(64, zero_points=True), _GPTQ | dict(sym=False),
+                            *_BY_MOE_WNA16, "int4_w4a16_g64_zp"),
+    "wna16-awq": Format(files.awq(64), _AWQ, *_BY_MOE_WNA16, "int4_w4a16_g64_zp"),
+    "ct-mxfp4": Format(files.mxfp4(_PACKED), _ct(4, "float", "group", **_MX),
+                       *_BY_CT_MXFP4, "mxfp4_w4a16"),
+    # Marlin leaves the activations in 16 bits
+    "ct-mxfp4-fp8": Format(files.mxfp4(_PACKED), _ct(4, "float", "group", _TOKEN, **_MX),
+                           *_BY_CT_MXFP4_FP8, "mxfp4_w4a16"),
+    "ct-nvfp4": Format(files.nvfp4(modelopt=False),
+                       _ct(4, "float", "tensor_group", group_size=16,
+                           format="nvfp4-pack-quantized"),
+                       *_BY_CT_NVFP4, "nvfp4_w4a16"),
+    "modelopt-nvfp4": Format(files.nvfp4(modelopt=True),
+                             _MODELOPT | dict(quant_algo="NVFP4", group_size=16),
+                             *_BY_MODELOPT_FP4, "nvfp4_w4a16"),
+}  # fmt: skip
 
 
 def empty_layer(

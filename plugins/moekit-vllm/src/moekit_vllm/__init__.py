@@ -12,9 +12,20 @@ can compute exactly. The other layers keep vLLM's own kernels, and one line of t
     weights   its loaded parameters as `moekit.ExpertWeights`
     experts   the kernel and packed weights of a layer
     describe  `moekit explain --vllm`
+
+The package also has `FusedMoE` and `SharedFusedMoE`, layers with the interface of vLLM's, which
+need no vLLM:
+
+    layer     the layers
+    activations
+              vLLM's activations as moekit's
 """
 
 from __future__ import annotations
+
+from moekit_vllm.layer import FusedMoE, SharedFusedMoE
+
+__all__ = ["FusedMoE", "SharedFusedMoE", "register"]
 
 
 def register() -> None:

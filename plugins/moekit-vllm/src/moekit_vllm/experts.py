@@ -14,8 +14,9 @@ from torch import Tensor, nn
 import moekit
 from moekit import ModularKernel, MoEProblem, PackedWeights, Routing
 from moekit.errors import MoekitError
-from moekit.problem.problem import summary
+from moekit.plugin import summary
 from moekit_vllm import versions, weights
+from moekit_vllm.packed import copy, form, forms
 from moekit_vllm.problem import exchanges_tokens, parallel_of, problem_of, too_slow
 from moekit_vllm.settings import Mode, say_once
 from moekit_vllm.weights.parameters import refusal
@@ -77,7 +78,7 @@ class LayerExperts:
                 made = cls(kernel, packed, order, _held(layer, packed))
             else:
                 made = before
-                _copy(packed, into=made.packed)
+                copy(packed, into=made.packed)
                 made._take(kernel, order)
             _hold(layer, made.parameters)
         return made
@@ -115,7 +116,7 @@ class LayerExperts:
 
     def _take(self, kernel: ModularKernel, order: Tensor | None) -> None:
         self.kernel, held = kernel, self.to_physical
-        if order is not None and held is not None and _form(order) == _form(held):
+        if order is not None and held is not None and form(order) == form(held):
             held.copy_(order)  # where CUDA graphs read it
         else:
             self.to_physical = order
@@ -200,8 +201,8 @@ def _in_own_memory(make: Callable[[], ModularKernel]) -> ModularKernel:
 def _on_all_ranks(layer: Any) -> Iterator[None]:
     """Raise on every rank if the context raises on one. Collective if ranks exchange tokens.
 
-    vLLM's kernels and moekit's move tokens in different ways, so that a rank which left the layer
-    to vLLM alone would wait for the others for ever.
+    vLLM's kernels and moekit's move tokens in different ways, so a rank that alone left the layer
+    to vLLM would hang.
     """
     if not exchanges_tokens(layer):
         yield
@@ -238,17 +239,12 @@ def _order(layer: Any, problem: MoEProblem) -> Tensor | None:
 # -- the layer's tensors -----------------------------------------------------------------
 
 
-def _tensors(packed: PackedWeights) -> Mapping[str, Tensor]:
-    return {**packed.experts, **packed.shared}
-
-
 def _against(
     kernel: ModularKernel, packed: PackedWeights, before: LayerExperts | None
 ) -> list[str]:
     """Return why CUDA graphs cannot hold the kernel and its weights; empty if they can."""
     if before is not None:
-        held = before.packed
-        if held.backend == packed.backend and _forms(held) == _forms(packed):
+        if forms(before.packed) == forms(packed):
             return []
         return ["its packed weights have other shapes or dtypes, or another backend, than before"]
     specs = (kernel.dispatcher.spec, kernel.experts.spec)
@@ -259,29 +255,13 @@ def _against(
     return [f"{names} cannot be in the CUDA graphs that vLLM captures: use --enforce-eager"]
 
 
-def _form(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
-def _forms(packed: PackedWeights) -> dict[str, tuple[Any, ...]]:
-    return {name: _form(tensor) for name, tensor in _tensors(packed).items()}
-
-
-def _copy(packed: PackedWeights, into: PackedWeights) -> None:
-    """Write the values of ``packed`` where it is not the same memory."""
-    held = _tensors(into)
-    for name, new in _tensors(packed).items():
-        if new.data_ptr() != held[name].data_ptr():
-            held[name].copy_(new)
-
-
 def _held(layer: Any, packed: PackedWeights) -> dict[str, nn.Parameter]:
     """Return parameters for the packed experts: the layer's own where they share memory."""
     own = {p.data_ptr(): (name, p) for name, p in layer.named_parameters(recurse=False)}
     held = {}
     for name, tensor in packed.experts.items():
         known, parameter = own.get(tensor.data_ptr(), ("", None))
-        if parameter is not None and _form(parameter) == _form(tensor):
+        if parameter is not None and form(parameter) == form(tensor):
             held[known] = parameter
         else:
             held[f"moekit_{name}"] = nn.Parameter(tensor, requires_grad=False)

@@ -2,14 +2,17 @@
 
 `PluggableLayer.register_oot` is vLLM's public hook for classes that replace a layer. A class that
 replaces `RoutedExperts` differs in one thing: when it is made, `MoekitMethod` extends the
-quantization method that vLLM chose. Weights are created and loaded by vLLM as before, for every
-quantization method alike.
+quantization method that vLLM chose. vLLM creates and loads the weights as before, for every
+quantization method.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
+from moekit.errors import MoekitError
+from moekit.plugin import reason_of
 from moekit_vllm import versions
 from moekit_vllm.method import extend, follow
 from moekit_vllm.settings import Mode
@@ -21,6 +24,18 @@ def install(mode: Mode) -> None:
     Raises:
         MoekitError: It is impossible, and the mode is REQUIRE.
     """
+    try:
+        _replace(mode)
+    except (MoekitError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # importing vLLM may raise SystemExit
+        with suppress(Exception):
+            uninstall()
+        why = f"vLLM has other modules than expected ({reason_of(error)})"
+        mode.decline("every MoE layer", why)
+
+
+def _replace(mode: Mode) -> None:
     if reasons := versions.unsupported(versions.installed()) or versions.missing_hooks():
         mode.decline("every MoE layer", "; ".join(reasons))
         return

@@ -2,7 +2,8 @@
 
 A method creates a layer's parameters, prepares them after loading, and applies them. vLLM asks a
 method for its class and its class's name in many places, so moekit does not put another object in
-its place: it extends the class of the object that vLLM made, under the same name.
+its place: it extends the class of the object that vLLM made, under the same name. Attributes of the
+object would not do, because some of what vLLM asks a method is a property of its class.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moekit.errors import MoekitError
-from moekit.untrusted.code import message
+from moekit.plugin import reason_of
 from moekit_vllm import versions
 from moekit_vllm.experts import LayerExperts
 from moekit_vllm.problem import shape
@@ -22,6 +23,10 @@ from moekit_vllm.settings import Mode
 
 # vLLM's mark on layers whose 16-bit weights it has quantized; it removes the mark to load anew.
 _QUANTIZED = "_already_called_process_weights_after_loading"
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, MoekitError) else reason_of(error)
 
 
 def extend(method: Any, mode: Mode) -> None:
@@ -69,13 +74,13 @@ def _extended(stock: Any) -> Any:
             if self.moekit_mode is not Mode.OFF:
                 try:
                     self.moekit_experts = LayerExperts.of(layer, self, before)
-                except Exception as error:  # whatever it is, vLLM has a kernel
+                except Exception as error:  # of any kind: vLLM has a kernel
                     if before is not None:
                         raise MoekitError(
                             f"moekit computes {layer.layer_name}, but not with its new weights: "
-                            f"{message(error)}; restart the engine with them"
+                            f"{_reason(error)}; restart the engine with them"
                         ) from error
-                    self.moekit_mode.decline(shape(layer), message(error))
+                    self.moekit_mode.decline(shape(layer), _reason(error))
                     self.moekit_mode = Mode.OFF  # vLLM keeps the layer through all updates
             if self.moekit_experts is None:
                 super().process_weights_after_loading(layer)

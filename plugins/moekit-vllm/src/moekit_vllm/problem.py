@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from moekit import SCHEMES, ExpertWeights, Explanation, MoEProblem, ParallelConfig
-from moekit.compat.activations import NUMBERS, vllm_activation
+from moekit import SCHEMES, Activation, ExpertWeights, Explanation, MoEProblem, ParallelConfig
 from moekit.errors import Unsupported
-from moekit.problem.activation import Activation
 from moekit_vllm import versions
+from moekit_vllm.activations import NUMBERS, vllm_activation
 from moekit_vllm.settings import VARIABLE
 
 # Experts that are right everywhere, and slower than vLLM's kernels.
@@ -174,7 +173,7 @@ def interleaved(layer: Any) -> bool:
 
 
 def shape(layer: Any) -> str:
-    """Return the layer's shape in words; layers of one shape are decided alike."""
+    """Return the layer's shape in words; layers of one shape get the same decision."""
     config = layer.moe_config
     split = config.moe_parallel_config
     words = [

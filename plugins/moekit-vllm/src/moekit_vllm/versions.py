@@ -155,14 +155,14 @@ def no_quant_config() -> Any:
 
 
 def missing_hooks() -> list[str]:
-    """Return what the installed vLLM lacks of what this package uses; empty if it has all."""
-    try:
-        (layer, *_) = layer_classes()
-        base = importlib.import_module(_METHOD).FusedMoEMethodBase
-        for used in (no_quant_config, replaced_layers, offloads_weights, captures_graphs):
-            used()
-    except (ImportError, AttributeError) as error:
-        return [f"vLLM has other modules than expected ({type(error).__name__}: {error})"]
+    """Return what the installed vLLM lacks of what this package uses; empty if it has all.
+
+    If vLLM lacks a module, or importing it fails, this raises what vLLM or Python raise.
+    """
+    (layer, *_) = layer_classes()
+    base = importlib.import_module(_METHOD).FusedMoEMethodBase
+    for used in (no_quant_config, replaced_layers, offloads_weights, captures_graphs):
+        used()
     wanted = {layer: ("register_oot",), base: ("apply", "process_weights_after_loading")}
     return [
         f"vLLM's {owner.__name__} has no {name}"

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moekit import ExpertWeights
-from moekit.formats.format import scale_values
 from moekit_vllm.weights.parameters import (
+    Pair,
     backend,
     clear_padding,
     expert_weights,
@@ -30,7 +31,7 @@ _ONE = 127  # the byte of the e8m0 scale 1
 
 
 def mxfp4(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
-    """Read GptOssMxfp4MoEMethod, Mxfp4MoEMethod and those of compressed-tensors."""
+    """Read GptOssMxfp4MoEMethod, Mxfp4MoEMethod and compressed-tensors' methods."""
     chosen = backend(method, "mxfp4_backend")
     if getattr(method, "use_cutlass_mxfp4", False):
         chosen = "CUTLASS_MXFP4_MXFP4"
@@ -48,8 +49,8 @@ def mxfp4(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
     clear_padding(layer, *scales, unit=32, fill=_ONE)
     if layer.moe_config.has_bias:
         clear_padding(layer, *pair(layer, "bias"))
-    scales = scale_values(scales[0]), scale_values(scales[1])
-    return scheme, expert_weights(layer, codes, scale=scales)
+    values = scales.map(lambda exponents: exponents.view(torch.float8_e8m0fnu).float())
+    return scheme, expert_weights(layer, codes, scale=values)
 
 
 def nvfp4(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
@@ -63,7 +64,7 @@ def nvfp4(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
     divides = getattr(layer, "w13_weight_global_scale", None) is not None
     totals = pair(layer, "weight_global_scale" if divides else "weight_scale_2")
     codes, scales = pair(layer, _packed(layer)), pair(layer, "weight_scale")
-    scales = _scaled(scales[0], totals[0], divides), _scaled(scales[1], totals[1], divides)
+    scales = Pair(_scaled(scales.w13, totals.w13, divides), _scaled(scales.w2, totals.w2, divides))
     weights = expert_weights(layer, codes, scale=scales)
     a16 = getattr(method, "use_a16", False)  # 0.26 chooses Marlin then, and keeps no mark
     only = a16 or backend(method, "nvfp4_backend") == "MARLIN"

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from moekit import ExpertWeights
-from moekit.problem.int4 import AWQ_ORDER, repack_rows, unpack_rows
-from moekit.problem.weights import in_order
+from moekit.plugin import int4
 from moekit_vllm.weights.parameters import (
     Pair,
     expert_weights,
@@ -42,16 +41,15 @@ def int8(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
 
 def compressed_tensors(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
     """Read CompressedTensorsWNA16MoEMethod, and ...MarlinMoEMethod of 0.26."""
+    quant = method.weight_quant
     words, scales = pair(layer, "weight_packed"), pair(layer, "weight_scale")
-    zeros = None if method.weight_quant.symmetric else pair(layer, "weight_zero_point")
+    zeros = None if quant.symmetric else pair(layer, "weight_zero_point")
     if getattr(layer.w13_weight_packed, "is_transposed", False):
-        words, scales = _flip(words), _flip(scales)
-        zeros = None if zeros is None else _flip(zeros)
-    if zeros is not None:
-        zeros = unpack_rows(zeros[0]), unpack_rows(zeros[1])
-    g_idx = None
-    if getattr(method.weight_quant, "actorder", None) in ("group", "dynamic"):
-        g_idx = pair(layer, "weight_g_idx")
+        words, scales = words.map(_flip), scales.map(_flip)
+        zeros = zeros and zeros.map(_flip)
+    zeros = zeros and zeros.map(int4.unpack_rows)
+    act_order = getattr(quant, "actorder", None) in ("group", "dynamic")
+    g_idx = pair(layer, "weight_g_idx") if act_order else None
     return _grouped(layer, method.num_bits, words, scales, zeros, g_idx)
 
 
@@ -64,42 +62,41 @@ def w4a8(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
 
 
 def gptq(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
-    """Read AutoGPTQMoEMethod. Its weights are symmetric; 0.26 knows act-order, too."""
+    """Read AutoGPTQMoEMethod. Its weights are symmetric; 0.26 also knows act-order."""
     config = method.quant_config
     if not config.is_sym:
         raise refusal("vLLM's AutoGPTQMoEMethod has no zero points")
     g_idx = pair(layer, "g_idx") if getattr(config, "desc_act", False) else None
-    words, scales = _flip(pair(layer, "qweight")), _flip(pair(layer, "scales"))
+    words, scales = pair(layer, "qweight").map(_flip), pair(layer, "scales").map(_flip)
     scheme, weights = _grouped(layer, config.weight_bits, words, scales, None, g_idx)
     if (loaded := getattr(layer, "_loaded_expert_biases", None)) is None:
         return scheme, weights
     # From 0.32 on there are biases for every model, and the layer notes which were loaded.
+    if not {"w13_bias", "w2_bias"} & set(loaded):
+        return scheme, replace(weights, w13_bias=None, w2_bias=None)
     w13, w2 = (
-        parameter(layer, name) if name in loaded else None for name in ("w13_bias", "w2_bias")
+        parameter(layer, name) if name in loaded else torch.zeros_like(parameter(layer, name))
+        for name in ("w13_bias", "w2_bias")
     )
-    if w13 is not None or w2 is not None:
-        w13 = torch.zeros_like(parameter(layer, "w13_bias")) if w13 is None else w13
-        w2 = torch.zeros_like(parameter(layer, "w2_bias")) if w2 is None else w2
     return scheme, replace(weights, w13_bias=w13, w2_bias=w2)
 
 
 def awq(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
     """Read AutoAWQMoEMethod; without zero points, vLLM subtracts 8."""
-    zeros: Pair | None = None
+    zeros, order = None, int4.AWQ_ORDER
     if method.quant_config.zero_point:
-        stored = _flip(pair(layer, "qzeros"))
-        zeros = unpack_rows(stored[0], AWQ_ORDER), unpack_rows(stored[1], AWQ_ORDER)
-    words = _flip(pair(layer, "qweight"))
-    weights = repack_rows(words[0], AWQ_ORDER), repack_rows(words[1], AWQ_ORDER)
-    return _grouped(layer, 4, weights, _flip(pair(layer, "scales")), zeros, None)
+        stored = pair(layer, "qzeros").map(_flip)
+        zeros = stored.map(lambda words: int4.unpack_rows(words, order))
+    words = pair(layer, "qweight").map(_flip)
+    weights = words.map(lambda words: int4.repack_rows(words, order))
+    return _grouped(layer, 4, weights, pair(layer, "scales").map(_flip), zeros, None)
 
 
 def moe_wna16(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
     """Read MoeWNA16Method, whose loader has converted GPTQ's and AWQ's words."""
     config, zeros = method.quant_config, None
     if config.has_zp and config.weight_bits == 4:
-        stored = pair(layer, "qzeros")  # (L, N / 2, G), the even row in the lower half
-        zeros = _halves(stored[0]), _halves(stored[1])
+        zeros = pair(layer, "qzeros").map(_halves)
     return _grouped(
         layer, config.weight_bits, pair(layer, "qweight"), pair(layer, "scales"), zeros, None
     )
@@ -120,11 +117,11 @@ def _grouped(
     config = layer.moe_config
     columns = config.hidden_dim, config.intermediate_size_per_partition
     counts = scales[0].shape[2], scales[1].shape[2]
-    w13, w2 = (t.view(torch.uint8) for t in words)
+    codes = words.map(lambda words: words.view(torch.uint8))
     if bits == 8 and counts == (1, 1) and zeros is None:
         # Stored are the integers plus 128.
-        w13, w2 = (t.bitwise_xor(128).view(torch.int8) for t in (w13, w2))
-        return "int8_w8a16", expert_weights(layer, (w13, w2), scale=scales)
+        codes = codes.map(lambda codes: codes.bitwise_xor(128).view(torch.int8))
+        return "int8_w8a16", expert_weights(layer, codes, scale=scales)
     if bits != 4:
         raise refusal(
             f"moekit has no scheme for {bits}-bit integers in groups, or with zero points"
@@ -139,30 +136,30 @@ def _grouped(
                 f"{columns[1]}; tensor parallelism must not cut the groups of act-order"
             )
         finer = next((size for size in _GROUPS if group % size == 0), 0)
-        if g_idx is not None and all(in_order(each, group) for each in g_idx):
+        if g_idx is not None and all(_in_order(each, group) for each in g_idx):
             g_idx = None
         if not finer or (g_idx is not None and finer != group):
             raise refusal(f"moekit has int4 groups of {', '.join(map(str, _GROUPS))} (got {group})")
         kind = f"g{finer}"
-        scales = _repeat(scales, group // finer)
-        zeros = None if zeros is None else _repeat(zeros, group // finer)
+        if (times := group // finer) > 1:
+            scales = scales.map(lambda scale: scale.repeat_interleave(times, 2))
+            zeros = zeros and zeros.map(lambda zeros: zeros.repeat_interleave(times, 2))
     kind += "" if zeros is None else "_zp"
     kind += "" if g_idx is None else "_act_order"
-    weights = expert_weights(layer, (w13, w2), scale=scales, zero_points=zeros, g_idx=g_idx)
+    weights = expert_weights(layer, codes, scale=scales, zero_points=zeros, g_idx=g_idx)
     return f"int4_w4a16_{kind}", weights
 
 
-def _flip(tensors: Pair) -> Pair:
+def _in_order(g_idx: Tensor, group: int) -> bool:
+    """Return whether the groups that ``g_idx`` (L, K) names are runs of ``group`` columns."""
+    return bool((g_idx == torch.arange(g_idx.shape[1], device=g_idx.device) // group).all())
+
+
+def _flip(tensor: Tensor) -> Tensor:
     """Transpose (L, a, b) to contiguous (L, b, a)."""
-    return tensors[0].transpose(1, 2).contiguous(), tensors[1].transpose(1, 2).contiguous()
+    return tensor.transpose(1, 2).contiguous()
 
 
 def _halves(packed: Tensor) -> Tensor:
-    """Unpack (L, N / 2, G) to (L, N, G)."""
+    """Unpack (L, N / 2, G), which has the even row in the lower half, to (L, N, G)."""
     return torch.stack((packed & 15, packed >> 4), dim=2).flatten(1, 2)
-
-
-def _repeat(tensors: Pair, times: int) -> Pair:
-    if times == 1:
-        return tensors
-    return tensors[0].repeat_interleave(times, 2), tensors[1].repeat_interleave(times, 2)

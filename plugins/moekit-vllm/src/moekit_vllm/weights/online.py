@@ -1,7 +1,7 @@
 """16-bit checkpoints that vLLM quantizes when it loads them.
 
 moekit quantizes by its reference arithmetic, to the same schemes. Under tensor parallelism vLLM
-(from 0.32 on) takes the scales of whole matrices, and moekit those of this rank's part.
+(from 0.32 on) takes the scales of whole matrices, and moekit takes this rank's part's.
 """
 
 from __future__ import annotations

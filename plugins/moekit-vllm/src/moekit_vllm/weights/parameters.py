@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +13,17 @@ from moekit.errors import Unsupported
 from moekit_vllm import versions
 from moekit_vllm.problem import interleaved
 
-Pair = tuple[Tensor, Tensor]
-"""A tensor of w13, and the same of w2."""
+
+class Pair(NamedTuple):
+    """A tensor of w13, and the same of w2."""
+
+    w13: Tensor
+    w2: Tensor
+
+    def map(self, convert: Callable[[Tensor], Tensor]) -> Pair:
+        """Return both tensors as ``convert`` returns them."""
+        return Pair(convert(self.w13), convert(self.w2))
+
 
 _SIGNED = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -40,9 +50,9 @@ def pair(layer: Any, suffix: str) -> Pair:
 
     vLLM draws dummy scales of both signs. Of these, the magnitudes are returned.
     """
-    both = parameter(layer, f"w13_{suffix}"), parameter(layer, f"w2_{suffix}")
-    if "scale" in suffix and both[0].dtype in _SIGNED and versions.has_dummy_weights():
-        return both[0].abs(), both[1].abs()
+    both = Pair(parameter(layer, f"w13_{suffix}"), parameter(layer, f"w2_{suffix}"))
+    if "scale" in suffix and both.w13.dtype in _SIGNED and versions.has_dummy_weights():
+        return both.map(torch.abs)
     return both
 
 

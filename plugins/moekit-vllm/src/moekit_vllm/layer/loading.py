@@ -2,64 +2,43 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moekit.checkpoint.pushed import PushedExperts
-from moekit.contract import PackedWeights
+import moekit
+from moekit import ExpertWeights, PackedWeights
+from moekit.checkpoint import PushedExperts
 from moekit.errors import WeightsError
-from moekit.formats.format import Format
-from moekit.layer.layer import FusedMoE as Layer
-from moekit.problem.weights import ExpertWeights
-from moekit.runtime.workspace import settle
-from moekit.untrusted.arguments import FLAG, MAX_EXPERTS, NAME, accept, shown, size
+from moekit_vllm.packed import copy, forms
 
 Mapped = tuple[str, str, int, str]
 """(parameter name, checkpoint name, physical expert, shard), as in vLLM's expert mappings."""
 
 
-class LoadingLayer(Layer):
+class LoadingLayer(moekit.FusedMoE):
     """moekit's layer with parameters, `weight_loader` and `process_weights_after_loading`.
 
     A subclass calls `prepare_loading` after the constructor of `moekit.FusedMoE`.
     """
 
     def prepare_loading(
-        self,
-        format: Format,
-        expert_mapping: list[Mapped] | None,
-        *,
-        interleaved: bool,
-        transposed: bool,
-        dequantize: bool,
+        self, make_loader: Callable[..., PushedExperts], expert_mapping: list[Mapped] | None
     ) -> None:
         """Make the parameters.
 
         Args:
-            format: How the checkpoint stores the experts.
+            make_loader: `PushedExperts` with all arguments except ``experts`` and ``out``.
             expert_mapping: What `load_weights` needs.
-            interleaved: Rows of gate and up alternate where they are in one tensor.
-            transposed: Tensors of all experts hold matrices as (in, out).
-            dequantize: Convert weights to the problem's dtype.
         """
-        self.expert_mapping = expert_mapping
-        self._make_loader = partial(
-            PushedExperts,
-            self.problem,
-            format,
-            dequantize=dequantize and bool(format.dtype),
-            interleaved=interleaved,
-            transposed=transposed,
-            device=self.device,
-            name=self.prefix,
-        )
-        self._pushed = self._make_loader(experts=self.local_experts)
+        self.expert_mapping, self._make_loader = expert_mapping, make_loader
+        self._pushed = make_loader(experts=self.local_experts)
+        self._lock = threading.Lock()  # loaders may push from several threads
         self._own: PackedWeights | None = None  # those that this layer packed from its parameters
         self._replaced: PackedWeights | None = None  # those that an update replaces
         self._register_parameters()
@@ -104,9 +83,9 @@ class LoadingLayer(Layer):
 
         Args:
             param: The parameter of this layer to load into.
-            loaded_weight: The whole tensor for one expert, or a stack of those of all experts. It
-                is not kept, so its memory may be reused.
-            weight_name: The parameter's name, with any prefix.
+            loaded_weight: The whole tensor for one expert, or a stack for all experts. It is not
+                kept, so its memory may be reused.
+            weight_name: Has no effect: the parameter says what is loaded.
             shard_id: "w1" (gate), "w3" (up), "w2" (down), or "w13" for gate and up in one tensor.
             expert_id: The physical expert, as in `make_expert_params_mapping`.
             return_success: Return whether this rank needs the tensor, instead of None.
@@ -115,42 +94,37 @@ class LoadingLayer(Layer):
             WeightsError: The tensor or an argument does not fit. Loading may go on with the right
                 one.
         """
-        which, suffix = self._name_of(param, weight_name)
-        accept({"return_success": FLAG}, {"return_success": return_success}, WeightsError)
+        which, suffix = self._name_of(param)
         known = self._pushed.shards(which)
-        if not isinstance(shard_id, str) or shard_id not in known:
+        if shard_id not in known:
             raise WeightsError(
-                f"{self.prefix}: shard_id={shown(shard_id)} for {which}_{suffix}: expected "
+                f"{self.prefix}: shard_id={shard_id!r} for {which}_{suffix}: expected "
                 f"{' or '.join(known)}"
             )
-        if not self._pushed.loading and self._pushed.experts != self.local_experts:
-            # `moekit.eplb` has moved experts since, and they are loaded to where they are now.
-            self._pushed = self._make_loader(experts=self.local_experts, out=self._pushed.out)
-        try:
-            needed = self._pushed.push(suffix, shard_id, expert_id, loaded_weight)
-        finally:
-            if self._pushed.loading and self.packed is not None:
-                # Tensors that `load_weights` was given are the caller's, and are not written to.
-                self._replaced = self.packed if self.packed is self._own else None
-                self.packed = self._own = None
-            self._show_storage()
+        with self._lock:
+            if not self._pushed.loading and self._pushed.experts != self.local_experts:
+                # `moekit.eplb` has moved experts since, and they are loaded to where they are now.
+                self._pushed = self._make_loader(experts=self.local_experts, out=self._pushed.out)
+            try:
+                needed = self._pushed.push(suffix, shard_id, expert_id, loaded_weight)
+            finally:
+                if self._pushed.loading and self.packed is not None:
+                    # `load_weights` was given the caller's tensors, which are not written to.
+                    self._replaced = self.packed if self.packed is self._own else None
+                    self.packed = self._own = None
+                self._show_storage()
         return needed if return_success else None
 
-    def _name_of(self, param: nn.Parameter, weight_name: str) -> tuple[str, str]:
+    def _name_of(self, param: nn.Parameter) -> tuple[str, str]:
         """Return ("w13" or "w2", suffix) of a parameter; raise WeightsError unless it is known."""
-        name = next((name for name, own in self._parameters.items() if own is param), None)
-        if name is None:
-            raise WeightsError(
-                f"{self.prefix}: {shown(weight_name)} is loaded into a tensor that is no parameter "
-                f"of this layer: pass one of {', '.join(self._parameters)}"
-            )
-        if not isinstance(weight_name, str) or weight_name.rpartition(".")[2] != name:
-            raise WeightsError(
-                f"{self.prefix}: weight_name={shown(weight_name)} for the parameter {name}: it "
-                "must end in the parameter's name"
-            )
-        which, _, suffix = name.partition("_")
-        return which, suffix
+        for name, own in self._parameters.items():
+            if own is param:
+                which, _, suffix = name.partition("_")
+                return which, suffix
+        raise WeightsError(
+            f"{self.prefix}: param is no parameter of this layer: pass one of "
+            f"{', '.join(self._parameters)}"
+        )
 
     @torch.no_grad()
     def process_weights_after_loading(self) -> None:
@@ -165,9 +139,11 @@ class LoadingLayer(Layer):
         """
         if self.packed is not None and not self._pushed.loading:
             return
-        packed = self.kernel.pack(self._pushed.finish())
-        self.packed = self._own = _in_place(self._replaced, packed)
-        self._replaced = None
+        packed, old = self.kernel.pack(self._pushed.finish()), self._replaced
+        if old is not None and forms(old) == forms(packed):
+            copy(packed, into=old)
+            packed = old
+        self.packed, self._own, self._replaced = packed, packed, None
         tensors = (*self.packed.experts.values(), *self.packed.shared.values())
         used = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         for which, held in list(self._pushed.out.items()):
@@ -240,21 +216,14 @@ class LoadingLayer(Layer):
 
         Args:
             model: Has no effect; newer versions of vLLM pass it.
-            ckpt_gate_proj_name: What the checkpoint calls the gate projection, of experts without
-                a gate their up projection.
-            ckpt_down_proj_name: The down projection.
-            ckpt_up_proj_name: The up projection; "" for experts without a gate.
-            num_experts: The model's logical experts.
+            ckpt_gate_proj_name: What the checkpoint calls the gate projection; without a gate, the
+                up projection. ``ckpt_up_proj_name`` is then "".
             num_redundant_experts: Replicas, which repeat the first experts.
 
         Returns:
             For each physical expert (``experts.w13_``, ``experts.0.gate_proj.``, its number, "w1")
             and so on: replace the second in a name by the first to get a parameter's name.
-
-        Raises:
-            InvalidProblem: A number is out of range.
         """
-        accept(_MAPPING, locals())
         projections = {
             "w1": ckpt_gate_proj_name,
             "w2": ckpt_down_proj_name,
@@ -274,12 +243,10 @@ class LoadingLayer(Layer):
 
     def _advice(self) -> str:
         """Say what to do for a call without weights."""
-        missing = self._pushed.missing()
-        if missing:
-            began = self._pushed.reloading and f"{self._pushed.reloading}, and "
+        if lacking := self._pushed.lacking():
             return (
-                f"{began}{len(missing)} tensors are not loaded, {missing[0]} for example; pass "
-                "them to weight_loader(), then call process_weights_after_loading()"
+                f"{lacking}; pass them to weight_loader(), then call "
+                "process_weights_after_loading()"
             )
         return "call process_weights_after_loading(), which packs what was loaded"
 
@@ -309,36 +276,23 @@ class LoadingLayer(Layer):
     def _save_to_state_dict(self, *args: Any, **keywords: Any) -> None:
         """Save nothing."""
 
-    def _load_from_state_dict(self, *args: Any, **keywords: Any) -> None:
-        """Load nothing, and report parameters as unexpected: `weight_loader` loads them."""
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: object,
+        strict: bool,
+        missing_keys: list[str],
+        *more: Any,
+    ) -> None:
+        """Load nothing, and report the parameters as missing: `weight_loader` loads them."""
         with self._without_parameters():
-            super()._load_from_state_dict(*args, **keywords)
-
-
-_MAPPING = {
-    **dict.fromkeys(("ckpt_gate_proj_name", "ckpt_down_proj_name", "ckpt_up_proj_name"), NAME),
-    "num_experts": size(1, MAX_EXPERTS),
-    "num_redundant_experts": size(0, MAX_EXPERTS),
-}
-
-
-def _in_place(old: PackedWeights | None, new: PackedWeights) -> PackedWeights:
-    """Copy ``new`` into the tensors of ``old`` if they are alike; return the one to use."""
-    if old is None:
-        return new
-    pairs = []
-    for ours, theirs in ((old.experts, new.experts), (old.shared, new.shared)):
-        if ours.keys() != theirs.keys():
-            return new
-        pairs += [(ours[name], theirs[name]) for name in ours]
-    if any(_layout(a) != _layout(b) for a, b in pairs):
-        return new
-    for a, b in pairs:
-        if a.data_ptr() != b.data_ptr():
-            a.copy_(b)
-            settle(a.device)
-    return old
-
-
-def _layout(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+            super()._load_from_state_dict(
+                state_dict, prefix, local_metadata, strict, missing_keys, *more
+            )
+        names = ", ".join(f"{prefix}{name}" for name in self._parameters)
+        missing_keys.append(
+            f"{names} (a state_dict does not hold them: pass the checkpoint's tensors to "
+            "weight_loader(), call process_weights_after_loading(), and load the other modules "
+            "with strict=False)"
+        )

@@ -4,39 +4,26 @@ It also takes those keywords of later versions, up to 0.33, that change what the
 
 A model file that is written against vLLM's layer runs with one changed import::
 
-    from moekit.compat.vllm import FusedMoE
+    from moekit_vllm import FusedMoE
 
 moekit computes, and vLLM need not be installed.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moekit.compat import arguments
-from moekit.compat.loading import LoadingLayer, Mapped
-from moekit.compat.quantization import resolve
-from moekit.problem.activation import Activation
-from moekit.untrusted.arguments import (
-    FLAG,
-    FUNCTION,
-    MAX_EXPERTS,
-    MAX_WIDTH,
-    NAME,
-    accept,
-    instance,
-    optional,
-    real,
-    sequence,
-    size,
-)
+from moekit import Activation
+from moekit.checkpoint import PushedExperts
+from moekit_vllm.layer import keywords as vllm
+from moekit_vllm.layer.loading import LoadingLayer, Mapped
+from moekit_vllm.layer.quantization import resolve
 
 
 class FusedMoE(LoadingLayer):
@@ -49,65 +36,44 @@ class FusedMoE(LoadingLayer):
 
     `parameters` lists what a loader fills: ``w13_weight``, ``w2_weight``, ``w13_weight_scale`` and
     so on, as the checkpoint's tensors are called. Only the parameters of weights hold values, in
-    moekit's layout; those of scales and the like are empty, because they are converted as they
+    moekit's layout; scales and the like are empty, because the layer converts them as they
     arrive. Pass tensors to `weight_loader`, then call `process_weights_after_loading`, which packs
     them. Loading again updates the weights.
 
+    Arguments that `moekit.FusedMoE` or its records also have mean the same there. The others are:
+
     Args:
-        num_experts: Routed experts of the whole model.
-        top_k: Experts of each token.
-        hidden_size: H.
-        intermediate_size: I of the whole model.
-        params_dtype: Dtype of activations and unquantized weights. Default: torch's default dtype.
         reduce_results: Sum the ranks' outputs. By default the caller sums.
-        renormalize: Scale each token's weights to a sum of one.
         use_grouped_topk: Choose experts from the best groups. Without it, groups are ignored.
-        num_expert_group: Number of expert groups.
-        topk_group: Number of groups that a token's experts may come from.
         quant_config: How the checkpoint stores experts: a model's ``quantization_config``, an
             object of vLLM's QuantizationConfig, or a scheme of moekit or its name, whose tensors
             are called as compressed-tensors does (fp8 per tensor and in blocks: as DeepSeek does).
         tp_size: Tensor-parallel ranks; the rank comes from torch.distributed.
         ep_size: 1, or all ranks: each holds whole experts.
-        dp_size: Number of token batches that the ranks hold.
-        prefix: The layer's name, unique among living layers.
         custom_routing_function: ``(hidden_states, gating_output, topk, renormalize) -> (weights,
             ids)``, called with these keywords in place of all routing options.
-        scoring_func: "softmax", "sigmoid" or "sqrtsoftplus".
-        routed_scaling_factor: Multiplies the weights.
-        e_score_correction_bias: (E,), added to the scores for the choice only.
-        apply_router_weight_on_input: Scale each token instead of its result; needs ``top_k=1``.
         activation: A name in vLLM, or an `Activation`.
         is_act_and_mul: False removes the gate; pass its experts' only projection as "w1".
-        enable_eplb: Allow redundant experts, whose load `moekit.eplb` balances.
-        num_redundant_experts: Replicas beyond one of each expert.
-        has_bias: The experts have biases.
-        is_sequence_parallel: Ranks that hold the same tokens each dispatch a share of them.
+        enable_eplb: Has no effect: `moekit.eplb` balances redundant experts.
         expert_mapping: What `load_weights` needs, from `make_expert_params_mapping`.
-        zero_expert_num: Number of identity experts.
         zero_expert_type: "identity" or None.
-        swiglu_limit: A number of the activation, as in vLLM.
-        swiglu_alpha: Another one.
-        swiglu_beta: Another one.
-        activation_situ_beta: A number of the activation "situ".
-        activation_situ_linear_beta: Another one.
-        hash_indices_table: (V, K) int32 or int64, the experts of each token of the vocabulary.
-            Calls then need ``input_ids``. A Parameter may be filled after the layer was made.
+        swiglu_limit, swiglu_alpha, swiglu_beta: Numbers of the activation, as in vLLM.
+        activation_situ_beta, activation_situ_linear_beta: Numbers of the activation "situ".
+        hash_indices_table: The routing's ``hash_table``, (V, K). Calls then need ``input_ids``.
         apply_routed_scale_to_output: Multiply the output by ``routed_scaling_factor``, not the
             weights.
         ckpt_names: The checkpoint's names of gate, down and up projection, for `load_weights`; None
-            for the last without a gate. In place of ``expert_mapping``.
+            for the last without a gate. Used without ``expert_mapping``.
         is_fused_checkpoint_transposed: Tensors of all experts hold matrices as (in, out).
         dequantize: Convert weights of the checkpoint's format to ``params_dtype``.
-        keywords: Arguments of `moekit.FusedMoE` that vLLM's layer does not have: ``parallelism``,
-            ``parallel``, ``group``, ``expert_placement_strategy``, ``device``, ``max_num_tokens``,
-            ``dispatcher``, ``experts``, ``checked``, ``peer_timeout``, and ``quant``, the scheme,
-            if not the one that fits best.
+        keywords: Other arguments of `moekit.FusedMoE` and `LayerParallelism`. ``quant`` is the
+            scheme, if not the one that fits the checkpoint best.
 
     Raises:
-        InvalidProblem: A keyword is unknown, or values do not fit each other.
-        GroupMismatch: The process group does not fit, or ranks passed different arguments.
-        BackendError: No backend can run the problem; see `moekit.compose`.
+        InvalidProblem: A keyword of vLLM's belongs to a part that this layer does not have, or
+            values do not fit each other.
+        TypeError: A keyword is unknown.
+        MoekitError: What `moekit.FusedMoE` raises.
     """
 
     def __init__(
@@ -153,19 +119,20 @@ class FusedMoE(LoadingLayer):
         dequantize: bool = False,
         **keywords: Any,
     ) -> None:
-        given = dict(locals())
-        accept(_KINDS, given)
-        rest = arguments.take_rest(keywords, inspect.signature(FusedMoE).parameters)
-        spread = arguments.parallelism(given, rest)
+        given, rest = dict(locals()), vllm.take_rest(keywords)
+        spread = vllm.parallelism(given, rest)
         sizes = (hidden_size, intermediate_size, spread.config().tp_size)
         format, scheme = resolve(
             quant_config, rest.pop("quant", None), dequantize, sizes, prefix or "experts"
         )
-        computed, is_gated = arguments.activation_of(given)
-        routing, output_scale = arguments.routing(given)
-        if ckpt_names is not None:
+        computed, is_gated = vllm.activation_of(given)
+        routing, output_scale = vllm.routing(given)
+        if ckpt_names is not None and expert_mapping is None:
+            gate, down, up = ckpt_names
             expert_mapping = self.make_expert_params_mapping(
-                **arguments.projections(ckpt_names, expert_mapping),
+                ckpt_gate_proj_name=gate,
+                ckpt_down_proj_name=down,
+                ckpt_up_proj_name=up or "",
                 num_experts=num_experts,
                 num_redundant_experts=num_redundant_experts,
             )
@@ -181,6 +148,7 @@ class FusedMoE(LoadingLayer):
             has_bias=has_bias,
             apply_router_weight_on_input=apply_router_weight_on_input,
             routing=routing,
+            use_grouped_topk=use_grouped_topk or None,
             parallelism=spread,
             prefix=prefix or None,
             **rest,
@@ -189,13 +157,17 @@ class FusedMoE(LoadingLayer):
         self._output_scale = output_scale
         # Of gate and up in one tensor, rows alternate by the name in vLLM.
         alternates = activation != "swigluoai_uninterleave"
-        self.prepare_loading(
+        make_loader = partial(
+            PushedExperts,
+            self.problem,
             format,
-            expert_mapping,
+            dequantize=dequantize and bool(format.dtype),
             interleaved=self.problem.activation.name == "swigluoai" and alternates,
             transposed=is_fused_checkpoint_transposed,
-            dequantize=dequantize,
+            device=self.device,
+            name=self.prefix,
         )
+        self.prepare_loading(make_loader, expert_mapping)
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, router_logits: Tensor, input_ids: Tensor | None = None
@@ -274,13 +246,13 @@ class FusedMoE(LoadingLayer):
 
 
 class SharedFusedMoE(FusedMoE):
-    """`FusedMoE` with shared experts, whose output it returns beside that of the routed experts.
+    """`FusedMoE` with shared experts; a call returns the outputs of both.
 
     Args:
         shared_experts: (..., H) -> (..., H), or None. The caller keeps its parameters.
         gate: Computes the router's logits from the hidden states, in place of the caller.
-        use_overlapped: Has no effect: shared experts run before the routed ones.
-        keywords: The arguments of `FusedMoE`.
+        keywords: The arguments of `FusedMoE`. Shared experts run before the routed ones, so
+            ``use_overlapped`` has no effect.
     """
 
     shared_experts: Callable[[Tensor], Tensor] | None
@@ -290,13 +262,8 @@ class SharedFusedMoE(FusedMoE):
         self,
         shared_experts: Callable[[Tensor], Tensor] | None,
         gate: Callable[[Tensor], Any] | None = None,
-        use_overlapped: bool = True,
         **keywords: Any,
     ) -> None:
-        accept(
-            _SHARED,
-            {"shared_experts": shared_experts, "gate": gate, "use_overlapped": use_overlapped},
-        )
         super().__init__(**keywords)
         # Not as submodules, because the model has their parameters under other names.
         object.__setattr__(self, "shared_experts", shared_experts)
@@ -321,21 +288,3 @@ class SharedFusedMoE(FusedMoE):
         if shared is not None and self.ranks.sums:
             self.ranks.sum_all(shared := shared.clone())
         return shared, super().forward(hidden_states, router_logits, input_ids)
-
-
-_FLAGS = (
-    "reduce_results", "renormalize", "use_grouped_topk", "apply_router_weight_on_input",
-    "is_act_and_mul", "enable_eplb", "has_bias", "is_sequence_parallel",
-    "apply_routed_scale_to_output", "is_fused_checkpoint_transposed", "dequantize",
-)  # fmt: skip
-_SHARED = {"shared_experts": optional(FUNCTION), "gate": optional(FUNCTION), "use_overlapped": FLAG}
-_KINDS = {
-    **dict.fromkeys(_FLAGS, FLAG),
-    **dict.fromkeys(("hidden_size", "intermediate_size"), size(1, MAX_WIDTH)),
-    "num_redundant_experts": size(0, MAX_EXPERTS),
-    "zero_expert_num": optional(size(0, MAX_EXPERTS)),
-    "prefix": NAME,
-    "routed_scaling_factor": real(),
-    "hash_indices_table": optional(instance("a tensor", Tensor)),
-    "expert_mapping": optional(sequence("(parameter, name, expert, shard)", tuple)),
-}

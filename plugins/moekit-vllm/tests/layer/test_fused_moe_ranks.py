@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import compat_ranks
+import fused_moe_ranks
 import pytest
 
 from moekit.testing.distributed import RankPool
@@ -28,12 +28,12 @@ CASES = [
 @pytest.mark.parametrize(("sizes", "complete"), CASES, ids=str)
 def test_ranks_compute_the_whole_layer(ranks, sizes: dict, complete: bool) -> None:
     """Partial outputs are summed by the model, complete ones are left as they are."""
-    for said in ranks.run(compat_ranks.run, sizes, False):
+    for said in ranks.run(fused_moe_ranks.run, sizes, False):
         assert said["error"] < 1e-5 and said["complete"] == complete
 
 
 @pytest.mark.parametrize("sizes", [sizes for sizes, _ in CASES if "dp_size" not in sizes], ids=str)
 def test_shared_experts_that_are_sliced(ranks, sizes: dict) -> None:
     """Their partial outputs are summed with the routed ones: by the model, or by the layer."""
-    for said in ranks.run(compat_ranks.run, sizes, True):
+    for said in ranks.run(fused_moe_ranks.run, sizes, True):
         assert said["error"] < 1e-5

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from moekit.checkpoint.schemes import mismatch, no_scheme, scheme_for
+from moekit import SCHEMES, QuantScheme
+from moekit.checkpoint import Format, declared_format, format_of_scheme, scheme_of
 from moekit.errors import InvalidProblem, WeightsError
-from moekit.formats.declared import declared_format, format_of_scheme
-from moekit.formats.format import Format
-from moekit.formats.method import SKIPPED
-from moekit.problem.quant import QuantScheme, scheme
-from moekit.untrusted.arguments import accept, instance, optional, shown
+from moekit.plugin import quant as schemes
 
-_QUANT = optional(instance("a QuantScheme of moekit.SCHEMES or the name of one", str, QuantScheme))
+# The lists of modules that are not quantized.
+_SKIPPED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 _ARGUMENTS = (
     "num_bits", "type", "strategy", "group_size", "symmetric", "actorder", "dynamic",
     "block_structure",
@@ -40,30 +38,19 @@ def resolve(
     Raises:
         InvalidProblem: moekit does not know the config, or has no scheme for it.
     """
-    accept({"quant": _QUANT}, {"quant": quant})
-    chosen = scheme(quant) if isinstance(quant, str) else quant
+    chosen = schemes.scheme(quant) if isinstance(quant, str) else quant
     H, I, tp_size = sizes
-    if isinstance(given, str | QuantScheme):
-        found = scheme(given) if isinstance(given, str) else given
-        format, chosen = format_of_scheme(found), chosen or found
-    else:
-        try:
+    try:
+        if isinstance(given, str | QuantScheme):
+            found = schemes.scheme(given) if isinstance(given, str) else given
+            format, chosen = format_of_scheme(found), chosen or found
+        else:
             format = declared_format(_config(given), H, I, module)
-        except WeightsError as error:
-            raise InvalidProblem(f"quant_config: {error}") from error
-    if dequantize:
-        return format, scheme("none")
-    if chosen is not None:
-        if why := mismatch(format, chosen):
-            raise InvalidProblem(
-                f"quant_config: the experts are stored as {format}, which does not fit "
-                f"quant={chosen.name!r}: {why}; leave quant out, or pass dequantize=True"
-            )
-        return format, chosen
-    name = scheme_for(format, I, tp_size)
-    if name is None:
-        raise InvalidProblem(f"quant_config: {no_scheme(format, I, tp_size)}")
-    return format, scheme(name)
+        if dequantize:
+            return format, SCHEMES["none"]
+        return format, scheme_of(format, chosen, I, tp_size)
+    except WeightsError as error:
+        raise InvalidProblem(f"quant_config: {error}") from error
 
 
 def _config(given: object) -> dict[str, Any] | None:
@@ -78,7 +65,7 @@ def _config(given: object) -> dict[str, Any] | None:
         config = dict(convert())
     else:
         raise InvalidProblem(
-            f"quant_config={shown(given)}: it must be a scheme of moekit.SCHEMES, a model's "
+            f"quant_config={given!r}: it must be a scheme of moekit.SCHEMES, a model's "
             "quantization_config, an object of vLLM's QuantizationConfig, or None"
         )
     if isinstance(inner := config.get("quantization"), Mapping):  # ModelOpt's hf_quant_config.json
@@ -98,57 +85,29 @@ def _of_vllm(given: Any) -> dict[str, Any]:
     """Convert an object with the public fields of one of vLLM's QuantizationConfig classes."""
     name = str(given.get_name())
     method = _method(name)
-    lists = {key: getattr(given, key) for key in SKIPPED if isinstance(_get(given, key), list)}
+    lists = {key: getattr(given, key) for key in _SKIPPED if isinstance(_get(given, key), list)}
     for field in ("full_config", "config"):  # the model's own config
         raw = _get(given, field)
         if isinstance(raw, Mapping) and raw.get("quant_method"):
             return {**raw, **lists, "quant_method": method}
-    make = _FIELDS.get(method)
-    if make is None:
-        raise InvalidProblem(
-            f"quant_config of vLLM's method {name!r}: expected one of {', '.join(_FIELDS)}"
-        )
-    return {**lists, "quant_method": method, **make(given)}
-
-
-def _get(given: object, field: str, default: object = None) -> Any:
-    return getattr(given, field, default)
-
-
-def _fp8(given: object) -> dict[str, Any]:
-    if not _get(given, "is_checkpoint_fp8_serialized", True):
+    if method == "compressed-tensors":
+        return {**lists, "quant_method": method, **_compressed(given)}
+    if method not in _FIELDS:
+        known = ", ".join((*_FIELDS, "compressed-tensors"))
+        raise InvalidProblem(f"quant_config of vLLM's method {name!r}: expected one of {known}")
+    if _get(given, "is_checkpoint_fp8_serialized") is False:
         raise InvalidProblem(
             "quant_config says that the checkpoint is not fp8 yet: quantize it before loading, or "
             "leave quant_config out"
         )
-    scheme, block = _get(given, "activation_scheme", "dynamic"), _get(given, "weight_block_size")
-    return {"activation_scheme": scheme, "weight_block_size": block}
+    default, attributes = _FIELDS[method]
+    said = {key: _get(given, attribute) for key, attribute in attributes.items()}
+    given_fields = {key: value for key, value in said.items() if value not in (None, "")}
+    return {**lists, "quant_method": method, **default, **given_fields}
 
 
-def _fbgemm(given: object) -> dict[str, Any]:
-    return {"ignore": list(_get(given, "ignore_list") or ())}
-
-
-def _gptq(given: object) -> dict[str, Any]:
-    return {
-        "bits": _get(given, "weight_bits"),
-        "group_size": _get(given, "group_size"),
-        "desc_act": bool(_get(given, "desc_act")),
-        "sym": bool(_get(given, "is_sym", True)),
-        "checkpoint_format": _get(given, "checkpoint_format") or None,
-    }
-
-
-def _awq(given: object) -> dict[str, Any]:
-    return {"bits": _get(given, "weight_bits"), "group_size": _get(given, "group_size")}
-
-
-def _modelopt(given: object) -> dict[str, Any]:
-    return {"quant_algo": _get(given, "quant_method") or "FP8"}
-
-
-def _modelopt_fp4(given: object) -> dict[str, Any]:
-    return {"quant_method": "modelopt", "quant_algo": _get(given, "quant_method") or "NVFP4"}
+def _get(given: object, field: str) -> Any:
+    return getattr(given, field, None)
 
 
 def _compressed(given: object) -> dict[str, Any]:
@@ -171,13 +130,28 @@ def _arguments(said: object) -> dict[str, Any] | None:
     return {field: getattr(value, "value", value) for field, value in values.items()}
 
 
-_FIELDS: Mapping[str, Callable[[object], dict[str, Any]]] = {
-    "fp8": _fp8,
-    "fbgemm_fp8": _fbgemm,
-    "gptq": _gptq,
-    "awq": _awq,
-    "modelopt": _modelopt,
-    "modelopt_fp4": _modelopt_fp4,
-    "compressed-tensors": _compressed,
-    "mxfp4": lambda given: {},
+# By the method: fields of config.json, and the attributes of vLLM's object that replace them.
+_FIELDS: Mapping[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "fp8": (
+        {"activation_scheme": "dynamic"},
+        {"activation_scheme": "activation_scheme", "weight_block_size": "weight_block_size"},
+    ),
+    "fbgemm_fp8": ({}, {"ignore": "ignore_list"}),
+    "gptq": (
+        {"desc_act": False, "sym": True},
+        {
+            "bits": "weight_bits",
+            "group_size": "group_size",
+            "desc_act": "desc_act",
+            "sym": "is_sym",
+            "checkpoint_format": "checkpoint_format",
+        },
+    ),
+    "awq": ({}, {"bits": "weight_bits", "group_size": "group_size"}),
+    "modelopt": ({"quant_algo": "FP8"}, {"quant_algo": "quant_method"}),
+    "modelopt_fp4": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        {"quant_algo": "quant_method"},
+    ),
+    "mxfp4": ({}, {}),
 }

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from itertools import product
 
+from moekit import Activation
 from moekit.errors import InvalidProblem
-from moekit.problem.activation import Activation
 
 # vLLM's names that mean something else in moekit. Its "relu2" has a gate, and its "swigluoai"
 # alternates rows of gate and up.
 RENAMED = {"relu2": "relu2_and_mul", "swigluoai_uninterleave": "swigluoai"}
-# The arguments of `vllm_activation` beside the name.
+# The arguments of `vllm_activation` after the name.
 NUMBERS = (
     "swiglu_limit", "swiglu_alpha", "swiglu_beta", "activation_situ_beta",
     "activation_situ_linear_beta",

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from moekit_vllm import FusedMoE
 from torch import Tensor, nn
-
-from moekit.compat.vllm import FusedMoE
 
 
 class MixtralMoE(nn.Module):

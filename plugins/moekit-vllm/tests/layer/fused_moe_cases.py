@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from layer_cases import E, H, I, K
+from moekit_vllm import FusedMoE
 from torch import Tensor
-
-from moekit.compat.vllm import FusedMoE
 
 SIZES = {"num_experts": E, "top_k": K, "hidden_size": H, "intermediate_size": I}
 NAMES = dict(ckpt_gate_proj_name="gate", ckpt_down_proj_name="down", ckpt_up_proj_name="up")

@@ -1,4 +1,4 @@
-"""The ranks' part of test_compat_ranks.py: vLLM's layer over ranks against moekit's on one."""
+"""The ranks' part of test_fused_moe_ranks.py: vLLM's layer over ranks against moekit's on one."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from moekit_vllm import FusedMoE, SharedFusedMoE
 
 import moekit
-from moekit.compat.vllm import FusedMoE, SharedFusedMoE
 
 SIZES = {"num_experts": 5, "top_k": 2, "hidden_size": 64, "intermediate_size": 96}
 

@@ -1,1 +1,0 @@
-"""Layers with the interfaces of other libraries; moekit imports none of them."""
