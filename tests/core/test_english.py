@@ -28,7 +28,6 @@ TO_EDIT = (
     "moekit/backends/",
     "moekit/checkpoint/",
     "moekit/cli/",
-    "moekit/compat/",
     "moekit/contract",
     "moekit/discovery/",
     "moekit/eplb/",

@@ -10,7 +10,7 @@ import pytest
 import moekit
 
 ROOT = Path(__file__).resolve().parents[2]
-PUBLIC = {"moekit", "moekit.plugin", "moekit.errors", "moekit.testing"}
+PUBLIC = {"moekit", "moekit.plugin", "moekit.errors", "moekit.testing", "moekit.checkpoint"}
 # Device code that plugins share, with an interface of its own.
 SHARED = {"moekit_kernels"}
 # moekit-bench measures what the core chooses, and moekit-vllm reads an engine's layers as the core
