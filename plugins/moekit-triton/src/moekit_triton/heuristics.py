@@ -6,6 +6,7 @@ where they apply.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,6 +32,7 @@ from .capabilities import (
     tma_possible,
 )
 from .kernels.tiles import CHUNK, GemmConfig, GemvConfig, token_tile
+from .pins import PLAN_VARIABLE, pinned_plan
 from .plans import (
     Batched,
     Copied,
@@ -73,12 +75,17 @@ _SMALL_PROGRAMS_TO = 32768
 _INVARIANT_FEW, _INVARIANT_MANY = 48, 256
 # Where programs share GEMM 2's K: the most programs, and the most addends.
 _MOST_SPLITS, _MOST_ADDENDS = 4, 16
+# Tokens up to which `describe` lists plans if the problem does not say.
+_MOST_TOKENS = 16384
 
 
 class Planner:
     """Chooses the plans of one layer. Tuned tables are read once, when it is made.
 
-    measured: plans to use in place of the tables', of another shape unless ``own``.
+    measured: plans to use in place of the variable's and the tables', of another shape unless
+        ``own``.
+
+    Raises InvalidInput if MOEKIT_TRITON_PLAN names no plan that fits.
     """
 
     def __init__(
@@ -91,6 +98,7 @@ class Planner:
     ) -> None:
         self._problem = problem
         self._batched = batched
+        self.pinned = pinned_plan(problem, batched=batched) if measured is None else None
         if measured is None:
             measured = () if INTERPRETED else measured_plans(problem)
             own = bool(measured) and has_shape(problem)
@@ -101,6 +109,8 @@ class Planner:
     def plan(self, rows: int, top_k: int) -> StandardPlan | Batched:
         """Return the plan for ``rows`` rows of ``top_k`` ids; BATCHED: of a capacity ``rows``."""
         p = self._problem
+        if self.pinned is not None:
+            return self.pinned
         # Tokens spread over all physical experts, so a local one expects rows * top_k / P.
         per_expert = rows * top_k / p.num_physical_experts
         if self._invariant is not None:
@@ -147,6 +157,32 @@ class Planner:
         tiles."""
         here = self._own and tokens_win(self._problem, rows)
         return here or plan.first.token_tile or plan.second.token_tile
+
+    @property
+    def source(self) -> str:
+        """Return where the plans come from."""
+        if self.pinned is not None:
+            return f"plan of {PLAN_VARIABLE}"
+        if self._invariant is not None:
+            return "batch-invariant plans"
+        if self._measured:
+            return f"plans measured for {'this' if self._own else 'a near'} shape"
+        return "plans by rule"
+
+
+def describe(problem: MoEProblem, *, batched: bool = False) -> str:
+    """Return the plans of calls of 1, 2, 4, ... tokens (BATCHED: capacities) as text."""
+    planner, most = Planner(problem, batched=batched), problem.max_num_tokens or _MOST_TOKENS
+    batches = 1 if batched else problem.parallel.dp_size
+    found = [
+        (size, planner.plan(size * batches, problem.top_k))
+        for size in (1 << n for n in range(most.bit_length()))
+    ]
+    plans = [next(same) for _, same in itertools.groupby(found, lambda pair: pair[1])]
+    name = "C" if batched else "T"
+    return f"{planner.source}: " + "; ".join(
+        f"from {name} = {size} {plan.describe()}" for size, plan in plans
+    )
 
 
 def choose_plan(

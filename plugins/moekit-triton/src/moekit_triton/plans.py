@@ -47,7 +47,14 @@ from .kernels.gemm import grouped_gemm
 from .kernels.gemv import gemv_down, gemv_up
 from .kernels.operands import Epilogue, Rows, Scales
 from .kernels.sorted_gemm import sorted_gemm
-from .kernels.tiles import GemmConfig, GemvConfig, gemm_config, token_tile
+from .kernels.tiles import (
+    GemmConfig,
+    GemvConfig,
+    gemm_config,
+    gemv_from_text,
+    tile_from_text,
+    token_tile,
+)
 from .kernels.token_tiles import list_both_token_tiles, tile_list_entries, tile_tokens
 
 
@@ -459,15 +466,44 @@ LaunchPlan = StandardPlan | Batched
 TilePlan = Gathered | Sorted
 """A plan whose two GEMMs have a tile each."""
 
-_SORTED = {plan.kind: plan for plan in (Sorted, Copied, CopiedAhead)}
+KINDS: Mapping[str, type[LaunchPlan]] = {
+    plan.kind: plan
+    for plan in (DotProducts, Direct, Gathered, Sorted, Copied, CopiedAhead, Batched)
+}
+"""The plans by the name of their kind."""
+_TUNED = [plan.kind for plan in (Gathered, Sorted, Copied, CopiedAhead)]
+
+
+def plan_from_text(text: str) -> LaunchPlan:
+    """Make a plan of what its `describe` returns. Raises ValueError or TypeError for other text."""
+    kind, _, rest = text.partition(":")
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind of plan {kind!r}")
+    tiles, fused, after = rest.partition(", fused")
+    first, bar, second = tiles.partition("|")
+    if not bar or after:
+        raise ValueError(f"{rest.strip()!r} is not a pair of tiles")
+    if kind == DotProducts.kind:
+        return DotProducts(gemv_from_text(first), gemv_from_text(second))
+    parts = tile_from_text(first), tile_from_text(second)
+    _check_pair(kind, *parts)
+    made: Any = KINDS[kind]
+    return made(*parts) if issubclass(made, Sorted) else made(*parts, bool(fused))
 
 
 def plan_from_json(values: Mapping[str, Any]) -> TilePlan:
     """Make a plan of a tuned table's record. Raises ValueError for one that cannot be read."""
     kind = values["kind"]
-    if kind not in (Gathered.kind, *_SORTED):
-        raise ValueError(f"kind={kind!r} is not one of {', '.join((Gathered.kind, *_SORTED))}")
+    if kind not in _TUNED:
+        raise ValueError(f"kind={kind!r} is not one of {', '.join(_TUNED)}")
     first, second = gemm_config(values["first"]), gemm_config(values["second"])
+    _check_pair(kind, first, second)
+    made: Any = KINDS[kind]
+    return made(first, second, *([bool(values["fused"])] if kind == Gathered.kind else []))
+
+
+def _check_pair(kind: str, first: GemmConfig, second: GemmConfig) -> None:
+    """Raise ValueError for two tiles that no plan of ``kind`` can have."""
     if first.block_m != second.block_m:
         raise ValueError(f"block_m differs: {first.block_m} and {second.block_m}")
     if (first.token_tile or second.token_tile) and kind != Copied.kind:
@@ -478,6 +514,3 @@ def plan_from_json(values: Mapping[str, Any]) -> TilePlan:
             words = " or ".join(each.describe() for each in known)
             raise ValueError(f"{name}: expected a specialized swapped tile {words}, "
                              f"got {tile.describe()}")  # fmt: skip
-    if kind == Gathered.kind:
-        return Gathered(first, second, bool(values["fused"]))
-    return _SORTED[kind](first, second)
