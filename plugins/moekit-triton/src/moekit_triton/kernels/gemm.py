@@ -27,6 +27,7 @@ from moekit_kernels.numerics import (
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .operands import Epilogue, Rows
+from .order import tile_at
 from .packed import packed_products
 from .tiles import CHUNK, GemmConfig
 
@@ -166,16 +167,6 @@ def _a_scale_layout(a_scale: torch.Tensor | None) -> tuple[str, tuple[int, int, 
     ]
     expert, row, group = strides if len(strides) == 3 else (0, *strides)
     return "row" if a_scale.shape[-1] == 1 else "group", (expert, row, group)
-
-
-@triton.jit
-def tile_at(index, row_blocks, col_blocks, group_m):
-    """Return a tile's row and column block; group_m row blocks run next to each other per column
-    block."""
-    group = index // (group_m * col_blocks)
-    group_rows = tl.minimum(row_blocks - group * group_m, group_m)
-    in_group = index - group * (group_m * col_blocks)
-    return group * group_m + in_group % group_rows, in_group // group_rows
 
 
 @triton.jit

@@ -25,8 +25,8 @@ from moekit_kernels.numerics import (
 )
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .gemm import tile_at
 from .operands import Scales, SortedLaunch
+from .order import tile_at
 from .tiles import GemmConfig
 
 
@@ -76,10 +76,10 @@ def sorted_gemm(
         assert bias_LN is None and not by_assignment
         assert activation is None or (activation.name == "silu" and activation.gated)
         assert activation is None or activation.limit is None
-        SortedLaunch(
+        _launch_specialized(SortedLaunch(
             a_SK, w_LNK, out, aligned, config, num_assignments, num_sms, activation is not None,
             weights_RK, scales, x_RK, token_tiles,
-        ).launch()  # fmt: skip
+        ))  # fmt: skip
         return
     assert scales is None and x_RK is None, "only specialized tiles take these"
     num_experts, w_rows, k = w_LNK.shape
@@ -109,6 +109,22 @@ def sorted_gemm(
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
+
+
+def _launch_specialized(g: SortedLaunch) -> None:
+    """Launch the kernel that serves the tile and the scales.
+
+    It is imported late, because not every Triton has the Gluon that it needs.
+    """
+    if g.config.token_tile:
+        assert g.x_RK is None and g.token_tiles is not None
+        from .specialized_tokens import specialized_tokens_gemm as gemm
+    elif g.scales is None:
+        from .specialized import specialized_gemm as gemm
+    else:
+        assert g.x_RK is None
+        from .specialized_fp8 import specialized_fp8_gemm as gemm
+    gemm(g)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .gemm import tile_at
+from .order import tile_at
 from .token_tiles import MOST_PIECES, PIECE
 from .warps import (
     STAGES,

@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .gemm import tile_at
+from .order import tile_at
 
 BLOCK_M, COLUMNS = 128, 256
 """Rows of a block; weight rows of a tile, half of them gate and half up with a gate."""
