@@ -122,7 +122,7 @@ def test_explain_says_which_plans_run(monkeypatch) -> None:
     p = problem(max_num_tokens=4096)
     spec = moekit.registry().expert("triton")
     said = spec.description(p)
-    assert said.startswith("plans ") and "from T = 1 dot_products: " in said
+    assert said.startswith("rules") and "from T = 1 dot_products: " in said
     assert said.index("dot_products") < said.index("gathered")
     assert "from C = 1 batched: " in moekit.registry().expert("triton_batched").description(p)
     monkeypatch.setenv("MOEKIT_TRITON_PLAN", GATHERED)

@@ -105,6 +105,8 @@ def _kind(value: Any) -> object:
         return value.dtype, value.data_ptr() % 16 == 0
     if isinstance(value, int):
         return value == 1, value % 16 == 0, -(2**31) <= value < 2**31
+    if isinstance(value, tuple):
+        return tuple(map(_kind, value))
     if hasattr(value, "block_shape"):  # a tensor descriptor, Triton's or Gluon's
         return value.base.dtype, *value.block_shape
     return None if value is None else type(value)
