@@ -38,10 +38,10 @@ class _TritonExperts(PermuteExpertsUnpermute):
 
     Quantized schemes: x arrives quantized, or (STANDARD) `apply` quantizes it, except for a few
     tokens, whose dot products read it unquantized. The input of GEMM 2 is quantized with the static
-    scale, per group, or per row. (fp8_tensor with dynamic activations, too, has a scale per row: it
-    is more exact than one for all rows, needs no second pass, and keeps rows independent.) Sums are
-    fp32, except that fp8 tiles of 64 rows or more leave the sums under one scale to the tensor
-    cores, which keep about 14 bits on Hopper, as in other libraries.
+    scale, per group, or per row. Dynamic fp8_tensor also has a scale per row: this is more exact,
+    needs no second pass, and keeps rows independent. Sums are fp32, except that fp8 tiles of 64
+    rows or more leave sums under one scale to Hopper's tensor cores, which keep about 14 bits, as
+    other libraries do.
     """
 
     quantizer = staticmethod(quantize_activations)

@@ -50,8 +50,8 @@ from .tables import Measured, has_shape, measured_plans
 # Where one plan becomes faster than another. Each number was measured on the GPUs that its comment
 # names, and serves where no shape near the problem's was measured; docs/measured.md has the tables.
 
-# Rows per expert from which expert-sorted rows pay, 16 bits and fp8 blocks (H200): their GEMM 2
-# saves more than sorting costs. fp8 reads half the bytes, so its tiles gain earlier.
+# Rows per expert from which expert-sorted rows pay, 16 bits and fp8 blocks (H200): then both
+# operands of GEMM 2 come through descriptors.
 _SORTED_FROM, _SORTED_FROM_FP8 = 128, 32
 # Intermediate size from which copying 16-bit x first pays, one write for each assignment that does
 # not grow with I: without specialized tiles, and with them, whose loads need the copy (H200).
@@ -71,12 +71,11 @@ _STREAMED_FROM, _STREAMED_BELOW = 24, 120
 # more than a launch of its own takes (H200).
 _AHEAD_FROM = 700
 # Dot products read an expert's weights once for each of its assignments, tiles once. The most times
-# that pay on average; the second number serves calls of few assignments, where tiles leave
-# multiprocessors idle: up to 64 assignments on an H100, elsewhere up to 16 in 8 bits.
+# that pay on average; the second number serves calls of few assignments: up to 64 on an H100,
+# elsewhere up to 16 in 8 bits.
 _MOST_SHARING, _MORE_SHARING = 1.3, 1.5
 _FEW_ON_H100, _FEW_IN_8_BITS = 64, 16
-# Elements of GEMM 1's result up to which a program of dot products computes 2 columns, not 8: fewer
-# programs would not fill the GPU (H200).
+# Elements of GEMM 1's result up to which a program of dot products has 2 columns, not 8 (H200).
 _SMALL_PROGRAMS_TO = 32768
 # Rows per expert of the two plans of batch-invariant problems: tiles of 64 rows, whose time is that
 # of the weights for a few tokens, and tiles of 128.
@@ -199,9 +198,9 @@ def invariant_plans(problem: MoEProblem) -> tuple[Gathered, Gathered]:
     """Return the plans of a batch-invariant problem for few and for many rows per expert.
 
     Both give a row the same bits, in both formats. Within a tile, its sums run over K in the order
-    of the steps, whatever the other rows are. On Hopper a step's sum is that of wgmma in tiles of
-    64 and of 128 rows (docs/measured.md); elsewhere both plans are one. They depend on the widths,
-    the scheme, the activation and the device: not on the number of experts, which changes with the
+    of the steps, and other rows do not matter. On Hopper, tiles of 64 and of 128 rows sum a step in
+    the same wgmma (docs/measured.md); elsewhere both plans are one. They depend on the widths, the
+    scheme, the activation and the device, not on the number of experts, which changes with the
     ranks.
     """
     few = heuristic(problem, _INVARIANT_FEW)
@@ -305,7 +304,7 @@ def dots_pay(problem: MoEProblem, rows: int, top_k: int) -> bool:
 def dot_products(problem: MoEProblem, rows: int, top_k: int) -> DotProducts:
     """Return the plan: small programs of GEMM 1 unless there are too many, and programs of GEMM 2
     as large as leave 2.5 to a multiprocessor."""
-    if INTERPRETED:  # its time is that of the number of programs, not of their size
+    if INTERPRETED:  # the number of programs decides its time, not their size
         return DotProducts(GemvConfig(64), GemvConfig(64))
     small = rows * top_k * problem.local_intermediate_size <= _SMALL_PROGRAMS_TO
     wanted = 5 * num_sms(problem) // 2

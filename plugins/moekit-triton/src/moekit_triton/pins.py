@@ -40,9 +40,9 @@ _EXAMPLES = (
 
 
 def pinned_plan(problem: MoEProblem, *, batched: bool) -> LaunchPlan | None:
-    """Return the plan that the variable names, None if it is unset.
+    """Return the plan that the variable pins, None if it is unset.
 
-    Raises InvalidInput for a text that is no plan, and for a plan that cannot compute ``problem``.
+    Raises InvalidInput for a text that is not a plan, or a plan that cannot compute ``problem``.
     """
     text = os.environ.get(PLAN_VARIABLE, "").strip()
     if not text:

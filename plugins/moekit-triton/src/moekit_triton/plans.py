@@ -274,7 +274,7 @@ class Batched(_TwoGemms):
 
     @staticmethod
     def workspace(layer: Layer, capacity: int) -> tuple[BufferSpec, ...]:
-        """Return the specs of `BatchedCall.buffers` for a capacity of so many rows."""
+        """Return the specs of `BatchedCall.buffers` for ``capacity`` rows of each expert."""
         p = layer.problem
         rows, inner = p.num_local_experts * capacity, p.local_intermediate_size
         return (
@@ -298,8 +298,8 @@ class Batched(_TwoGemms):
 
 
 class _SortedOperands(NamedTuple):
-    """Inputs and outputs of the GEMMs over expert-sorted rows. y_SH lies where x_SH lies, or is by
-    assignment; scales: of both GEMMs; tiles: the token tiles of both GEMMs, if they are swapped."""
+    """Inputs and outputs of the GEMMs over expert-sorted rows. y_SH has x_SH's memory, and is
+    expert-sorted or by assignment; first, second: scales; tiles: lists of token tiles."""
 
     aligned: SortedAssignments
     x_SH: Tensor
@@ -318,8 +318,8 @@ class Sorted(_Tiles):
     kind: ClassVar[str] = "sorted"
 
     def gathered(self) -> Gathered:
-        """Return the plan that gathers rows with these tiles, of 16 bits; tiles of tokens are
-        replaced, since they need expert-sorted rows."""
+        """Return the plan that gathers rows with these tiles, of 16 bits; token tiles, which need
+        expert-sorted rows, are replaced."""
         of_tokens = self.first.token_tile or self.second.token_tile
         plan = self.unspecialized() if of_tokens else self
         return Gathered(plan.first, plan.second, True)

@@ -1,4 +1,4 @@
-"""Grouped GEMM: every block of rows times the weights of its own expert.
+"""Grouped GEMM: out[row] = a[row] @ w[expert of row].T for blocks of rows of one expert each.
 
 One kernel serves both formats. STANDARD: `SortedAssignments` lists the rows. BATCHED: rows of
 expert l are the first counts_L[l] of its C rows.

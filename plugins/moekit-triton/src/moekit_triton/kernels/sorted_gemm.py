@@ -3,8 +3,8 @@
 Rows are expert-sorted (`SortedAssignments`). The modules `specialized*` do the same by specialized
 warps.
 
-Operands have 16 bits, or are e4m3 with specialized tiles. Padding rows may hold anything: rows do
-not mix, output by assignment has none, and those of expert-sorted output become undefined.
+Operands have 16 bits, or are e4m3 with specialized tiles. Padding rows may hold anything, because
+rows do not mix: their results are undefined in expert-sorted output, and not stored by assignment.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ def sorted_gemm(
         a_SK: (capacity, K), 16 bits with rows of whole 16 bytes; e4m3 with ``scales``.
         w_LNK: (L, rows of w, K), a's dtype; N is half of its rows with a gate.
         out: (capacity, N) expert-sorted, or (assignments, N); any float dtype.
-        aligned: the sorted assignments; with counters for halves, tiles of tokens and ``x_RK``.
-        config: the tile. Specialized tiles are BLOCK_M x COLUMNS or `tile_tokens`, and of the rest
-            only group_m and halves count.
-        num_assignments: what ``aligned.assignments_S`` holds for padding.
+        aligned: the sorted assignments; with counters for halves, token tiles and ``x_RK``.
+        config: the tile. Specialized tiles are BLOCK_M x COLUMNS or `tile_tokens`; their kernels
+            read only group_m and halves of the other fields.
+        num_assignments: the entry of padding rows in ``aligned.assignments_S``.
         num_sms: programs of a persistent or specialized tile.
         bias_LN: (L, rows of w).
         weights_RK: fp32 router weights; each row is multiplied by `weight_before` of its weight.
@@ -101,7 +101,7 @@ def sorted_gemm(
         by_assignment: store by assignment.
         scales: of e4m3, specialized only.
         x_RK: (R, K): copied to ``a_SK`` on the way, as `copy_rows` does; specialized 16 bits only.
-        token_tiles: the list of `list_token_tiles` for a tile of tokens, with ``aligned.ends_L``.
+        token_tiles: the list of `list_token_tiles` for a token tile, with ``aligned.ends_L``.
     """
     assert weights_RK is None or (activation is None and (by_assignment or config.specialized))
     assert weights_RK is None or weights_RK.is_contiguous()

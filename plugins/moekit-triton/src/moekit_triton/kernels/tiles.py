@@ -30,14 +30,13 @@ class GemmConfig(_Tile):
         num_warps: warps of a program.
         num_stages: stages of the software pipeline.
         tma: weight tiles come through a tensor descriptor.
-        persistent: one program per multiprocessor takes tiles in turn (`sorted_gemm` only).
+        persistent: one program per multiprocessor takes tiles by a stride (`sorted_gemm` only).
         splits: programs that share K (4-bit weights and few rows).
         halves: a block whose second half has no rows runs as a half tile.
         wide: two weight tiles side by side share each activation tile, where there is no epilogue.
         specialized: run by specialized warps, where the plan and the device allow it.
         swapped: swap-AB, computing W @ x.T: tiles below 64 rows then run on wgmma, which reads fp8
-            directly, while mma.sync converts it to fp16. Specialized: `kernels.specialized_tokens`,
-            whose tiles have as many tokens as they need.
+            directly, while mma.sync converts it to fp16. Specialized: a token tile.
     """
 
     block_m: int
@@ -61,13 +60,12 @@ class GemmConfig(_Tile):
 
     @property
     def token_tile(self) -> bool:
-        """Return whether this is a tile of tokens, which has as many of them as it needs: see
-        `kernels.token_tiles`."""
+        """Return whether this is a token tile, a specialized swap-AB tile whose number of tokens
+        varies: see `kernels.token_tiles`."""
         return self.specialized and self.swapped
 
     def unspecialized(self, block_n: int) -> GemmConfig:
-        """Return the nearest tile for other kernels; block_n: in place of a tile of tokens', whose
-        group_m is not kept either.
+        """Return the nearest tile for other kernels; a token tile takes ``block_n`` and group_m 8.
 
         With a gate (block_n below 256), registers are too few for persistence.
         """
@@ -88,7 +86,7 @@ class GemmConfig(_Tile):
 
 
 def token_tile(block_n: int, group_m: int = 1) -> GemmConfig:
-    """Return the tile of tokens with ``block_n`` output columns."""
+    """Return the token tile with ``block_n`` output columns."""
     return GemmConfig(
         128, block_n, 64, group_m, num_warps=8, num_stages=4, tma=True, specialized=True,
         swapped=True,
