@@ -10,8 +10,10 @@ Members of `LaunchPlan`, by how rows reach the experts' tiles:
     CopiedAhead  GEMM 1 copies them itself, ahead of its tiles (specialized warps)
     Batched      the BATCHED format: rows are already grouped by expert
 
-A plan is immutable and knows no tensors. ``workspace`` states its buffers, ``launch`` computes a
-call; the tuner times ``gemm_1`` and ``gemm_2`` apart, which `launch` calls one after the other.
+A plan is immutable and knows no tensors. ``workspace`` returns the specs of `calls.Buffers` for
+calls of ``rows`` rows of ``top_k`` ids; ``launch`` writes ``call.y``; ``unreduced`` returns all
+assignments' rows without the weighted sum, or None where programs sum. `launch` calls ``gemm_1``
+and ``gemm_2``, which the tuner times apart.
 
 Shape suffixes: R rows, K experts of a row, A = R * K assignments, S expert-sorted rows (padding
 included), L local experts, C capacity, H hidden size, I intermediate size, N = 2I (I without gate).
@@ -87,14 +89,12 @@ class DotProducts(_Plan):
     down: GemvConfig
 
     def workspace(self, layer: Layer, rows: int, top_k: int) -> tuple[BufferSpec, ...]:
-        """Return the specs of `Buffers` for calls of ``rows`` rows of ``top_k`` ids."""
         return buffer_specs(layer, gemm_out=rows * top_k * layer.problem.local_intermediate_size)
 
     def unreduced(self, call: Call) -> None:
         """Return None: GEMM 2's programs sum over K."""
 
     def launch(self, call: Call) -> None:
-        """Write ``call.y``."""
         layer, weights, ids = call.layer, call.weights, call.ids_RK
         count, inner = ids.numel(), layer.problem.local_intermediate_size
         a_AI = call.workspace[GEMM_OUT][: count * inner].view(count, inner)
@@ -192,7 +192,6 @@ class Gathered(_TwoGemms):
     kind: ClassVar[str] = "gathered"
 
     def workspace(self, layer: Layer, rows: int, top_k: int) -> tuple[BufferSpec, ...]:
-        """Return the specs of `Buffers` for calls of ``rows`` rows of ``top_k`` ids."""
         count, experts = rows * top_k, layer.problem.num_local_experts
         capacity = align_capacity(count, experts, self.block_m)
         return self._workspace(
@@ -212,7 +211,6 @@ class Gathered(_TwoGemms):
         )
 
     def launch(self, call: Call) -> None:
-        """Write ``call.y``."""
         rows = self._rows_of_experts(call)
         if call.layer.problem.batch_invariant:
             return
@@ -222,7 +220,6 @@ class Gathered(_TwoGemms):
         )  # fmt: skip
 
     def unreduced(self, call: Call) -> Unreduced | None:
-        """Return the rows of all assignments, or None if programs share GEMM 2's K."""
         return None if self.second.splits > 1 else Unreduced(self._rows_of_experts(call))
 
     def _rows_of_experts(self, call: Call) -> Tensor:
@@ -259,7 +256,6 @@ class Direct(Gathered):
     kind: ClassVar[str] = "direct"
 
     def workspace(self, layer: Layer, rows: int, top_k: int) -> tuple[BufferSpec, ...]:
-        """Return the specs of `Buffers` for calls of ``rows`` rows of ``top_k`` ids."""
         return self._workspace(layer, rows, rows * top_k)
 
     def _rows(self, call: Call) -> tuple[Rows, Rows]:
@@ -330,7 +326,6 @@ class Sorted(_Tiles):
         return self.first.specialized or self.second.specialized
 
     def workspace(self, layer: Layer, rows: int, top_k: int) -> tuple[BufferSpec, ...]:
-        """Return the specs of `Buffers` for calls of ``rows`` rows of ``top_k`` ids."""
         count, experts = rows * top_k, layer.problem.num_local_experts
         capacity = align_capacity(count, experts, self.block_m)
         return buffer_specs(
@@ -341,7 +336,6 @@ class Sorted(_Tiles):
         )  # fmt: skip
 
     def launch(self, call: Call) -> None:
-        """Write ``call.y``."""
         rows = self.unreduced(call)
         weighted_sum(
             rows.rows_NH, call.weights_RK, call.ids_RK, call.y, rows.places_RK,

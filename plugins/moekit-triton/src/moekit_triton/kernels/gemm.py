@@ -484,8 +484,8 @@ def _values(acc, scale_M, pointers, expert, rows, row0, n_ok,
     return value
 
 
-# Integers that change with the number of tokens must not compile a kernel each. They are no members
-# of tuples, because Triton would specialize those.
+# Integers that change with the number of tokens must not compile a kernel each. They are not
+# members of tuples, because Triton would specialize those.
 @triton.jit(
     do_not_specialize=["num_rows", "row_blocks", "blocks_per_expert", "capacity", "group_m"]
 )
