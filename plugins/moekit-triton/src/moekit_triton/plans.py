@@ -482,7 +482,8 @@ def plan_from_text(text: str) -> LaunchPlan:
     parts = tile_from_text(first), tile_from_text(second)
     _check_pair(kind, *parts)
     made: Any = KINDS[kind]
-    return made(*parts) if issubclass(made, Sorted) else made(*parts, bool(fused))
+    plan: LaunchPlan = made(*parts) if issubclass(made, Sorted) else made(*parts, bool(fused))
+    return plan
 
 
 def plan_from_json(values: Mapping[str, Any]) -> TilePlan:
@@ -493,7 +494,9 @@ def plan_from_json(values: Mapping[str, Any]) -> TilePlan:
     first, second = gemm_config(values["first"]), gemm_config(values["second"])
     _check_pair(kind, first, second)
     made: Any = KINDS[kind]
-    return made(first, second, *([bool(values["fused"])] if kind == Gathered.kind else []))
+    fused = [bool(values["fused"])] if kind == Gathered.kind else []
+    plan: TilePlan = made(first, second, *fused)
+    return plan
 
 
 def _check_pair(kind: str, first: GemmConfig, second: GemmConfig) -> None:

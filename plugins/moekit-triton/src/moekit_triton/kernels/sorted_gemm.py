@@ -38,9 +38,9 @@ class _Pointers(NamedTuple):
     """The tensors of a launch but the GEMM's operands; None where it has none."""
 
     out: torch.Tensor
-    assignments: torch.Tensor
-    experts: torch.Tensor
-    num_rows: torch.Tensor
+    assignments: torch.Tensor | None
+    experts: torch.Tensor | None
+    num_rows: torch.Tensor | None
     bias: torch.Tensor | None
     weights: torch.Tensor | None
 
