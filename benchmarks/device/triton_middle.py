@@ -1,4 +1,4 @@
-"""Time tiles of tokens of moekit-triton's large calls, 16 bits, beside other plans on a GPU.
+"""Time token tiles of moekit-triton's large calls in 16 bits, and other plans, on a GPU.
 
     python benchmarks/device/triton_middle.py [--cells qwen3-30b:4096 ...]
 

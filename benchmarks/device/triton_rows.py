@@ -20,9 +20,9 @@ import torch
 from common import failures, part, say, verdict
 from moekit_bench import random_weights, shape
 from moekit_triton.candidates import Attempt
-from moekit_triton.heuristics import Planner, token_plan
-from moekit_triton.kernels.tiles import GemmConfig
-from moekit_triton.plans import Gathered, TilePlan
+from moekit_triton.heuristics import Planner
+from moekit_triton.kernels.tiles import GemmConfig, token_tile
+from moekit_triton.plans import Copied, Gathered, TilePlan
 from moekit_triton.tune import compile_all
 from triton_middle import calls_of, error_of, timed
 
@@ -53,7 +53,7 @@ PLANS: dict[str, TilePlan] = {
     "64 rows, 64 × 64": gathered(64, "64 64 4 4", "128 64 4 4"),
     "64 rows, 64 × 128": gathered(64, "64 128 4 3", "128 128 4 3"),
     "64 rows, 32 × 64": gathered(64, "32 64 4 4", "128 128 4 2"),
-    "tiles of tokens": token_plan(100),
+    "token tiles": Copied(token_tile(128), token_tile(256)),
 }
 
 

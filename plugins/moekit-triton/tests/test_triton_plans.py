@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import types
 from dataclasses import replace
 
 import pytest
@@ -541,3 +542,24 @@ def test_warmup_behind_a_bridge_of_batched_experts() -> None:
     spec = registry().expert("triton_batched")
     experts = bridge(Named, spec, problem(), ActivationFormat.STANDARD)
     assert experts.largest_calls(9) == (9, 3)
+
+
+def test_multiprocessors_are_the_devices_where_it_is_here(monkeypatch) -> None:
+    """An H20 has 78, which fewer and wider tiles fill than an H200's 132."""
+    p = problem(num_experts=12, hidden_size=2048, intermediate_size=2048, quant="int8_w8a16")
+    h20 = p.replace(device=DeviceSpec("cuda", (9, 0), "NVIDIA H20"))
+
+    monkeypatch.setattr(capabilities, "_num_sms", capabilities._num_sms.__wrapped__)
+
+    def here(name: str, count: int) -> None:
+        device = types.SimpleNamespace(name=name, multi_processor_count=count)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
+
+    here("NVIDIA H200", 132)
+    assert capabilities.num_sms(h20) == capabilities.num_sms(p) == 132
+    assert heuristic(h20, 4.0).second.block_n == 64
+    here("NVIDIA H20", 78)
+    assert (capabilities.num_sms(h20), capabilities.num_sms(p)) == (78, 132)
+    assert heuristic(h20, 4.0).second.block_n == 128

@@ -49,7 +49,7 @@ def test_only_where_it_can(monkeypatch) -> None:
 
 def test_sorted_rows_override_older_measurements(monkeypatch) -> None:
     """A near entry may be older than these tiles, which win from 56 rows per expert on; in 16 bits
-    tiles of tokens do from 96."""
+    token tiles do from 96."""
     compiled(monkeypatch)
     monkeypatch.setattr(heuristics, "specializable", lambda p: True)
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Tiles of tokens: their list, and swap-AB GEMMs by specialized warps, with NaN in padding rows.
+"""Token tiles: their list, and swap-AB GEMMs by specialized warps, with NaN in padding rows.
 
 The GEMMs run on the GPU where there is one, else in `gluon_emulator`.
 """
@@ -34,7 +34,7 @@ LIMIT = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
 
 @pytest.fixture
 def gemm(request, monkeypatch) -> None:
-    """Run specialized tiles of tokens: on a GPU of capability 9.0, or emulated."""
+    """Run token tiles: on a GPU of capability 9.0, or emulated."""
     if GPU:
         request.getfixturevalue("specialized")
         return
@@ -181,7 +181,7 @@ def test_plan_of_a_table():
 
 
 def test_candidates(monkeypatch):
-    """Tiles of tokens are timed for 16 bits, up to 1024 rows an expert."""
+    """Token tiles are timed for 16 bits, up to 1024 rows an expert."""
     compiled(monkeypatch, triton_version="3.6.0")
     p = problem("sm90")
     for wide in (1, 2):

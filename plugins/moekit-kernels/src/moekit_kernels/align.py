@@ -31,11 +31,11 @@ __all__ = [
 ]
 
 FEW_ASSIGNMENTS = 32
-"""Up to this many assignments, one program compares each with each."""
+"""Assignments up to which one program compares each with each."""
 
 ONE_LAUNCH_ASSIGNMENTS = 512 if INTERPRETED else 2048
-"""Up to this many assignments, every program counts all of them, so that none waits for another.
-Above, a first kernel counts the share of each program."""
+"""Assignments up to which every program counts all of them, so that none waits for another. Above,
+a first kernel counts each program's share."""
 
 PROGRAMS = 8 if INTERPRETED else 128
 """Most programs of a launch."""
@@ -96,7 +96,7 @@ def align_capacity(num_assignments: int, num_experts: int, block_m: int) -> int:
 
 
 def align_scratch(num_assignments: int, num_experts: int) -> int:
-    """Return the int32 entries of scratch that `align` needs for so many assignments or fewer."""
+    """Return the int32 entries of scratch that `align` needs for at most ``num_assignments``."""
     if num_assignments <= ONE_LAUNCH_ASSIGNMENTS:
         return 0
     programs = min(-(-num_assignments // COMPARED), _programs(num_experts))
@@ -280,7 +280,7 @@ def _align_all(
     n, blocks, BLOCK_M: tl.constexpr, STORE_ROWS: tl.constexpr, ENDS: tl.constexpr,
     BINS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Count all n <= TILE assignments in every program, and place chunk c in program c."""
+    """Count all n <= TILE assignments in every program; program c stores the rows of chunk c."""
     if PDL:
         wait_then_launch_dependents()
     start = tl.program_id(0) * CHUNK
@@ -348,7 +348,7 @@ def _place(
     CHUNK: tl.constexpr, TILE: tl.constexpr, SUB: tl.constexpr, PIECE: tl.constexpr,
     ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Place chunk c in program c."""
+    """Store the sorted rows of chunk c in program c, from the counts of all chunks."""
     chunk = tl.program_id(0)
     assignment_T = chunk * CHUNK + tl.arange(0, TILE)
     id_T = _load_ids(ids_ptr, assignment_T, n)  # written before the counts, so no wait is needed

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path as File
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -37,6 +37,7 @@ _TYPES = {
     torch.int64: "i64", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32",
     torch.float8_e4m3fn: "fp8e4nv",
 }  # fmt: skip
+Path = tuple[int, ...]
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl", "maxnreg")
 
 
@@ -62,12 +63,13 @@ class Compiled:
 @dataclass(frozen=True)
 class Launch:
     """A kernel, and what Triton specializes it on: the types of its parameters, the values of
-    constants, which parameters are multiples of 16, and options."""
+    constants, which parameters are multiples of 16, and options. A path is a parameter's index, and
+    that of a member if the parameter is a tuple."""
 
     kernel: Any
-    signature: Mapping[str, str]
-    constants: Mapping[str, Any]
-    aligned: tuple[str, ...]
+    signature: Mapping[str, Any]
+    constants: Mapping[Path, Any]
+    aligned: tuple[Path, ...]
     options: Mapping[str, Any]
 
     @classmethod
@@ -75,37 +77,49 @@ class Launch:
         """Specialize ``kernel(*args, **named)`` as Triton does."""
         given = dict(zip(kernel.arg_names, args, strict=False)) | dict(named)
         options = {name: given.pop(name) for name in _OPTIONS if name in given}
-        signature, constants, aligned = {}, {}, []
-        for parameter in kernel.params:
-            name = parameter.name
-            value = given[name] if name in given else parameter.default
+        signature, constants, aligned = dict[str, Any](), dict[Path, Any](), list[Path]()
+
+        def kind(value: Any, path: Path, special: bool) -> Any:
+            if isinstance(value, tuple):  # Triton specializes the members
+                found = [kind(each, (*path, i), True) for i, each in enumerate(value)]
+                return type(value)(*found) if hasattr(value, "_fields") else tuple(found)
             fixed = value is None or value is True or value is False
-            special = not parameter.do_not_specialize
-            if parameter.is_constexpr or fixed or special and isinstance(value, int) and value == 1:
-                signature[name], constants[name] = "constexpr", value
-                continue
-            signature[name] = _type(value)
+            if fixed or special and isinstance(value, int) and value == 1:
+                constants[path] = value
+                return "constexpr"
             multiple = isinstance(value, torch.Tensor) and value.data_ptr() % 16 == 0
             if special and (multiple or isinstance(value, int) and value % 16 == 0):
-                aligned.append(name)
+                aligned.append(path)
+            return _type(value)
+
+        for index, parameter in enumerate(kernel.params):
+            name = parameter.name
+            value = given[name] if name in given else parameter.default
+            if parameter.is_constexpr:
+                signature[name], constants[index,] = "constexpr", value
+            else:
+                signature[name] = kind(value, (index,), not parameter.do_not_specialize)
         return cls(kernel, signature, constants, tuple(aligned), options)
 
     @cached_property
     def name(self) -> str:
         """The kernel and its constants: launches of equal names compile to the same code."""
-        constants = {n: v for n, v in self.constants.items() if v is not None}
-        types = " ".join(kind for kind in self.signature.values() if kind != "constexpr")
+        names = self.kernel.arg_names
+        constants = {
+            ".".join([names[path[0]], *map(str, path[1:])]): value
+            for path, value in self.constants.items() if value is not None
+        }  # fmt: skip
+        types = " ".join(str(kind) for kind in self.signature.values() if kind != "constexpr")
         words = ", ".join(f"{n}={v}" for n, v in {**constants, **self.options}.items())
-        return f"{self.kernel.__name__}({words}) {types} {' '.join(self.aligned)}"
+        return f"{self.kernel.__name__}({words}) {types} {self.aligned}"
 
     def compile(self, capability: tuple[int, int]) -> Compiled:
         """Compile for a compute capability. Raises what Triton or ptxas raises."""
-        names = list(self.kernel.arg_names)
         source = (GluonASTSource if isinstance(self.kernel, GluonJITFunction) else ASTSource)(
             self.kernel,
             dict(self.signature),
-            {(names.index(name),): value for name, value in self.constants.items()},
-            {(names.index(name),): [["tt.divisibility", 16]] for name in self.aligned},
+            dict(self.constants),
+            {path: [["tt.divisibility", 16]] for path in self.aligned},
         )
         target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
         made = triton.compile(source, target=target, options=dict(self.options))
@@ -127,9 +141,9 @@ def _type(value: Any) -> str:
 
 
 def _resources(cubin: bytes) -> str:
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    tool = File(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "kernel.cubin")
+        file = File(folder, "kernel.cubin")
         file.write_bytes(cubin)
         command = [str(tool), "--dump-resource-usage", str(file)]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -31,11 +31,11 @@ _compiling = threading.Lock()
 class Launcher:
     """Call a `triton.jit` function: ``launcher(grid, *arguments, num_warps=..., CONSTANT=...)``.
 
-    Positional arguments first, all constexpr parameters by name (``PDL`` is added here). The key
-    holds everything Triton specializes on: dtypes, alignment to 16 bytes, integers that are 1 or
-    multiples of 16, constants, device. The first call of a key goes through Triton. Products and
-    sums are fused (fma) unless the launch says ``enable_fp_fusion=False``, in every version of
-    Triton; from 3.10 on its default is not to.
+    Positional arguments first (tensors, numbers, tuples of them), all constexpr parameters by name
+    (``PDL`` is added here). The key holds everything Triton specializes on: dtypes, alignment to 16
+    bytes, integers that are 1 or multiples of 16, constants, device. The first call of a key goes
+    through Triton. Products and sums are fused (fma) unless the launch says
+    ``enable_fp_fusion=False``, in every version of Triton; from 3.10 on its default is not to.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -105,6 +105,8 @@ def _kind(value: Any) -> object:
         return value.dtype, value.data_ptr() % 16 == 0
     if isinstance(value, int):
         return value == 1, value % 16 == 0, -(2**31) <= value < 2**31
+    if isinstance(value, tuple):
+        return tuple(map(_kind, value))
     if hasattr(value, "block_shape"):  # a tensor descriptor, Triton's or Gluon's
         return value.base.dtype, *value.block_shape
     return None if value is None else type(value)

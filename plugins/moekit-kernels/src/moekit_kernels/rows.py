@@ -263,7 +263,8 @@ def weighted_sum(
     """Sum each row's K expert outputs, in order of k, in fp32.
 
     out[r] = sum over k with ids[r, k] >= 0 of weights[r, k] * (y[r * K + k] + bias[ids[r, k]]).
-    Assignments with a negative id are skipped whatever y holds; a row with no others becomes 0.
+    Assignments with a negative id are skipped, so y may hold anything there; a row without other
+    assignments becomes 0.
 
     Args:
         y_SH: (R * K, H), any float dtype. Also (R * K * addends, H): consecutive rows of an
@@ -335,7 +336,7 @@ def _amax(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Store partials[p] = max |x| over the valid rows p, p + programs, ..."""
+    """Store partials[p] = max |x[r]| over the valid rows r = p, p + programs, ..."""
     if PDL:
         wait_then_launch_dependents()
     col = tl.arange(0, BLOCK)

@@ -75,7 +75,7 @@ def copy_rows_quantized(
 
 @triton.jit
 def _sorted_rows(rows_ptr, row, TOP_K: tl.constexpr):
-    """Return the sorted rows of a row's K assignments, -1 without an expert, and their maximum."""
+    """Return rows[k] of the row's K assignments (-1: no expert), and max over k of rows[k]."""
     rows = ()
     last = tl.full((), -1, tl.int32)
     for k in tl.static_range(TOP_K):

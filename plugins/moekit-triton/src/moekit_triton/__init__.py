@@ -82,6 +82,18 @@ def _check(problem: MoEProblem) -> list[str]:
     return reasons
 
 
+def _describe(problem: MoEProblem) -> str:
+    from .heuristics import describe
+
+    return describe(problem)
+
+
+def _describe_batched(problem: MoEProblem) -> str:
+    from .heuristics import describe
+
+    return describe(problem, batched=True)
+
+
 def _spec(name: str, target: str, format: ActivationFormat) -> ExpertsSpec:
     return ExpertsSpec(
         name=name,
@@ -95,6 +107,7 @@ def _spec(name: str, target: str, format: ActivationFormat) -> ExpertsSpec:
         # Fast on a GPU; in the interpreter only a name should choose it.
         priority=-50 if _interpreted() else 10,
         check=_check,
+        describe=_describe if format is ActivationFormat.STANDARD else _describe_batched,
         reduces=format is ActivationFormat.STANDARD,
         takes_unquantized=format is ActivationFormat.STANDARD,
         graph_safe=True,

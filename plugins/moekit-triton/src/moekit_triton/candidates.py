@@ -24,7 +24,7 @@ from .heuristics import sorted_wins, sorting_pays
 from .kernels.tiles import CHUNK, GemmConfig, token_tile
 from .plans import Copied, CopiedAhead, Gathered, TilePlan
 
-# Rows per expert up to which tiles of tokens are timed.
+# Rows per expert up to which token tiles are timed.
 _TOKEN_TILES_MOST = 1024
 
 Step = Literal["gemm_1", "gemm_2"]
@@ -39,8 +39,8 @@ class Attempt(NamedTuple):
 
 
 def attempts(problem: MoEProblem, rows: int) -> Iterator[Attempt]:
-    """Yield what is worth timing for ``rows`` tokens: gathered rows only where expert-sorted rows
-    have not won everywhere."""
+    """Yield the steps to time for ``rows`` tokens. Gathered rows are left out where expert-sorted
+    rows have won in every shape."""
     p, wide = problem, 2 if problem.activation.gated else 1
     per_expert = rows * p.top_k / p.num_experts
     sort = sorting_pays(p, rows, p.top_k)
@@ -112,8 +112,8 @@ def _stage_counts(block_m: int, columns: int, warps: int, stage: int, shared: in
 
 
 def _wide_candidates(problem: MoEProblem, blocks_m: Sequence[int]) -> list[GemmConfig]:
-    """Return tiles of 8 bits with two weight tiles side by side: the sums of a step need registers
-    beside the total, and both tiles share them."""
+    """Return tiles of 8 bits with two weight tiles side by side, which share the registers for the
+    sums of a step."""
     return [
         GemmConfig(m, 128, 128, 8, warps, stages, tma, halves=m == 128, wide=True)
         for (m, warps), tma, stages in itertools.product(

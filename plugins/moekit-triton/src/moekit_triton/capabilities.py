@@ -24,7 +24,7 @@ PACKED_BLOCK_M = 64
 HOPPER_SHARED = 227 << 10
 """Bytes of shared memory that one program may use on Hopper."""
 HOPPER_SMS = 132
-"""Multiprocessors that the heuristics assume."""
+"""Multiprocessors of an H100 SXM and an H200, assumed for a device that is not here."""
 # Shared memory where it is less than Hopper's.
 _SHARED = {
     (8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10, (12, 0): 99 << 10,
@@ -64,10 +64,15 @@ def shared_memory(problem: MoEProblem) -> int:
 
 
 def num_sms(problem: MoEProblem) -> int:
-    """Return the multiprocessors of the current device; Hopper's in the interpreter."""
-    if problem.device.type != "cuda":
-        return HOPPER_SMS
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    """Return the multiprocessors of the problem's device if it is here, else `HOPPER_SMS`."""
+    return _num_sms(problem.device.name) if problem.device.type == "cuda" else HOPPER_SMS
+
+
+@functools.cache
+def _num_sms(name: str) -> int:
+    devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    found = (torch.cuda.get_device_properties(i) for i in devices)
+    return next((p.multi_processor_count for p in found if name in ("", p.name)), HOPPER_SMS)
 
 
 def fusable(problem: MoEProblem, block_n: int) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
 
 from moekit_kernels.rows import quantize_activations, weight_and_reduce
@@ -26,16 +28,20 @@ from .plans import Batched, StandardPlan
 
 _MAX_PLANS = 1024  # kept per layer: a dispatcher may bring another number of rows in every call
 
+logger = logging.getLogger("moekit")
+# All layers of a model run the same plans: one line tells of them.
+_log_once = functools.lru_cache(_MAX_PLANS)(logger.debug)
+
 
 class _TritonExperts(PermuteExpertsUnpermute):
     """The part of the backend that both formats share.
 
     Quantized schemes: x arrives quantized, or (STANDARD) `apply` quantizes it, except for a few
     tokens, whose dot products read it unquantized. The input of GEMM 2 is quantized with the static
-    scale, per group, or per row. (fp8_tensor with dynamic activations, too, has a scale per row: it
-    is more exact than one for all rows, needs no second pass, and keeps rows independent.) Sums are
-    fp32, except that fp8 tiles of 64 rows or more leave the sums under one scale to the tensor
-    cores, which keep about 14 bits on Hopper, as in other libraries.
+    scale, per group, or per row. Dynamic fp8_tensor also has a scale per row: this is more exact,
+    needs no second pass, and keeps rows independent. Sums are fp32, except that fp8 tiles of 64
+    rows or more leave sums under one scale to Hopper's tensor cores, which keep about 14 bits, as
+    other libraries do.
     """
 
     quantizer = staticmethod(quantize_activations)
@@ -65,6 +71,13 @@ class _TritonExperts(PermuteExpertsUnpermute):
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
             plan = self._plans[rows, top_k] = self._planner.plan(rows, top_k)
+            if logger.isEnabledFor(logging.DEBUG):
+                p = self.problem
+                _log_once(
+                    "moekit: %s, %d experts, H=%d, I=%d, %s %s, %d rows of %d ids: %s (%s)",
+                    self.spec.name, p.num_local_experts, p.hidden_size, p.local_intermediate_size,
+                    p.dtype_name, p.quant.name, rows, top_k, plan.describe(), self._planner.source,
+                )  # fmt: skip
         return plan
 
 
@@ -84,7 +97,11 @@ class TritonExperts(_TritonExperts):
         return tuple(calls.values())
 
     def workspace(self, rows: int) -> Sequence[BufferSpec]:
-        return workspace(self._layer, rows)
+        pinned = self._planner.pinned
+        if pinned is None:
+            return workspace(self._layer, rows)
+        assert not isinstance(pinned, Batched)
+        return pinned.workspace(self._layer, rows, self.problem.top_k)
 
     def apply(
         self,

@@ -1,14 +1,16 @@
 """Choose a call's launch plan: from a tuned table if a near shape was measured, else by rules.
 
-The constants were measured on an H200, unless they name an H100; `sorted_plan` and `heuristic` say
-where they apply.
+`RULES` is the table of rules for tiles. `dot_products` serves a few tokens, and batch-invariant
+problems have two fixed plans.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import triton
 from moekit_kernels.numerics import INTERPRETED, SCALE_GROUP
@@ -19,10 +21,10 @@ from .calls import GEMM_OUT, Layer
 from .capabilities import (
     BLOCKS_M,
     HOPPER_SHARED,
-    HOPPER_SMS,
     PACKED_BLOCK_M,
     fusable,
     hopper,
+    num_sms,
     operand_bits,
     shared_memory,
     specializable,
@@ -31,6 +33,7 @@ from .capabilities import (
     tma_possible,
 )
 from .kernels.tiles import CHUNK, GemmConfig, GemvConfig, token_tile
+from .pins import PLAN_VARIABLE, pinned_plan
 from .plans import (
     Batched,
     Copied,
@@ -44,41 +47,52 @@ from .plans import (
 )
 from .tables import Measured, has_shape, measured_plans
 
-# Rows per expert from which expert-sorted rows pay: 16 bits, fp8 blocks.
+# Where one plan becomes faster than another. Each number was measured on the GPUs that its comment
+# names, and serves where no shape near the problem's was measured; docs/measured.md has the tables.
+
+# Rows per expert from which expert-sorted rows pay, 16 bits and fp8 blocks (H200): then both
+# operands of GEMM 2 come through descriptors.
 _SORTED_FROM, _SORTED_FROM_FP8 = 128, 32
-# Intermediate size from which 16-bit x is copied first, which costs one write for each assignment:
-# without and with specialized tiles, whose loads need that.
+# Intermediate size from which copying 16-bit x first pays, one write for each assignment that does
+# not grow with I: without specialized tiles, and with them, whose loads need the copy (H200).
 _COPIED_WIDTH, _COPIED_WIDTH_SPECIALIZED = 1024, 768
-# From so many rows per expert and that width, expert-sorted rows have won wherever tiles can be
-# specialized: 16 bits, fp8 blocks.
+# Rows per expert from which they won in every shape with that width (H200), so that tables, which
+# may be older than specialized tiles, do not count.
 _SORTED_ALWAYS_FROM, _SORTED_ALWAYS_FROM_FP8 = 200, 56
-# Rows per expert from which fp8 blocks have groups of 8 tiles of rows: below, the tuner chose 4 for
-# GEMM 1 in 13 of 14 cells (benchmarks/results/2026-11-26-h100.md).
+# Rows per expert below which fp8 blocks have groups of 4 tiles, not 8: the tuner chose 4 for GEMM 1
+# in 13 of 14 cells (benchmarks/results/2026-11-26-h100.md).
 _GROUPS_OF_8_FROM = 96
-# Rows per expert from which tiles of tokens win in 16 bits, of 256 weight rows; from which those of
-# 128 weight rows do; and up to which. They were fitted on an H100 and an H200.
+# Rows per expert where token tiles win in 16 bits: with 256 weight rows from the first number on,
+# with 128 from the second, until padding to tiles of 128 rows is small (H100 and H200).
 _TOKENS_FROM, _TOKENS_NARROW_FROM, _TOKENS_BELOW = 96, 192, 640
-# Rows per expert above which, and below which, 16-bit tiles that stream weights win on an H100.
+# Between these rows per expert, reading weights bounds an H100's time in 16 bits.
 _STREAMED_FROM, _STREAMED_BELOW = 24, 120
-_AHEAD_FROM = 700  # rows per expert from which GEMM 1 hides the copying
-# Dot products read an expert's weights once for each of its assignments: at most so many times on
-# average, and at most the second number of times in calls of few assignments, which are up to 64 on
-# an H100, and elsewhere up to 16 in 8 bits.
+# Rows per expert from which GEMM 1 copies x itself: below, the copy's traffic delays its tiles by
+# more than a launch of its own takes (H200).
+_AHEAD_FROM = 700
+# Dot products read an expert's weights once for each of its assignments, tiles once. The most times
+# that pay on average; the second number serves calls of few assignments: up to 64 on an H100,
+# elsewhere up to 16 in 8 bits.
 _MOST_SHARING, _MORE_SHARING = 1.3, 1.5
 _FEW_ON_H100, _FEW_IN_8_BITS = 64, 16
-# Up to so many elements of GEMM 1's result, its programs compute two columns of one assignment.
+# Elements of GEMM 1's result up to which a program of dot products has 2 columns, not 8 (H200).
 _SMALL_PROGRAMS_TO = 32768
-# Rows per expert that the plans of batch-invariant problems are made for: tiles of 64 rows, whose
-# time is that of the weights for a few tokens, and tiles of 128.
+# Rows per expert of the two plans of batch-invariant problems: tiles of 64 rows, whose time is that
+# of the weights for a few tokens, and tiles of 128.
 _INVARIANT_FEW, _INVARIANT_MANY = 48, 256
-# Where programs share GEMM 2's K: the most programs, and the most addends.
+# Where programs share GEMM 2's K: the most programs, and the most addends, which a kernel adds.
 _MOST_SPLITS, _MOST_ADDENDS = 4, 16
+# Tokens up to which `describe` lists plans if the problem does not say.
+_MOST_TOKENS = 16384
 
 
 class Planner:
     """Chooses the plans of one layer. Tuned tables are read once, when it is made.
 
-    measured: plans to use in place of the tables', of another shape unless ``own``.
+    measured: plans to use in place of the variable's and the tables', of another shape unless
+        ``own``.
+
+    Raises InvalidInput if MOEKIT_TRITON_PLAN names no plan that fits.
     """
 
     def __init__(
@@ -91,6 +105,7 @@ class Planner:
     ) -> None:
         self._problem = problem
         self._batched = batched
+        self.pinned = pinned_plan(problem, batched=batched) if measured is None else None
         if measured is None:
             measured = () if INTERPRETED else measured_plans(problem)
             own = bool(measured) and has_shape(problem)
@@ -101,6 +116,8 @@ class Planner:
     def plan(self, rows: int, top_k: int) -> StandardPlan | Batched:
         """Return the plan for ``rows`` rows of ``top_k`` ids; BATCHED: of a capacity ``rows``."""
         p = self._problem
+        if self.pinned is not None:
+            return self.pinned
         # Tokens spread over all physical experts, so a local one expects rows * top_k / P.
         per_expert = rows * top_k / p.num_physical_experts
         if self._invariant is not None:
@@ -116,37 +133,57 @@ class Planner:
         return _for_few(p, plan, rows, top_k) if isinstance(plan, Gathered) else plan
 
     def tiles(self, per_expert: float, *, sort: bool) -> TilePlan:
-        """Return the plan by tiles for so many rows per expert. sort: expert-sorted if faster."""
-        plan = self._tiles(per_expert, sort)
-        return plan if specializable(self._problem) else plan.unspecialized()
-
-    def _tiles(self, per_expert: float, sort: bool) -> TilePlan:
+        """Return the plan by tiles for ``per_expert`` rows. sort: expert-sorted if faster."""
         p = self._problem
+        rule = next(rule for rule in RULES if rule.holds(p, per_expert, sort))
         found = _nearest(p, self._measured, per_expert)
-        if streams_weights(p, per_expert):
-            if found is None or not (self._own and streams_weights(p, found[0])):
-                return heuristic(p, per_expert)
-        elif sort and tokens_win(p, per_expert) and not (found and self._overrules(*found)):
-            return token_plan(per_expert)
-        if found is None:
-            return sorted_plan(p, per_expert) if sort else heuristic(p, per_expert)
-        _, plan = found
-        if sort:
-            gathers = isinstance(plan, Gathered)
-            return sorted_plan(p, per_expert) if gathers and sorted_wins(p, per_expert) else plan
-        if isinstance(plan, Gathered):
-            return plan
-        # Tiles for 16 bits also serve gathered rows; those for fp8 blocks do not.
-        if p.quant.weight is not None:
-            return heuristic(p, per_expert)
-        return plan.gathered()
+        if found is None or not rule.yields(p, per_expert, found, self._own):
+            plan = rule.plan(p, per_expert)
+        else:
+            _, plan = found
+            if not sort and isinstance(plan, Sorted):
+                plan = plan.gathered()
+        return plan if specializable(p) else plan.unspecialized()
 
-    def _overrules(self, rows: float, plan: TilePlan) -> bool:
-        """Return whether a measured plan counts where tiles of tokens win: if it has such tiles, or
-        was measured there on this device for this very shape. Other plans may be older than these
-        tiles."""
-        here = self._own and tokens_win(self._problem, rows)
-        return here or plan.first.token_tile or plan.second.token_tile
+    @property
+    def source(self) -> str:
+        """Return where the plans come from."""
+        if self.pinned is not None:
+            return f"plan of {PLAN_VARIABLE}"
+        if self._invariant is not None:
+            return "batch-invariant plans"
+        if self._measured:
+            return f"rules, and plans measured for {'this' if self._own else 'a near'} shape"
+        return "rules"
+
+
+def describe(problem: MoEProblem, *, batched: bool = False) -> str:
+    """Return the plans of calls of 1, 2, 4, ... tokens (BATCHED: capacities) as text."""
+    planner, most = Planner(problem, batched=batched), problem.max_num_tokens or _MOST_TOKENS
+    batches = 1 if batched else problem.parallel.dp_size
+    found = [
+        (size, planner.plan(size * batches, problem.top_k))
+        for size in (1 << n for n in range(most.bit_length()))
+    ]
+    plans = [next(same) for _, same in itertools.groupby(found, lambda pair: pair[1])]
+    name = "C" if batched else "T"
+    return f"{planner.source}: " + "; ".join(
+        f"from {name} = {size} {plan.describe()}" for size, plan in plans
+    )
+
+
+class Rule(NamedTuple):
+    """A plan for problems and rows per expert without a measurement.
+
+    holds: whether the rule serves a problem, rows per expert and a permission to sort.
+    plan: returns its plan.
+    yields: whether a plan that was measured for a near number of rows counts instead; the last
+        argument says if it was measured on this device for this very shape.
+    """
+
+    holds: Callable[[MoEProblem, float, bool], bool]
+    plan: Callable[[MoEProblem, float], TilePlan]
+    yields: Callable[[MoEProblem, float, Measured, bool], bool]
 
 
 def choose_plan(
@@ -161,9 +198,9 @@ def invariant_plans(problem: MoEProblem) -> tuple[Gathered, Gathered]:
     """Return the plans of a batch-invariant problem for few and for many rows per expert.
 
     Both give a row the same bits, in both formats. Within a tile, its sums run over K in the order
-    of the steps, whatever the other rows are. On Hopper a step's sum is that of wgmma in tiles of
-    64 and of 128 rows (docs/measured.md); elsewhere both plans are one. They depend on the widths,
-    the scheme, the activation and the device: not on the number of experts, which changes with the
+    of the steps, and other rows do not matter. On Hopper, tiles of 64 and of 128 rows sum a step in
+    the same wgmma (docs/measured.md); elsewhere both plans are one. They depend on the widths, the
+    scheme, the activation and the device, not on the number of experts, which changes with the
     ranks.
     """
     few = heuristic(problem, _INVARIANT_FEW)
@@ -244,7 +281,7 @@ def _splits(problem: MoEProblem, count: int) -> int:
         return 1
     chunks = triton.cdiv(problem.local_intermediate_size, CHUNK)
     warps = count * triton.cdiv(problem.hidden_size, 16)
-    most = min(_MOST_SPLITS, _MOST_ADDENDS // count, chunks // 8, 16 * HOPPER_SMS // warps)
+    most = min(_MOST_SPLITS, _MOST_ADDENDS // count, chunks // 8, 16 * num_sms(problem) // warps)
     return 1 << most.bit_length() - 1 if most > 1 else 1
 
 
@@ -267,10 +304,10 @@ def dots_pay(problem: MoEProblem, rows: int, top_k: int) -> bool:
 def dot_products(problem: MoEProblem, rows: int, top_k: int) -> DotProducts:
     """Return the plan: small programs of GEMM 1 unless there are too many, and programs of GEMM 2
     as large as leave 2.5 to a multiprocessor."""
-    if INTERPRETED:  # its time is that of the number of programs, not of their size
+    if INTERPRETED:  # the number of programs decides its time, not their size
         return DotProducts(GemvConfig(64), GemvConfig(64))
     small = rows * top_k * problem.local_intermediate_size <= _SMALL_PROGRAMS_TO
-    wanted = 5 * HOPPER_SMS // 2
+    wanted = 5 * num_sms(problem) // 2
     down = next((n for n in (8, 4, 2) if rows * problem.hidden_size // n >= wanted), 1)
     return DotProducts(GemvConfig(2 if small else 8), GemvConfig(down, num_warps=8))
 
@@ -293,30 +330,31 @@ def sorting_pays(problem: MoEProblem, rows: int, top_k: int) -> bool:
 
 def sorted_wins(problem: MoEProblem, per_expert: float) -> bool:
     """Return whether expert-sorted rows, where they pay, need no comparison with gathered ones."""
-    wide = problem.local_intermediate_size >= _COPIED_WIDTH_SPECIALIZED
     least = _SORTED_ALWAYS_FROM if problem.quant.weight is None else _SORTED_ALWAYS_FROM_FP8
-    return per_expert >= least and wide and specializable(problem)
+    return per_expert >= least and _wide(problem) and specializable(problem)
 
 
 def tokens_win(problem: MoEProblem, per_expert: float) -> bool:
-    """Return whether tiles of tokens have won for so many rows per expert, where expert-sorted rows
-    are possible: 16 bits, where x is copied for specialized tiles."""
+    """Return whether token tiles have won for ``per_expert`` rows, where expert-sorted rows are
+    possible: 16 bits, where x is copied for specialized tiles."""
     if problem.quant.weight is not None or not _TOKENS_FROM <= per_expert < _TOKENS_BELOW:
         return False
-    wide = problem.local_intermediate_size >= _COPIED_WIDTH_SPECIALIZED
-    return wide and problem.dtype.itemsize == 2 and specializable(problem)
+    return _wide(problem) and problem.dtype.itemsize == 2 and specializable(problem)
+
+
+def _wide(problem: MoEProblem) -> bool:
+    return problem.local_intermediate_size >= _COPIED_WIDTH_SPECIALIZED
 
 
 def streams_weights(problem: MoEProblem, per_expert: float) -> bool:
-    """Return whether an H100's tiles of 128 rows and few columns win: there is one for each expert,
-    and its time is that of the weights. Plans that another device or shape measured do not count
-    there, nor do tiles of tokens."""
+    """Return whether an H100's tiles of 128 rows and few columns win: an expert has one, whose
+    time is that of its weights."""
     few = _STREAMED_FROM < per_expert < _STREAMED_BELOW and not problem.batch_invariant
     return few and streams_slowly(problem) and operand_bits(problem) == (16, 16)
 
 
-def token_plan(per_expert: float) -> Copied:
-    """Return the plan by tiles of tokens: of 256 weight rows, of 128 for more rows."""
+def token_plan(problem: MoEProblem, per_expert: float) -> Copied:
+    """Return the plan by token tiles of 256 weight rows, of 128 for more rows."""
     weights = 256 if per_expert < _TOKENS_NARROW_FROM else 128
     return Copied(token_tile(weights // 2), token_tile(weights))
 
@@ -334,14 +372,12 @@ def sorted_plan(problem: MoEProblem, per_expert: float) -> Sorted:
 
 
 def _sorted_kind(problem: MoEProblem, per_expert: float) -> type[Sorted]:
-    p = problem
-    if p.quant.weight is not None:
+    if problem.quant.weight is not None:
         return Copied
-    if not specializable(p):
-        return Copied if p.local_intermediate_size >= _COPIED_WIDTH else Sorted
-    if p.local_intermediate_size < _COPIED_WIDTH_SPECIALIZED:
+    least = _COPIED_WIDTH_SPECIALIZED if specializable(problem) else _COPIED_WIDTH
+    if problem.local_intermediate_size < least:
         return Sorted
-    return CopiedAhead if per_expert >= _AHEAD_FROM else Copied
+    return CopiedAhead if specializable(problem) and per_expert >= _AHEAD_FROM else Copied
 
 
 # -- gathered rows ------------------------------------------------------------------------------
@@ -356,7 +392,7 @@ class _Case:
     """
 
     def __init__(self, p: MoEProblem, per_expert: float) -> None:
-        self.problem, self.per_expert = p, per_expert
+        self.problem, self.per_expert, self.sms = p, per_expert, num_sms(p)
         self.a_bits, self.w_bits = operand_bits(p)
         self.plain = self.a_bits == self.w_bits == 16
         self.grouped = p.quant.activation is not None and p.quant.activation.group == (1, 128)
@@ -388,18 +424,12 @@ class _Case:
         """Return the tile for n output columns, each of ``wide`` weight rows of k columns."""
         if self.w_bits == 4:
             return self._packed_tile(n, wide)
-        block_m, a_bits = self.block_m, self.a_bits
-        if a_bits == 32:
-            block_n, block_k, warps, stages = 64, 32, 4, 3
-        elif block_m <= 32:  # bound by reading weights: keep every multiprocessor streaming
-            block_n = 128 if self.busy * triton.cdiv(n, 128) >= 2 * HOPPER_SMS else 64
-            block_k, warps, stages = 128, 4, 4
-        elif block_m == 64:
-            block_n, block_k, warps, stages = 128, 1024 // a_bits, 4, 4
-        elif self.plain:
-            block_n, block_k, warps, stages = 256, 64, 8, 3
-        else:
-            block_n, block_k, warps, stages = 128, 1024 // a_bits, 8, 4
+        block_m = self.block_m
+        block_n, warps, stages = next(sizes for holds, sizes in _TILES if holds(self))
+        block_k = 1024 // self.a_bits  # 128 bytes, the widest row that swizzled memory has
+        if block_m <= 32 and self.a_bits < 32:  # bound by reading weights: keep all SMs streaming
+            block_k = 128
+            block_n = 128 if self.busy * triton.cdiv(n, 128) >= 2 * self.sms else 64
         block_n = min(max(32, block_n // wide), max(32, triton.next_power_of_2(n)))
         block_k = min(block_k, max(32, triton.next_power_of_2(k)))
         tile = GemmConfig(block_m, block_n, block_k, num_warps=warps, num_stages=stages)
@@ -410,7 +440,7 @@ class _Case:
         if not hopper(self.problem) or not (self.plain or self.grouped):
             return tile
         for rows, stages in ((256, 3), (128, 4)):
-            if 2 * self.busy * triton.cdiv(n, rows // wide) >= 3 * HOPPER_SMS:
+            if 2 * self.busy * triton.cdiv(n, rows // wide) >= 3 * self.sms:
                 return replace(tile, block_n=rows // wide, num_stages=stages)
         return tile
 
@@ -423,7 +453,7 @@ class _Case:
         sizes = [b for b in (most, 64, 32, 16) if b <= max(16, triton.next_power_of_2(n))]
         block_n = sizes[0]
         if block_m <= 32 and not INTERPRETED:  # keep every multiprocessor streaming
-            fills = (b for b in sizes if self.busy * triton.cdiv(n, b) >= 3 * HOPPER_SMS)
+            fills = (b for b in sizes if self.busy * triton.cdiv(n, b) >= 3 * self.sms)
             block_n = next(fills, sizes[-1])
         if block_m == 8 and block_n == 64 and (wide == 1 or fp4):
             return GemmConfig(block_m, block_n, CHUNK, num_warps=2, num_stages=2)
@@ -436,6 +466,15 @@ class _Case:
         stage = (tile.block_m * self.a_bits + columns * self.w_bits) * tile.block_k // 8
         stages = min(tile.num_stages, shared_memory(self.problem) // stage)
         return replace(tile, num_stages=max(2, stages))
+
+
+# Columns, warps and stages of a tile for gathered rows; the first condition that holds counts.
+_TILES: Sequence[tuple[Callable[[_Case], bool], tuple[int, int, int]]] = (
+    (lambda case: case.a_bits == 32, (64, 4, 3)),  # no tensor cores
+    (lambda case: case.block_m <= 64, (128, 4, 4)),
+    (lambda case: case.plain, (256, 8, 3)),
+    (lambda case: True, (128, 8, 4)),
+)
 
 
 def heuristic(problem: MoEProblem, per_expert: float) -> Gathered:
@@ -490,3 +529,35 @@ def _large_fp8_tile(tile: GemmConfig, n: int, per_expert: float) -> GemmConfig:
     if per_expert > _SORTED_FROM and n >= 256:
         return replace(tile, block_n=256, num_warps=8, num_stages=4)
     return replace(tile, num_warps=4, num_stages=3)
+
+
+# -- the rules ----------------------------------------------------------------------------------
+
+
+def _streamed_here(p: MoEProblem, per_expert: float, measured: Measured, own: bool) -> bool:
+    return own and streams_weights(p, measured[0])
+
+
+def _tokens_here(p: MoEProblem, per_expert: float, measured: Measured, own: bool) -> bool:
+    """Return whether a plan has token tiles, or was timed against them."""
+    rows, plan = measured
+    timed = own and tokens_win(p, rows) and _not_gathered(p, per_expert, measured, own)
+    return timed or plan.first.token_tile or plan.second.token_tile
+
+
+def _not_gathered(p: MoEProblem, per_expert: float, measured: Measured, own: bool) -> bool:
+    return isinstance(measured[1], Sorted) or not sorted_wins(p, per_expert)
+
+
+def _serves_gathered_rows(p: MoEProblem, per_expert: float, measured: Measured, own: bool) -> bool:
+    """Return whether a plan's tiles do: tiles for 16-bit expert-sorted rows, none of fp8 blocks."""
+    return isinstance(measured[1], Gathered) or p.quant.weight is None
+
+
+# The first rule that holds counts.
+RULES = (
+    Rule(lambda p, rows, sort: streams_weights(p, rows), heuristic, _streamed_here),
+    Rule(lambda p, rows, sort: sort and tokens_win(p, rows), token_plan, _tokens_here),
+    Rule(lambda p, rows, sort: sort, sorted_plan, _not_gathered),
+    Rule(lambda p, rows, sort: True, heuristic, _serves_gathered_rows),
+)

@@ -10,8 +10,10 @@ Members of `LaunchPlan`, by how rows reach the experts' tiles:
     CopiedAhead  GEMM 1 copies them itself, ahead of its tiles (specialized warps)
     Batched      the BATCHED format: rows are already grouped by expert
 
-A plan is immutable and knows no tensors. ``workspace`` states its buffers, ``launch`` computes a
-call; the tuner times ``gemm_1`` and ``gemm_2`` apart, which `launch` calls one after the other.
+A plan is immutable and knows no tensors. ``workspace`` returns the specs of `calls.Buffers` for
+calls of ``rows`` rows of ``top_k`` ids; ``launch`` writes ``call.y``; ``unreduced`` returns all
+assignments' rows without the weighted sum, or None where programs sum. `launch` calls ``gemm_1``
+and ``gemm_2``, which the tuner times apart.
 
 Shape suffixes: R rows, K experts of a row, A = R * K assignments, S expert-sorted rows (padding
 included), L local experts, C capacity, H hidden size, I intermediate size, N = 2I (I without gate).
@@ -47,7 +49,14 @@ from .kernels.gemm import grouped_gemm
 from .kernels.gemv import gemv_down, gemv_up
 from .kernels.operands import Epilogue, Rows, Scales
 from .kernels.sorted_gemm import sorted_gemm
-from .kernels.tiles import GemmConfig, GemvConfig, gemm_config, token_tile
+from .kernels.tiles import (
+    GemmConfig,
+    GemvConfig,
+    gemm_config,
+    gemv_from_text,
+    tile_from_text,
+    token_tile,
+)
 from .kernels.token_tiles import list_both_token_tiles, tile_list_entries, tile_tokens
 
 
@@ -80,14 +89,12 @@ class DotProducts(_Plan):
     down: GemvConfig
 
     def workspace(self, layer: Layer, rows: int, top_k: int) -> tuple[BufferSpec, ...]:
-        """Return the specs of `Buffers` for calls of ``rows`` rows of ``top_k`` ids."""
         return buffer_specs(layer, gemm_out=rows * top_k * layer.problem.local_intermediate_size)
 
     def unreduced(self, call: Call) -> None:
         """Return None: GEMM 2's programs sum over K."""
 
     def launch(self, call: Call) -> None:
-        """Write ``call.y``."""
         layer, weights, ids = call.layer, call.weights, call.ids_RK
         count, inner = ids.numel(), layer.problem.local_intermediate_size
         a_AI = call.workspace[GEMM_OUT][: count * inner].view(count, inner)
@@ -185,7 +192,6 @@ class Gathered(_TwoGemms):
     kind: ClassVar[str] = "gathered"
 
     def workspace(self, layer: Layer, rows: int, top_k: int) -> tuple[BufferSpec, ...]:
-        """Return the specs of `Buffers` for calls of ``rows`` rows of ``top_k`` ids."""
         count, experts = rows * top_k, layer.problem.num_local_experts
         capacity = align_capacity(count, experts, self.block_m)
         return self._workspace(
@@ -205,7 +211,6 @@ class Gathered(_TwoGemms):
         )
 
     def launch(self, call: Call) -> None:
-        """Write ``call.y``."""
         rows = self._rows_of_experts(call)
         if call.layer.problem.batch_invariant:
             return
@@ -215,7 +220,6 @@ class Gathered(_TwoGemms):
         )  # fmt: skip
 
     def unreduced(self, call: Call) -> Unreduced | None:
-        """Return the rows of all assignments, or None if programs share GEMM 2's K."""
         return None if self.second.splits > 1 else Unreduced(self._rows_of_experts(call))
 
     def _rows_of_experts(self, call: Call) -> Tensor:
@@ -252,7 +256,6 @@ class Direct(Gathered):
     kind: ClassVar[str] = "direct"
 
     def workspace(self, layer: Layer, rows: int, top_k: int) -> tuple[BufferSpec, ...]:
-        """Return the specs of `Buffers` for calls of ``rows`` rows of ``top_k`` ids."""
         return self._workspace(layer, rows, rows * top_k)
 
     def _rows(self, call: Call) -> tuple[Rows, Rows]:
@@ -267,7 +270,7 @@ class Batched(_TwoGemms):
 
     @staticmethod
     def workspace(layer: Layer, capacity: int) -> tuple[BufferSpec, ...]:
-        """Return the specs of `BatchedCall.buffers` for a capacity of so many rows."""
+        """Return the specs of `BatchedCall.buffers` for ``capacity`` rows of each expert."""
         p = layer.problem
         rows, inner = p.num_local_experts * capacity, p.local_intermediate_size
         return (
@@ -291,8 +294,8 @@ class Batched(_TwoGemms):
 
 
 class _SortedOperands(NamedTuple):
-    """Inputs and outputs of the GEMMs over expert-sorted rows. y_SH lies where x_SH lies, or is by
-    assignment; scales: of both GEMMs; tiles: the token tiles of both GEMMs, if they are swapped."""
+    """Inputs and outputs of the GEMMs over expert-sorted rows. y_SH has x_SH's memory, and is
+    expert-sorted or by assignment; first, second: scales; tiles: lists of token tiles."""
 
     aligned: SortedAssignments
     x_SH: Tensor
@@ -311,8 +314,8 @@ class Sorted(_Tiles):
     kind: ClassVar[str] = "sorted"
 
     def gathered(self) -> Gathered:
-        """Return the plan that gathers rows with these tiles, of 16 bits; tiles of tokens are
-        replaced, since they need expert-sorted rows."""
+        """Return the plan that gathers rows with these tiles, of 16 bits; token tiles, which need
+        expert-sorted rows, are replaced."""
         of_tokens = self.first.token_tile or self.second.token_tile
         plan = self.unspecialized() if of_tokens else self
         return Gathered(plan.first, plan.second, True)
@@ -323,7 +326,6 @@ class Sorted(_Tiles):
         return self.first.specialized or self.second.specialized
 
     def workspace(self, layer: Layer, rows: int, top_k: int) -> tuple[BufferSpec, ...]:
-        """Return the specs of `Buffers` for calls of ``rows`` rows of ``top_k`` ids."""
         count, experts = rows * top_k, layer.problem.num_local_experts
         capacity = align_capacity(count, experts, self.block_m)
         return buffer_specs(
@@ -334,7 +336,6 @@ class Sorted(_Tiles):
         )  # fmt: skip
 
     def launch(self, call: Call) -> None:
-        """Write ``call.y``."""
         rows = self.unreduced(call)
         weighted_sum(
             rows.rows_NH, call.weights_RK, call.ids_RK, call.y, rows.places_RK,
@@ -459,15 +460,47 @@ LaunchPlan = StandardPlan | Batched
 TilePlan = Gathered | Sorted
 """A plan whose two GEMMs have a tile each."""
 
-_SORTED = {plan.kind: plan for plan in (Sorted, Copied, CopiedAhead)}
+KINDS: Mapping[str, type[LaunchPlan]] = {
+    plan.kind: plan
+    for plan in (DotProducts, Direct, Gathered, Sorted, Copied, CopiedAhead, Batched)
+}
+"""The plans by the name of their kind."""
+_TUNED = [plan.kind for plan in (Gathered, Sorted, Copied, CopiedAhead)]
+
+
+def plan_from_text(text: str) -> LaunchPlan:
+    """Make a plan of what its `describe` returns. Raises ValueError or TypeError for other text."""
+    kind, _, rest = text.partition(":")
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind of plan {kind!r}")
+    tiles, fused, after = rest.partition(", fused")
+    first, bar, second = tiles.partition("|")
+    if not bar or after:
+        raise ValueError(f"{rest.strip()!r} is not a pair of tiles")
+    if kind == DotProducts.kind:
+        return DotProducts(gemv_from_text(first), gemv_from_text(second))
+    parts = tile_from_text(first), tile_from_text(second)
+    _check_pair(kind, *parts)
+    made: Any = KINDS[kind]
+    plan: LaunchPlan = made(*parts) if issubclass(made, Sorted) else made(*parts, bool(fused))
+    return plan
 
 
 def plan_from_json(values: Mapping[str, Any]) -> TilePlan:
     """Make a plan of a tuned table's record. Raises ValueError for one that cannot be read."""
     kind = values["kind"]
-    if kind not in (Gathered.kind, *_SORTED):
-        raise ValueError(f"kind={kind!r} is not one of {', '.join((Gathered.kind, *_SORTED))}")
+    if kind not in _TUNED:
+        raise ValueError(f"kind={kind!r} is not one of {', '.join(_TUNED)}")
     first, second = gemm_config(values["first"]), gemm_config(values["second"])
+    _check_pair(kind, first, second)
+    made: Any = KINDS[kind]
+    fused = [bool(values["fused"])] if kind == Gathered.kind else []
+    plan: TilePlan = made(first, second, *fused)
+    return plan
+
+
+def _check_pair(kind: str, first: GemmConfig, second: GemmConfig) -> None:
+    """Raise ValueError for two tiles that no plan of ``kind`` can have."""
     if first.block_m != second.block_m:
         raise ValueError(f"block_m differs: {first.block_m} and {second.block_m}")
     if (first.token_tile or second.token_tile) and kind != Copied.kind:
@@ -478,6 +511,3 @@ def plan_from_json(values: Mapping[str, Any]) -> TilePlan:
             words = " or ".join(each.describe() for each in known)
             raise ValueError(f"{name}: expected a specialized swapped tile {words}, "
                              f"got {tile.describe()}")  # fmt: skip
-    if kind == Gathered.kind:
-        return Gathered(first, second, bool(values["fused"]))
-    return _SORTED[kind](first, second)

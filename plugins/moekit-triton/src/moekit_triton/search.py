@@ -27,7 +27,7 @@ from .candidates import Attempt, Step, attempts, variations
 from .heuristics import workspace
 from .plans import Gathered, Sorted, TilePlan
 
-# Microseconds above which a launch's own time is small beside the kernel's.
+# Microseconds above which the launch is a small part of the time.
 _LONG = 200.0
 # Microseconds of work after which the clock is stable.
 _STABLE = 10e3
@@ -87,7 +87,8 @@ def _quantize(x: Tensor, layer: Layer, packed: PackedWeights, static: str) -> tu
 
 
 def _own_lists(plan: TilePlan, call: Call) -> Buffers:
-    """Return the call's buffers with int32 lists of the plan's own: plans are timed in turns."""
+    """Return the call's buffers with new int32 lists: plans, which sort differently, are timed
+    interleaved."""
     specs = Buffers(*plan.workspace(call.layer, *call.ids_RK.shape))  # type: ignore[arg-type]
     lists: dict[str, Any] = {
         name: torch.empty(spec.shape, dtype=spec.dtype, device=call.x.device)
@@ -103,7 +104,7 @@ def _run(steps: Sequence[Callable[[Call, Any], None]], call: Call, operands: Any
 
 
 class Timer:
-    """CUDA graphs of alternatives, timed in turns."""
+    """CUDA graphs of alternatives, timed interleaved."""
 
     def __init__(self) -> None:
         self.graphs: list[torch.cuda.CUDAGraph] = []
@@ -120,8 +121,8 @@ class Timer:
         self._launches.append(launches)
 
     def microseconds(self, least: float, rounds: int) -> list[float]:
-        """Return the time of one replay of each: the median of ``rounds`` turns of ``least``
-        microseconds. Long kernels lower the clock; in turns, that affects all alike."""
+        """Return the time of one replay of each: the median of ``rounds`` iterations of ``least``
+        microseconds. Long kernels lower the clock; interleaving spreads that over all of them."""
         once = [_elapsed(graph.replay) for graph in self.graphs]
         took: list[list[float]] = [[] for _ in once]
         for _, (i, graph) in itertools.product(range(rounds), enumerate(self.graphs)):
@@ -220,7 +221,7 @@ class Search:
         ]
 
     def _together(self, plans: Sequence[TilePlan]) -> list[float]:
-        """Return the microseconds of a replay of both GEMMs of each plan, in turns."""
+        """Return the microseconds of a replay of both GEMMs of each plan, interleaved."""
         timer = Timer()
         for plan in plans:
             timer.add(self._case.launches(plan, "gemm_1", "gemm_2"))

@@ -28,7 +28,7 @@ _TILES_OF = {"fp8_tensor": "fp8_channel_token"}
 _SERVES: Mapping[object, str] = {(9, 0): "NVIDIA H200"}
 
 Measured = tuple[float, TilePlan]
-"""Rows per expert, and the plan that was fastest for so many."""
+"""Rows per expert, and the plan that was fastest there."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _entry(values: Mapping[str, Any]) -> Entry:
 
 
 def _merge(tables: Iterable[list[Entry]]) -> list[Entry]:
-    """Join the entries of a key; the later plan counts where both have a number of rows."""
+    """Join the entries of a key; the later plan wins where both have one for the same rows."""
     plans: dict[str, dict[float, TilePlan]] = {}
     keys = {}
     for entry in itertools.chain(*tables):

@@ -49,7 +49,7 @@ from .tables import FILES, table_key
 ROWS_PER_EXPERT = (0.25, 1, 4, 16, 64, 256, 1024, 4096)
 # Longer calls are rare, and use the plan of the longest measured.
 _MOST_TOKENS = 32768
-# Rows of a case that only compiles: from so many, workspace has room for expert-sorted rows.
+# Rows of a case that only compiles: enough that its workspace has room for expert-sorted rows.
 _TINY_ROWS = 128
 
 Plans = dict[float, dict[str, Any]]
@@ -164,7 +164,7 @@ _packed: dict[tuple[str, str], PackedWeights] = {}  # of a worker's last job alo
 
 
 def _weights(job: Job) -> PackedWeights:
-    """Return a job's packed weights, which most often are those of the worker's last job."""
+    """Return a job's packed weights; the worker keeps its last job's, which most often serve."""
     key = (job.shape, job.scheme)
     if key not in _packed:
         _packed.clear()

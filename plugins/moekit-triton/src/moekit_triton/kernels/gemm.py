@@ -1,11 +1,12 @@
-"""Grouped GEMM: every block of rows times the weights of its own expert.
+"""Grouped GEMM: out[row] = a[row] @ w[expert of row].T for blocks of rows of one expert each.
 
 One kernel serves both formats. STANDARD: `SortedAssignments` lists the rows. BATCHED: rows of
 expert l are the first counts_L[l] of its C rows.
 """
 
 import functools
-from typing import Any
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -27,10 +28,89 @@ from moekit_kernels.numerics import (
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .operands import Epilogue, Rows
+from .order import tile_at
 from .packed import packed_products
 from .tiles import CHUNK, GemmConfig
 
 _STORE = Epilogue(NO_ACTIVATION)
+_GROUP = tl.constexpr(SCALE_GROUP)
+
+
+class _Pointers(NamedTuple):
+    """The tensors of a launch but x and w; None where it has none. weights: of the router."""
+
+    out: torch.Tensor
+    assignments: torch.Tensor | None
+    experts: torch.Tensor
+    a_scale: torch.Tensor | None
+    w_scale: torch.Tensor | None
+    w_offset: torch.Tensor | None
+    bias: torch.Tensor | None
+    weights: torch.Tensor | None
+    out_scale: torch.Tensor | None
+
+
+class _Strides(NamedTuple):
+    """Strides of rows, and of a's scales by expert, row and group: 0 where one serves all."""
+
+    a: int
+    out: int
+    scale_expert: int
+    scale_row: int
+    scale_group: int
+    out_scale: int
+
+
+# Constants of a kernel. `functools.cache` makes one object for equal values, so that a launch
+# compares objects and not their fields. (triton 3.6 takes no named tuple for a constant, and a
+# kernel's `not`, `or` and text arguments need a constexpr name for a member.)
+
+
+@dataclass(frozen=True, eq=False)
+class _Scheme:
+    """How operands are stored: the kinds of scales of a and w, 4-bit weights and their columns of a
+    group, zero points and e2m1, int8; promote: add each step's product to a sum in fp32."""
+
+    a_scale: str
+    w_scale: str
+    packed: bool
+    w_group: int
+    w_offset: bool
+    e2m1: bool
+    int8: bool
+    promote: bool
+
+
+@dataclass(frozen=True, eq=False)
+class _Finish:
+    """What follows the sums over K."""
+
+    bias: bool
+    activation: str
+    gated: bool
+    clamp: bool
+    quantize: str
+    qmax: float
+
+
+@dataclass(frozen=True, eq=False)
+class _Tile:
+    """The tile, see `GemmConfig`; one_scale: its weights have one scale in a step; even_n, even_k:
+    it divides N and K."""
+
+    n: int
+    k: int
+    tma: bool
+    halves: bool
+    wide: bool
+    swapped: bool
+    splits: int
+    one_scale: bool
+    even_n: bool
+    even_k: bool
+
+
+_scheme, _finish, _tile = map(functools.cache, (_Scheme, _Finish, _Tile))
 
 
 def grouped_gemm(
@@ -78,32 +158,37 @@ def grouped_gemm(
     w_rows, k = w_LNK.shape[-2], a.shape[1]
     n = w_rows // 2 if act.gated else w_rows
     _check_gemm(a, w_LNK, out, rows, config, n, plain, weights_RK)
-    a_kind, a_scale_strides = _a_scale_layout(a_scale)
-    weight = _weight_constants(w_LNK, w_scale, w_offset)
-    if weight["W_SCALE"] == "block" or a_kind == "group":
+    a_kind, scale_strides = _a_scale_layout(a_scale)
+    # Hopper's fp8 tensor cores accumulate with about 14 bits. Where scales change with K, and where
+    # it costs nothing, sums per step are added up in fp32; large tiles would wait for it.
+    promote = a.dtype == torch.float8_e4m3fn and not (config.block_m >= 64 and _hopper(a.device))
+    scheme = _scheme(
+        a_kind, *_weight_layout(w_LNK, w_scale, w_offset), a.dtype == torch.int8, promote
+    )
+    if scheme.w_scale == "block" or a_kind == "group":
         assert SCALE_GROUP % config.block_k == 0, "a step of K must lie within one scale group"
     assert epilogue.quantize != "group" or config.block_n == SCALE_GROUP, "tiles hold whole groups"
-    wide = config.wide and plain and n % (2 * config.block_n) == 0
-    _launch_gemm(
-        (rows.blocks * triton.cdiv(n, config.block_n * (2 if wide else 1)), config.splits),
-        a, _weight_tiles(w_LNK, config), out, rows.assignments, rows.experts, a_scale, w_scale,
-        w_offset, bias_LN, weights_RK, out_scale, n, k, a.shape[0] * rows.top_k, rows.blocks,
-        triton.cdiv(rows.capacity, config.block_m), rows.capacity, config.group_m, a.stride(0),
-        out.stride(0), *a_scale_strides, 0 if out_scale is None else out_scale.stride(0),
-        act.alpha, act.limit or 0.0,
-        TOP_K=rows.top_k, ROWS=rows.kind, IN_ORDER=rows.in_order, A_SCALE=a_kind, **weight,
-        SPLITS=config.splits, SCALE_GROUP=SCALE_GROUP, BIAS=bias_LN is not None,
-        # Hopper's fp8 tensor cores accumulate with about 14 bits. Where scales change with K, and
-        # where it costs nothing, sums per step are added up in fp32; large tiles would wait for it.
-        PROMOTE=a.dtype == torch.float8_e4m3fn and not (config.block_m >= 64 and _hopper(a.device)),
-        INT8=a.dtype == torch.int8,
-        ACTIVATION=act.name, GATED=act.gated, CLAMP=act.limit is not None,
-        QUANTIZE=epilogue.quantize, QMAX=QMAX.get(out.dtype, 0.0), TMA=config.tma,
+    tile = _tile(
+        config.block_n, config.block_k, config.tma, config.halves and rows.kind != "direct",
+        config.wide and plain and n % (2 * config.block_n) == 0, config.swapped, config.splits,
         # A tile has one scale if scale blocks begin where tiles do, for gate and for up.
-        ONE_SCALE=SCALE_GROUP % config.block_n == 0 and n % (SCALE_GROUP if act.gated else 1) == 0,
-        EVEN_N=n % config.block_n == 0, EVEN_K=k % config.block_k == 0,
-        HALVES=config.halves and rows.kind != "direct", WIDE=wide, SWAPPED=config.swapped,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        SCALE_GROUP % config.block_n == 0 and n % (SCALE_GROUP if act.gated else 1) == 0,
+        n % config.block_n == 0, k % config.block_k == 0,
+    )  # fmt: skip
+    _launch_gemm(
+        (rows.blocks * triton.cdiv(n, config.block_n * (2 if tile.wide else 1)), config.splits),
+        a, _weight_tiles(w_LNK, config),
+        _Pointers(out, rows.assignments, rows.experts, a_scale, w_scale, w_offset, bias_LN,
+                  weights_RK, out_scale),
+        n, k, a.shape[0] * rows.top_k, rows.blocks, triton.cdiv(rows.capacity, config.block_m),
+        rows.capacity, config.group_m,
+        _Strides(a.stride(0), out.stride(0), *scale_strides,
+                 0 if out_scale is None else out_scale.stride(0)),
+        act.alpha, act.limit or 0.0,
+        TOP_K=rows.top_k, ROWS=rows.kind, IN_ORDER=rows.in_order, SCHEME=scheme,
+        FINISH=_finish(bias_LN is not None, act.name, act.gated, act.limit is not None,
+                       epilogue.quantize, QMAX.get(out.dtype, 0.0)),
+        TILE=tile, BLOCK_M=config.block_m,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 
@@ -125,19 +210,17 @@ def _check_gemm(
     assert a.stride(1) == 1 and out.stride(1) == 1
 
 
-def _weight_constants(
+def _weight_layout(
     w: torch.Tensor, w_scale: torch.Tensor | None, w_offset: torch.Tensor | None
-) -> dict[str, Any]:
-    """Return the constants that describe the weights and their scales."""
+) -> tuple[str, bool, int, bool, bool]:
+    """Return `_Scheme`'s w_scale, packed, w_group, w_offset and e2m1."""
     packed, kind, group = w.dtype == torch.int16, "none", 0
     if w_scale is not None:
         kind = ("tensor", "channel", "block")[w_scale.dim() - 1]
         if packed and kind == "block":
             kind, group = "group", CHUNK * w.shape[1] // w_scale.shape[1]
-    return {
-        "W_SCALE": kind, "PACKED": packed, "W_GROUP": group, "W_OFFSET": w_offset is not None,
-        "E2M1": packed and w_scale is not None and w_scale.dtype == torch.uint8,
-    }  # fmt: skip
+    e2m1 = packed and w_scale is not None and w_scale.dtype == torch.uint8
+    return kind, packed, group, w_offset is not None, e2m1
 
 
 def _weight_tiles(w_LNK: torch.Tensor, config: GemmConfig) -> "torch.Tensor | TensorDescriptor":
@@ -169,21 +252,12 @@ def _a_scale_layout(a_scale: torch.Tensor | None) -> tuple[str, tuple[int, int, 
 
 
 @triton.jit
-def tile_at(index, row_blocks, col_blocks, group_m):
-    """Return a tile's row and column block; group_m row blocks run next to each other per column
-    block."""
-    group = index // (group_m * col_blocks)
-    group_rows = tl.minimum(row_blocks - group * group_m, group_m)
-    in_group = index - group * (group_m * col_blocks)
-    return group * group_m + in_group % group_rows, in_group // group_rows
-
-
-@triton.jit
-def _w_tile(w, expert, row0, rows, K, step, n_ok,
-            TMA: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-            BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """Load (BLOCK_K, BLOCK_N): an expert's weight rows from row0, columns of this step."""
-    if TMA:  # the next expert's rows may fill the tile; their columns are not stored
+def _w_tile(w, expert, row0, rows, K, step, n_ok, TILE: tl.constexpr):
+    """Load w[expert, row0 : row0 + TILE.n, step * TILE.k : (step + 1) * TILE.k].T."""
+    BLOCK_N: tl.constexpr = TILE.n
+    BLOCK_K: tl.constexpr = TILE.k
+    EVEN_K: tl.constexpr = TILE.even_k
+    if TILE.tma:  # the next expert's rows may fill the tile; their columns are not stored
         tile = w.load([(expert * rows + row0).to(tl.int32), step * BLOCK_K]).T
     else:
         offs_n = row0 + tl.arange(0, BLOCK_N)
@@ -191,7 +265,7 @@ def _w_tile(w, expert, row0, rows, K, step, n_ok,
         pointers = w + expert * rows * K + offs_n[None, :].to(tl.int64) * K + offs_k[:, None]
         if not EVEN_K:
             tile = tl.load(pointers, mask=(offs_k < K)[:, None] & n_ok[None, :], other=0.0)
-        elif EVEN_N:
+        elif TILE.even_n:
             tile = tl.load(pointers)
         else:
             tile = tl.load(pointers, mask=n_ok[None, :], other=0.0)
@@ -201,7 +275,7 @@ def _w_tile(w, expert, row0, rows, K, step, n_ok,
 @triton.jit
 def _zeros(DTYPE: tl.constexpr, SWAPPED: tl.constexpr, BLOCK_M: tl.constexpr,
            BLOCK_N: tl.constexpr):  # fmt: skip
-    """Return zero sums, (BLOCK_M, BLOCK_N), or (BLOCK_N, BLOCK_M) if SWAPPED."""
+    """Return zeros (BLOCK_M, BLOCK_N), or (BLOCK_N, BLOCK_M) with swap-AB."""
     if SWAPPED:
         return tl.zeros((BLOCK_N, BLOCK_M), dtype=DTYPE)
     else:
@@ -210,7 +284,7 @@ def _zeros(DTYPE: tl.constexpr, SWAPPED: tl.constexpr, BLOCK_M: tl.constexpr,
 
 @triton.jit
 def _plus(acc, a, w, SWAPPED: tl.constexpr):
-    """Return acc + a @ w, transposed if SWAPPED."""
+    """Return acc + a @ w; with swap-AB, acc + (a @ w).T."""
     if SWAPPED:
         return dot(tl.trans(w), tl.trans(a), acc, "ieee")
     else:
@@ -219,20 +293,21 @@ def _plus(acc, a, w, SWAPPED: tl.constexpr):
 
 @triton.jit
 def _scaled_partial(a, w, a_scale_M, w_scale_ptr, row0, scale_cols, n_ok,
-                    W_SCALE: tl.constexpr, SCALE_GROUP: tl.constexpr, ONE_SCALE: tl.constexpr,
-                    INT8: tl.constexpr, SWAPPED: tl.constexpr, BLOCK_M: tl.constexpr,
-                    BLOCK_N: tl.constexpr):  # fmt: skip
-    """Return a step's product in fp32, times its scales, which are loaded before it."""
-    if W_SCALE == "block":
-        if ONE_SCALE:
-            w_scale = tl.load(w_scale_ptr + row0 // SCALE_GROUP * scale_cols)
+                    SCHEME: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
+    """Return (a @ w) * a_scale * w_scale of one step in fp32."""
+    BLOCK_N: tl.constexpr = TILE.n
+    SWAPPED: tl.constexpr = TILE.swapped
+    ACC: tl.constexpr = tl.int32 if SCHEME.int8 else tl.float32
+    if SCHEME.w_scale == "block":  # loaded before the product, which hides it
+        if TILE.one_scale:
+            w_scale = tl.load(w_scale_ptr + row0 // _GROUP * scale_cols)
         else:
-            pointers = w_scale_ptr + (row0 + tl.arange(0, BLOCK_N)) // SCALE_GROUP * scale_cols
+            pointers = w_scale_ptr + (row0 + tl.arange(0, BLOCK_N)) // _GROUP * scale_cols
             w_scale = tl.load(pointers, mask=n_ok, other=0.0)
-    zeros = _zeros(tl.int32 if INT8 else tl.float32, SWAPPED, BLOCK_M, BLOCK_N)
+    zeros = _zeros(ACC, SWAPPED, BLOCK_M, BLOCK_N)
     partial = _plus(zeros, a, w, SWAPPED).to(tl.float32)
-    if W_SCALE == "block":
-        if ONE_SCALE:
+    if SCHEME.w_scale == "block":
+        if TILE.one_scale:
             a_scale_M *= w_scale
         else:
             partial *= w_scale[:, None] if SWAPPED else w_scale[None, :]
@@ -241,14 +316,17 @@ def _scaled_partial(a, w, a_scale_M, w_scale_ptr, row0, scale_cols, n_ok,
 
 @triton.jit
 def _products(
-    a_rows, row_ok, w, a_scale_ptr, a_scale_row, a_scale_stride_k, w_scale_ptr, expert, row0,
-    up_rows, W_ROWS, K, n_ok, A_SCALE: tl.constexpr, W_SCALE: tl.constexpr,
-    SCALE_GROUP: tl.constexpr, PROMOTE: tl.constexpr, INT8: tl.constexpr, TWO: tl.constexpr,
-    TMA: tl.constexpr, ONE_SCALE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-    SWAPPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    a_rows, row_ok, w, pointers, strides, a_scale_row, expert, row0, up_rows, W_ROWS, K, n_ok,
+    SCHEME: tl.constexpr, TILE: tl.constexpr, TWO: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Return sums over K (BLOCK_M, BLOCK_N) with the weight rows from row0 and, of TWO tiles, with
-    those ``up_rows`` further on."""
+    """Return a @ w.T (BLOCK_M, TILE.n) for the weight rows from row0 on; with TWO, also for those
+    that start up_rows later."""
+    BLOCK_N: tl.constexpr = TILE.n
+    BLOCK_K: tl.constexpr = TILE.k
+    SWAPPED: tl.constexpr = TILE.swapped
+    A_SCALE: tl.constexpr = SCHEME.a_scale
+    W_SCALE: tl.constexpr = SCHEME.w_scale
+    INT8: tl.constexpr = SCHEME.int8
     PER_STEP: tl.constexpr = (W_SCALE == "block") or (A_SCALE == "group")
     ACC: tl.constexpr = tl.int32 if INT8 and not PER_STEP else tl.float32
     # fp32 inputs are multiplied exactly (no tf32); 16- and 8-bit inputs ignore this.
@@ -256,35 +334,31 @@ def _products(
     up = _zeros(ACC, SWAPPED, BLOCK_M, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
     a_ptrs = a_rows[:, None] + offs_k[None, :]
-    scale_cols = tl.cdiv(K, SCALE_GROUP)
-    w_scales = w_scale_ptr
+    scale_cols = tl.cdiv(K, _GROUP)
+    w_scales = pointers.w_scale
     if W_SCALE == "block":
-        w_scales += expert * tl.cdiv(W_ROWS, SCALE_GROUP) * scale_cols
+        w_scales += expert * tl.cdiv(W_ROWS, _GROUP) * scale_cols
     for step in range(0, tl.cdiv(K, BLOCK_K)):
-        if EVEN_K:
+        if TILE.even_k:
             a = tl.load(a_ptrs, mask=row_ok[:, None], other=0.0)
         else:
             k_ok = offs_k < K - step * BLOCK_K
             a = tl.load(a_ptrs, mask=row_ok[:, None] & k_ok[None, :], other=0.0)
-        w_tile = _w_tile(w, expert, row0, W_ROWS, K, step, n_ok, TMA, EVEN_N, EVEN_K,
-                         BLOCK_N, BLOCK_K)  # fmt: skip
+        w_tile = _w_tile(w, expert, row0, W_ROWS, K, step, n_ok, TILE)
         if TWO:
-            u_tile = _w_tile(w, expert, up_rows + row0, W_ROWS, K, step, n_ok, TMA, EVEN_N, EVEN_K,
-                             BLOCK_N, BLOCK_K)  # fmt: skip
+            u_tile = _w_tile(w, expert, up_rows + row0, W_ROWS, K, step, n_ok, TILE)
         if PER_STEP:
-            scale_col = step * BLOCK_K // SCALE_GROUP
+            scale_col = step * BLOCK_K // _GROUP
             a_scale_M = tl.full((BLOCK_M,), 1.0, tl.float32)
             if A_SCALE == "group":
-                pointers = a_scale_ptr + a_scale_row + scale_col * a_scale_stride_k
-                a_scale_M = tl.load(pointers, mask=row_ok, other=0.0)
+                scales = pointers.a_scale + a_scale_row + scale_col * strides.scale_group
+                a_scale_M = tl.load(scales, mask=row_ok, other=0.0)
             acc += _scaled_partial(a, w_tile, a_scale_M, w_scales + scale_col, row0, scale_cols,
-                                   n_ok, W_SCALE, SCALE_GROUP, ONE_SCALE, INT8, SWAPPED, BLOCK_M,
-                                   BLOCK_N)  # fmt: skip
+                                   n_ok, SCHEME, TILE, BLOCK_M)  # fmt: skip
             if TWO:
                 up += _scaled_partial(a, u_tile, a_scale_M, w_scales + scale_col, up_rows + row0,
-                                      scale_cols, n_ok, W_SCALE, SCALE_GROUP, ONE_SCALE, INT8,
-                                      SWAPPED, BLOCK_M, BLOCK_N)  # fmt: skip
-        elif PROMOTE:
+                                      scale_cols, n_ok, SCHEME, TILE, BLOCK_M)  # fmt: skip
+        elif SCHEME.promote:
             zeros = _zeros(tl.float32, SWAPPED, BLOCK_M, BLOCK_N)
             acc += _plus(zeros, a, w_tile, SWAPPED)
             if TWO:
@@ -300,173 +374,156 @@ def _products(
 
 
 @triton.jit
-def _tile(
-    block_n, expert, first_row, used, a_ptr, w, out_ptr, sorted_ptr, a_scale_ptr, w_scale_ptr,
-    w_offset_ptr, bias_ptr, weights_ptr, out_scale_ptr, N, K, num_rows, capacity, a_stride,
-    out_stride, a_scale_stride_l, a_scale_stride_m, a_scale_stride_k, out_scale_stride, alpha,
-    limit, TOP_K: tl.constexpr, ROWS: tl.constexpr, IN_ORDER: tl.constexpr, A_SCALE: tl.constexpr,
-    W_SCALE: tl.constexpr, PACKED: tl.constexpr, SPLITS: tl.constexpr, W_GROUP: tl.constexpr,
-    W_OFFSET: tl.constexpr, E2M1: tl.constexpr, SCALE_GROUP: tl.constexpr, BIAS: tl.constexpr,
-    PROMOTE: tl.constexpr, INT8: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
-    CLAMP: tl.constexpr, QUANTIZE: tl.constexpr, QMAX: tl.constexpr, TMA: tl.constexpr,
-    ONE_SCALE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr,
-    SWAPPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+def _compute(
+    block_n, expert, first_row, used, a, w, pointers, N, K, num_rows, capacity, strides, alpha,
+    limit, TOP_K: tl.constexpr, ROWS: tl.constexpr, IN_ORDER: tl.constexpr, SCHEME: tl.constexpr,
+    FINISH: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK_M rows of one expert, from first_row on: sorted rows, or of its `used` rows
-    (batched); first_row is the assignment of a direct block. Two weight tiles share each tile of a:
-    N rows apart with a gate, side by side if WIDE."""
+    """Compute BLOCK_M rows by TILE.n columns of out = epilogue(a @ w.T + bias).
+
+    Rows begin at first_row: an expert-sorted row, a row of the expert's `used` rows (batched), or
+    an assignment (direct). With a gate, or TILE.wide, each tile of a is multiplied by two weight
+    tiles: N rows apart, or side by side.
+    """
+    BLOCK_N: tl.constexpr = TILE.n
+    GATED: tl.constexpr = FINISH.gated
+    WIDE: tl.constexpr = TILE.wide
+    SPLITS: tl.constexpr = TILE.splits
+    EVEN_N: tl.constexpr = TILE.even_n
+    ACTIVATION: tl.constexpr = FINISH.activation
     row_M = first_row + tl.arange(0, BLOCK_M)
     if ROWS == "batched":
         row_ok = row_M < used
         out_row = expert * capacity + row_M
         a_row = out_row
-        a_scale_row = expert * a_scale_stride_l + row_M * a_scale_stride_m
+        a_scale_row = expert * strides.scale_expert + row_M * strides.scale_row
     else:
         if ROWS == "direct":
             assignment_M = tl.where(row_M == first_row, first_row, num_rows)
         else:
-            assignment_M = tl.load(sorted_ptr + row_M)
+            assignment_M = tl.load(pointers.assignments + row_M)
         row_ok = assignment_M < num_rows
         out_row = (row_M if IN_ORDER else assignment_M).to(tl.int64)
         a_row = (assignment_M // TOP_K).to(tl.int64)
-        a_scale_row = a_row * a_scale_stride_m
+        a_scale_row = a_row * strides.scale_row
 
     row0 = block_n * BLOCK_N * (2 if WIDE else 1)
     up_rows = N if GATED else BLOCK_N
     offs_n = row0 + tl.arange(0, BLOCK_N)
     n_ok = offs_n < N
-    a_rows = a_ptr + a_row * a_stride
+    a_rows = a + a_row * strides.a
     W_ROWS = 2 * N if GATED else N
 
-    if PACKED:
+    if SCHEME.packed:
         acc, up = packed_products(
-            a_rows, row_ok, w, w_scale_ptr, w_offset_ptr, expert, row0, N, W_ROWS, K, n_ok,
-            tl.program_id(1), SPLITS, W_GROUP, E2M1, W_OFFSET, GATED, EVEN_K, BLOCK_M, BLOCK_N,
+            a_rows, row_ok, w, pointers.w_scale, pointers.w_offset, expert, row0, N, W_ROWS, K,
+            n_ok, tl.program_id(1), SPLITS, SCHEME.w_group, SCHEME.e2m1, SCHEME.w_offset, GATED,
+            TILE.even_k, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     else:
-        acc, up = _products(
-            a_rows, row_ok, w, a_scale_ptr, a_scale_row, a_scale_stride_k, w_scale_ptr, expert,
-            row0, up_rows, W_ROWS, K, n_ok, A_SCALE, W_SCALE, SCALE_GROUP, PROMOTE, INT8,
-            GATED or WIDE, TMA, ONE_SCALE, EVEN_N, EVEN_K, SWAPPED, BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
+        TWO: tl.constexpr = GATED or WIDE
+        acc, up = _products(a_rows, row_ok, w, pointers, strides, a_scale_row, expert, row0,
+                            up_rows, W_ROWS, K, n_ok, SCHEME, TILE, TWO, BLOCK_M)  # fmt: skip
 
     scale_M = tl.full((BLOCK_M,), 1.0, tl.float32)
-    if A_SCALE == "tensor":
-        scale_M *= tl.load(a_scale_ptr)
-    elif A_SCALE == "row":
-        scale_M = tl.load(a_scale_ptr + a_scale_row, mask=row_ok, other=0.0)
-    value = _finish(acc, scale_M, w_scale_ptr, bias_ptr, expert, W_ROWS, row0, n_ok,
-                    W_SCALE, BIAS, BLOCK_N)  # fmt: skip
+    if SCHEME.a_scale == "tensor":
+        scale_M *= tl.load(pointers.a_scale)
+    elif SCHEME.a_scale == "row":
+        scale_M = tl.load(pointers.a_scale + a_scale_row, mask=row_ok, other=0.0)
+    value = _values(acc, scale_M, pointers, expert, W_ROWS, row0, n_ok, SCHEME, FINISH, BLOCK_N)
     if GATED:
-        up_value = _finish(up, scale_M, w_scale_ptr, bias_ptr, expert, W_ROWS, N + row0, n_ok,
-                           W_SCALE, BIAS, BLOCK_N)  # fmt: skip
-        value = activate_gated(value, up_value, alpha, limit, ACTIVATION, CLAMP)
+        up_value = _values(up, scale_M, pointers, expert, W_ROWS, N + row0, n_ok, SCHEME, FINISH,
+                           BLOCK_N)  # fmt: skip
+        value = activate_gated(value, up_value, alpha, limit, ACTIVATION, FINISH.clamp)
     elif ACTIVATION != "none":
         value = activate(value, ACTIVATION)
 
-    if weights_ptr is not None:
-        weight_M = weight_before(tl.load(weights_ptr + assignment_M, mask=row_ok, other=0.0))
+    if pointers.weights is not None:
+        weights = pointers.weights + assignment_M
+        weight_M = weight_before(tl.load(weights, mask=row_ok, other=0.0))
         value *= weight_M[:, None]
     if SPLITS > 1:
         out_row = out_row * SPLITS + tl.program_id(1)
     ok = row_ok[:, None] & n_ok[None, :]
-    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    if QUANTIZE == "none":
+    DTYPE: tl.constexpr = pointers.out.dtype.element_ty
+    if FINISH.quantize == "none":
         result = convert(value, DTYPE)
     else:
-        if QUANTIZE == "group":
+        if FINISH.quantize == "group":
             if not EVEN_N:  # weights past N are masked, or with TMA another expert's
                 value = tl.where(n_ok[None, :], value, 0.0)
-            scale = scale_of(tl.max(tl.abs(value), axis=1, keep_dims=True), QMAX)
-            pointers = out_scale_ptr + out_row * out_scale_stride + block_n
-            tl.store(pointers[:, None], scale, mask=row_ok[:, None])
+            scale = scale_of(tl.max(tl.abs(value), axis=1, keep_dims=True), FINISH.qmax)
+            scales = pointers.out_scale + out_row * strides.out_scale + block_n
+            tl.store(scales[:, None], scale, mask=row_ok[:, None])
         else:
-            scale = tl.load(out_scale_ptr + tl.zeros((1, 1), tl.int32))
-        result = quantize(value, scale, QMAX, DTYPE)
-    out_ptrs = out_ptr + out_row[:, None] * out_stride + offs_n[None, :]
+            scale = tl.load(pointers.out_scale + tl.zeros((1, 1), tl.int32))
+        result = quantize(value, scale, FINISH.qmax, DTYPE)
+    out_ptrs = pointers.out + out_row[:, None] * strides.out + offs_n[None, :]
     tl.store(out_ptrs, result, mask=ok)
     if WIDE:
-        value = _finish(up, scale_M, w_scale_ptr, bias_ptr, expert, W_ROWS, row0 + BLOCK_N, n_ok,
-                        W_SCALE, BIAS, BLOCK_N)  # fmt: skip
-        if weights_ptr is not None:
+        value = _values(up, scale_M, pointers, expert, W_ROWS, row0 + BLOCK_N, n_ok, SCHEME, FINISH,
+                        BLOCK_N)  # fmt: skip
+        if pointers.weights is not None:
             value *= weight_M[:, None]
         tl.store(out_ptrs + BLOCK_N, convert(value, DTYPE), mask=ok)
 
 
 @triton.jit
-def _finish(acc, scale_M, w_scale_ptr, bias_ptr, expert, rows, row0, n_ok,
-            W_SCALE: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Return fp32 values of sums: apply the scales that serve all of K, and the bias."""
+def _values(acc, scale_M, pointers, expert, rows, row0, n_ok,
+            SCHEME: tl.constexpr, FINISH: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """Return acc * a_scale * w_scale + bias in fp32, with the scales that serve all of K."""
     offs_n = expert * rows + row0 + tl.arange(0, BLOCK_N)
     value = acc.to(tl.float32) * scale_M[:, None]
-    if W_SCALE == "tensor":
-        value *= tl.load(w_scale_ptr + expert)
-    elif W_SCALE == "channel":
-        value *= tl.load(w_scale_ptr + offs_n, mask=n_ok, other=0.0)[None, :]
-    if BIAS:  # the first of the programs that share K adds it
-        bias_N = tl.load(bias_ptr + offs_n, mask=n_ok, other=0.0).to(tl.float32)
+    if SCHEME.w_scale == "tensor":
+        value *= tl.load(pointers.w_scale + expert)
+    elif SCHEME.w_scale == "channel":
+        value *= tl.load(pointers.w_scale + offs_n, mask=n_ok, other=0.0)[None, :]
+    if FINISH.bias:  # the first of the programs that share K adds it
+        bias_N = tl.load(pointers.bias + offs_n, mask=n_ok, other=0.0).to(tl.float32)
         value += tl.where(tl.program_id(1) == 0, bias_N, 0.0)[None, :]
     return value
 
 
-# Integers that change with the number of tokens must not compile a kernel each.
+# Integers that change with the number of tokens must not compile a kernel each. They are not
+# members of tuples, because Triton would specialize those.
 @triton.jit(
     do_not_specialize=["num_rows", "row_blocks", "blocks_per_expert", "capacity", "group_m"]
 )
 def _gemm(
-    a_ptr, w, out_ptr, sorted_ptr, experts_ptr, a_scale_ptr, w_scale_ptr, w_offset_ptr, bias_ptr,
-    weights_ptr, out_scale_ptr, N, K, num_rows, row_blocks, blocks_per_expert, capacity, group_m,
-    a_stride, out_stride, a_scale_stride_l, a_scale_stride_m, a_scale_stride_k, out_scale_stride,
+    a, w, pointers, N, K, num_rows, row_blocks, blocks_per_expert, capacity, group_m, strides,
     alpha, limit, TOP_K: tl.constexpr, ROWS: tl.constexpr, IN_ORDER: tl.constexpr,
-    A_SCALE: tl.constexpr, W_SCALE: tl.constexpr, PACKED: tl.constexpr, SPLITS: tl.constexpr,
-    W_GROUP: tl.constexpr, W_OFFSET: tl.constexpr, E2M1: tl.constexpr, SCALE_GROUP: tl.constexpr,
-    BIAS: tl.constexpr, PROMOTE: tl.constexpr, INT8: tl.constexpr, ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr, CLAMP: tl.constexpr, QUANTIZE: tl.constexpr, QMAX: tl.constexpr,
-    TMA: tl.constexpr, ONE_SCALE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-    HALVES: tl.constexpr, WIDE: tl.constexpr, SWAPPED: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    SCHEME: tl.constexpr, FINISH: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile; ROWS: `Rows.kind`."""
     if PDL:
         wait_then_launch_dependents()
-    COLUMNS: tl.constexpr = BLOCK_N * (2 if WIDE else 1)
+    COLUMNS: tl.constexpr = TILE.n * (2 if TILE.wide else 1)
     block_m, block_n = tile_at(tl.program_id(0), row_blocks, tl.cdiv(N, COLUMNS), group_m)
     HALF: tl.constexpr = BLOCK_M // 2
     if ROWS == "batched":
         expert = (block_m // blocks_per_expert).to(tl.int64)
-        used = tl.minimum(tl.load(experts_ptr + expert), capacity)
+        used = tl.minimum(tl.load(pointers.experts + expert), capacity)
         first_row = block_m % blocks_per_expert * BLOCK_M
         if first_row >= used:
             return
         half = first_row + HALF >= used
     else:
-        expert = tl.load(experts_ptr + block_m).to(tl.int64)
+        expert = tl.load(pointers.experts + block_m).to(tl.int64)
         if expert < 0:
             return
         used = 0
         first_row = block_m if ROWS == "direct" else block_m * BLOCK_M
-        if HALVES:
-            half = tl.load(sorted_ptr + first_row + HALF) >= num_rows
-    if HALVES:
+        if TILE.halves:
+            half = tl.load(pointers.assignments + first_row + HALF) >= num_rows
+    if TILE.halves:
         if half:
-            _tile(
-                block_n, expert, first_row, used, a_ptr, w, out_ptr, sorted_ptr, a_scale_ptr,
-                w_scale_ptr, w_offset_ptr, bias_ptr, weights_ptr, out_scale_ptr, N, K, num_rows,
-                capacity, a_stride, out_stride, a_scale_stride_l, a_scale_stride_m,
-                a_scale_stride_k, out_scale_stride, alpha, limit, TOP_K, ROWS, IN_ORDER, A_SCALE,
-                W_SCALE, PACKED, SPLITS, W_GROUP, W_OFFSET, E2M1, SCALE_GROUP, BIAS, PROMOTE, INT8,
-                ACTIVATION, GATED, CLAMP, QUANTIZE, QMAX, TMA, ONE_SCALE, EVEN_N, EVEN_K, WIDE,
-                SWAPPED, HALF, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
+            _compute(block_n, expert, first_row, used, a, w, pointers, N, K, num_rows, capacity,
+                     strides, alpha, limit, TOP_K, ROWS, IN_ORDER, SCHEME, FINISH, TILE,
+                     HALF)  # fmt: skip
             return
-    _tile(
-        block_n, expert, first_row, used, a_ptr, w, out_ptr, sorted_ptr, a_scale_ptr, w_scale_ptr,
-        w_offset_ptr, bias_ptr, weights_ptr, out_scale_ptr, N, K, num_rows, capacity, a_stride,
-        out_stride, a_scale_stride_l, a_scale_stride_m, a_scale_stride_k, out_scale_stride, alpha,
-        limit, TOP_K, ROWS, IN_ORDER, A_SCALE, W_SCALE, PACKED, SPLITS, W_GROUP, W_OFFSET,
-        E2M1, SCALE_GROUP, BIAS, PROMOTE, INT8, ACTIVATION, GATED, CLAMP, QUANTIZE, QMAX, TMA,
-        ONE_SCALE, EVEN_N, EVEN_K, WIDE, SWAPPED, BLOCK_M, BLOCK_N, BLOCK_K,
-    )  # fmt: skip
+    _compute(block_n, expert, first_row, used, a, w, pointers, N, K, num_rows, capacity, strides,
+             alpha, limit, TOP_K, ROWS, IN_ORDER, SCHEME, FINISH, TILE, BLOCK_M)  # fmt: skip
 
 
 _launch_gemm = Launcher(_gemm)

@@ -1,8 +1,8 @@
 """Both GEMMs for a few tokens: two kernels of dot products, each assignment on its own.
 
-With so few rows, experts are hardly shared, and the time is that of reading weights: no tensor
-cores, no sorting, no padding to a tile of rows. `gemv_up` is GEMM 1 with the activation,
-`gemv_down` is GEMM 2 with the weighted sum over K, in a fixed order.
+So few rows hardly share experts, and reading weights bounds the time, so nothing is sorted or
+padded. `gemv_up` is GEMM 1 with the activation, `gemv_down` is GEMM 2 with the weighted sum over K,
+in a fixed order.
 
 The result of `gemv_up` is neither quantized nor scaled: it is rounded once to the problem's dtype.
 
@@ -86,8 +86,8 @@ def gemv_down(
 ) -> None:
     """Compute out[r] = sum over k of weights[r, k] * (x[r * K + k] @ w[ids[r, k]].T + bias).
 
-    Sums are fp32. Assignments with a negative id are skipped whatever x and weights hold; rows with
-    no others become 0.
+    Sums are fp32. Assignments with a negative id are skipped, so x and weights may hold anything
+    there; rows without other assignments become 0.
 
     Args:
         x: (R * K, I), a float dtype.
@@ -143,7 +143,7 @@ def _step(
     X_SCALE: tl.constexpr, W_SCALE: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr,
     MASKED: tl.constexpr, CHUNKS: tl.constexpr, VALUES: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """Return (parts, rows, chunks): products of x and w, summed over a chunk's values, scaled.
+    """Return (parts, rows, chunks): x * w, summed over each chunk's values, times the scales.
 
     x_rows (1 or parts, 1, 1), w_rows (parts, rows, 1), x_scales and w_scales: pointers to rows.
     WAIT: the previous kernel writes x.
@@ -191,7 +191,7 @@ def _dot(
     X_SCALE: tl.constexpr, W_SCALE: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr,
     MASKED: tl.constexpr, CHUNKS: tl.constexpr, VALUES: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """Return (parts, rows): the dot products over all of K."""
+    """Return x @ w.T (parts, rows) over all of K."""
     sums = _step(x_rows, x_ok, x_scales, x_group_stride, w_rows, w_ok, w_scales, 0,
                  X_SCALE, W_SCALE, GROUP, K, MASKED, CHUNKS, VALUES, WAIT)  # fmt: skip
     STEPS: tl.constexpr = (K + CHUNKS * VALUES - 1) // (CHUNKS * VALUES)
@@ -267,8 +267,10 @@ def _down(
     EVEN_N: tl.constexpr, ROWS: tl.constexpr, VALUES: tl.constexpr, CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute GEMM 2. The previous kernel has waited for ids, router weights and w, so only x is
-    loaded after this one's wait."""
+    """Compute out[token] = sum over k of weights[token, k] * (x[token, k] @ w[expert].T + bias).
+
+    ids, router weights and w were written before the previous kernel, which has waited for them;
+    only x is loaded after the wait."""
     token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS
     k_P = tl.arange(0, PARTS)
     assignment_P = token * TOP_K + k_P

@@ -120,18 +120,3 @@ class SortedLaunch(NamedTuple):
                 assert n % SCALE_GROUP == 0 and out_GS is not None and out_GS.is_contiguous()
                 assert out_GS.shape == (n // SCALE_GROUP, capacity)
         return num_experts, w_rows, n, k
-
-    def launch(self) -> None:
-        """Launch the kernel that serves the tile and the scales.
-
-        It is imported late, because not every Triton has the Gluon that it needs.
-        """
-        if self.config.token_tile:
-            assert self.x_RK is None and self.token_tiles is not None
-            from .specialized_tokens import specialized_tokens_gemm as gemm
-        elif self.scales is None:
-            from .specialized import specialized_gemm as gemm
-        else:
-            assert self.x_RK is None
-            from .specialized_fp8 import specialized_fp8_gemm as gemm
-        gemm(self)

@@ -1,12 +1,12 @@
 """Products with 4-bit weights, in the layout of `moekit_triton.packing`.
 
-A pair of columns becomes a pair of 16-bit floats by one mask: int4's v in the lowest bits of the
-mantissa of `bias`, whose unit in the last place is 1, so that adding the offset leaves v - zero;
-e2m1's bits at their places in the wider format, which differs by a power of two. Scales multiply
-the sums of a group, not the weights, so no intermediate value is rounded.
+One mask turns a pair of columns into a pair of 16-bit floats. int4: v becomes the lowest mantissa
+bits of `bias`, whose unit in the last place is 1, and adding the offset leaves v - zero. e2m1: the
+bits move to their positions in the wider format, and a power of two corrects the exponent. Scales
+multiply the sums of a group, not the weights, so no intermediate value is rounded.
 
-Products are transposed, W @ A.T (swap-AB): tensor cores take the left operand from registers, where
-the weights are made, and tokens are the side that may be narrow.
+Products are swap-AB (W @ A.T): tensor cores take the left operand from registers, where the weights
+are made, and the right operand, tokens, may be narrow.
 """
 
 import triton
@@ -61,7 +61,7 @@ _E2M1_FP16 = tl.constexpr(_e2m1_asm("f16x2", 10, 0x7400))
 
 @triton.jit
 def _value(w, offset, QUARTER: tl.constexpr, E2M1: tl.constexpr, DTYPE: tl.constexpr):
-    """Return one quarter's values by plain arithmetic, for the interpreter."""
+    """Return one quarter's values, for the interpreter, which runs no inline assembly."""
     code = (w.to(tl.int32) >> (4 * QUARTER)) & 15
     if E2M1:
         bits = ((code & 7) << 22) | ((code & 8) << 28)
@@ -127,7 +127,7 @@ def _scaled(acc, sums, scale, E2M1: tl.constexpr):
 @triton.jit
 def _chunk_product(acc, w, a0, a1, a2, a3, scales, offsets, GROUP: tl.constexpr,
                    E2M1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Return acc (BLOCK_N, BLOCK_M) plus a chunk of w times a0 ... a3, (32, BLOCK_M) each."""
+    """Return acc + w @ a of one chunk (BLOCK_N, BLOCK_M); a0 ... a3: its quarters (32, BLOCK_M)."""
     SHAPE: tl.constexpr = (BLOCK_N, _PART)
     w0, w1, w2, w3 = _values(
         w, tl.broadcast_to(offsets[0][:, None], SHAPE), tl.broadcast_to(offsets[1][:, None], SHAPE),
@@ -180,10 +180,10 @@ def packed_products(
     SPLITS: tl.constexpr, GROUP: tl.constexpr, E2M1: tl.constexpr, OFFSETS: tl.constexpr,
     GATED: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Return (acc, up), fp32 (BLOCK_M, BLOCK_N): sums over a split's share of K.
+    """Return a @ w.T over a split's share of K, fp32 (BLOCK_M, BLOCK_N), for the weight rows from
+    row0 on and, if GATED, for those that start up_rows later.
 
-    a_rows: pointers (BLOCK_M,). up: sums with the weights ``up_rows`` further on, if GATED. GROUP:
-    columns that share a scale; 0: no scale is applied here.
+    a_rows: pointers (BLOCK_M,). GROUP: columns that share a scale; 0: no scale is applied here.
     """
     DTYPE: tl.constexpr = a_rows.dtype.scalar.element_ty
     chunks = tl.cdiv(K, _CHUNK)

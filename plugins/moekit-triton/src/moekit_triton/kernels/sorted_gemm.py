@@ -3,11 +3,15 @@
 Rows are expert-sorted (`SortedAssignments`). The modules `specialized*` do the same by specialized
 warps.
 
-Operands have 16 bits, or are e4m3 with specialized tiles. Padding rows may hold anything: rows do
-not mix, output by assignment has none, and those of expert-sorted output become undefined.
+Operands have 16 bits, or are e4m3 with specialized tiles. Padding rows may hold anything, because
+rows do not mix: their results are undefined in expert-sorted output, and not stored by assignment.
 """
 
 from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,9 +29,38 @@ from moekit_kernels.numerics import (
 )
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .gemm import tile_at
 from .operands import Scales, SortedLaunch
+from .order import tile_at
 from .tiles import GemmConfig
+
+
+class _Pointers(NamedTuple):
+    """The tensors of a launch but the GEMM's operands; None where it has none."""
+
+    out: torch.Tensor
+    assignments: torch.Tensor | None
+    experts: torch.Tensor | None
+    num_rows: torch.Tensor | None
+    bias: torch.Tensor | None
+    weights: torch.Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class _Tile:
+    """The tile and what follows its sums: constants of the kernel, see `gemm`."""
+
+    n: int
+    k: int
+    persistent: bool
+    halves: bool
+    by_assignment: bool
+    bias: bool
+    activation: str
+    gated: bool
+    clamp: bool
+
+
+_tile = functools.cache(_Tile)
 
 
 def sorted_gemm(
@@ -56,10 +89,10 @@ def sorted_gemm(
         a_SK: (capacity, K), 16 bits with rows of whole 16 bytes; e4m3 with ``scales``.
         w_LNK: (L, rows of w, K), a's dtype; N is half of its rows with a gate.
         out: (capacity, N) expert-sorted, or (assignments, N); any float dtype.
-        aligned: the sorted assignments; with counters for halves, tiles of tokens and ``x_RK``.
-        config: the tile. Specialized tiles are BLOCK_M x COLUMNS or `tile_tokens`, and of the rest
-            only group_m and halves count.
-        num_assignments: what ``aligned.assignments_S`` holds for padding.
+        aligned: the sorted assignments; with counters for halves, token tiles and ``x_RK``.
+        config: the tile. Specialized tiles are BLOCK_M x COLUMNS or `tile_tokens`; their kernels
+            read only group_m and halves of the other fields.
+        num_assignments: the entry of padding rows in ``aligned.assignments_S``.
         num_sms: programs of a persistent or specialized tile.
         bias_LN: (L, rows of w).
         weights_RK: fp32 router weights; each row is multiplied by `weight_before` of its weight.
@@ -68,7 +101,7 @@ def sorted_gemm(
         by_assignment: store by assignment.
         scales: of e4m3, specialized only.
         x_RK: (R, K): copied to ``a_SK`` on the way, as `copy_rows` does; specialized 16 bits only.
-        token_tiles: the list of `list_token_tiles` for a tile of tokens, with ``aligned.ends_L``.
+        token_tiles: the list of `list_token_tiles` for a token tile, with ``aligned.ends_L``.
     """
     assert weights_RK is None or (activation is None and (by_assignment or config.specialized))
     assert weights_RK is None or weights_RK.is_contiguous()
@@ -76,10 +109,10 @@ def sorted_gemm(
         assert bias_LN is None and not by_assignment
         assert activation is None or (activation.name == "silu" and activation.gated)
         assert activation is None or activation.limit is None
-        SortedLaunch(
+        _launch_specialized(SortedLaunch(
             a_SK, w_LNK, out, aligned, config, num_assignments, num_sms, activation is not None,
             weights_RK, scales, x_RK, token_tiles,
-        ).launch()  # fmt: skip
+        ))  # fmt: skip
         return
     assert scales is None and x_RK is None, "only specialized tiles take these"
     num_experts, w_rows, k = w_LNK.shape
@@ -100,112 +133,114 @@ def sorted_gemm(
         TensorDescriptor(a_SK, [capacity, k], [k, 1], a_box),
         TensorDescriptor(a_SK, [capacity, k], [k, 1], half_box) if config.halves else None,
         TensorDescriptor(w_LNK, [num_experts * w_rows, k], [k, 1], w_box),
-        out, aligned.assignments_S, aligned.experts_B, aligned.num_rows, bias_LN,
-        weights_RK, n, k, num_assignments, config.group_m, out.stride(0),
-        activation.alpha, 0.0 if limit is None else limit,
-        ACTIVATION=activation.name, GATED=activation.gated, CLAMP=limit is not None,
-        BIAS=bias_LN is not None, BY_ASSIGNMENT=by_assignment, PERSISTENT=config.persistent,
-        HALVES=config.halves,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        _Pointers(out, aligned.assignments_S, aligned.experts_B, aligned.num_rows, bias_LN,
+                  weights_RK),
+        n, k, num_assignments, config.group_m, out.stride(0), activation.alpha, limit or 0.0,
+        TILE=_tile(config.block_n, config.block_k, config.persistent, config.halves, by_assignment,
+                   bias_LN is not None, activation.name, activation.gated, limit is not None),
+        BLOCK_M=config.block_m, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 
 
+def _launch_specialized(g: SortedLaunch) -> None:
+    """Launch the kernel that serves the tile and the scales.
+
+    It is imported late, because not every Triton has the Gluon that it needs.
+    """
+    if g.config.token_tile:
+        assert g.x_RK is None and g.token_tiles is not None
+        from .specialized_tokens import specialized_tokens_gemm as gemm
+    elif g.scales is None:
+        from .specialized import specialized_gemm as gemm
+    else:
+        assert g.x_RK is None
+        from .specialized_fp8 import specialized_fp8_gemm as gemm
+    gemm(g)
+
+
 @triton.jit
-def _tile(
-    row0, col0, w_row, a, w, out_ptr, sorted_ptr, bias_ptr, weights_ptr, N, K, padding,
-    out_stride, alpha, limit,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr, BIAS: tl.constexpr,
-    BY_ASSIGNMENT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+def _compute(
+    row0, col0, w_row, a, w, pointers, N, K, padding, out_stride, alpha, limit,
+    TILE: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of the output; with a gate, from two weight tiles N rows apart."""
+    """Compute BLOCK_M rows by TILE.n columns of out = activation(a @ w.T + bias); with a gate, from
+    two weight tiles N rows apart."""
+    BLOCK_N: tl.constexpr = TILE.n
+    BLOCK_K: tl.constexpr = TILE.k
+    ACTIVATION: tl.constexpr = TILE.activation
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     # Past K both tiles are zero; past N weights are another expert's, and sums are not stored.
     for step in range(0, tl.cdiv(K, BLOCK_K)):
         a_tile = a.load([row0, step * BLOCK_K])
         acc = dot(a_tile, w.load([w_row, step * BLOCK_K]).T, acc, "ieee")
-        if GATED:
+        if TILE.gated:
             up = dot(a_tile, w.load([w_row + N, step * BLOCK_K]).T, up, "ieee")
 
     cols = col0 + tl.arange(0, BLOCK_N)
     ok = (cols < N)[None, :]
-    if BIAS:
-        acc += tl.load(bias_ptr + w_row + tl.arange(0, BLOCK_N), mask=cols < N, other=0.0)[None, :]
-    if GATED:
-        if BIAS:
-            bias_ptrs = bias_ptr + w_row + N + tl.arange(0, BLOCK_N)
+    if TILE.bias:
+        bias_ptrs = pointers.bias + w_row + tl.arange(0, BLOCK_N)
+        acc += tl.load(bias_ptrs, mask=cols < N, other=0.0)[None, :]
+    if TILE.gated:
+        if TILE.bias:
+            bias_ptrs = pointers.bias + w_row + N + tl.arange(0, BLOCK_N)
             up += tl.load(bias_ptrs, mask=cols < N, other=0.0)[None, :]
-        acc = activate_gated(acc, up, alpha, limit, ACTIVATION, CLAMP)
+        acc = activate_gated(acc, up, alpha, limit, ACTIVATION, TILE.clamp)
     elif ACTIVATION != "none":
         acc = activate(acc, ACTIVATION)
     rows = row0 + tl.arange(0, BLOCK_M)
-    if BY_ASSIGNMENT:
-        rows = tl.load(sorted_ptr + rows)
+    if TILE.by_assignment:
+        rows = tl.load(pointers.assignments + rows)
         ok = ok & (rows < padding)[:, None]
-        if weights_ptr is not None:
-            weights = tl.load(weights_ptr + rows, mask=rows < padding, other=0.0)
+        if pointers.weights is not None:
+            weights = tl.load(pointers.weights + rows, mask=rows < padding, other=0.0)
             acc *= weight_before(weights)[:, None]
-    out_ptrs = out_ptr + rows[:, None].to(tl.int64) * out_stride + cols[None, :]
-    tl.store(out_ptrs, convert(acc, out_ptr.dtype.element_ty), mask=ok)
+    out_ptrs = pointers.out + rows[:, None].to(tl.int64) * out_stride + cols[None, :]
+    tl.store(out_ptrs, convert(acc, pointers.out.dtype.element_ty), mask=ok)
 
 
 @triton.jit
-def _place(tile, row_blocks, experts_ptr, N, group_m, GATED: tl.constexpr,
-           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+def _position(tile, row_blocks, pointers, N, group_m, TILE: tl.constexpr, BLOCK_M: tl.constexpr):
     """Return a tile's first row, column and weight row."""
+    BLOCK_N: tl.constexpr = TILE.n
     block_m, block_n = tile_at(tile, row_blocks, tl.cdiv(N, BLOCK_N), group_m)
-    w_row = tl.load(experts_ptr + block_m) * (2 * N if GATED else N) + block_n * BLOCK_N
+    w_rows = 2 * N if TILE.gated else N
+    w_row = tl.load(pointers.experts + block_m) * w_rows + block_n * BLOCK_N
     return block_m * BLOCK_M, block_n * BLOCK_N, w_row
 
 
 @triton.jit(do_not_specialize=["padding", "group_m"])
 def _gemm(
-    a, a_half, w, out_ptr, sorted_ptr, experts_ptr, num_rows_ptr, bias_ptr, weights_ptr, N, K,
-    padding, group_m, out_stride, alpha, limit,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr, BIAS: tl.constexpr,
-    BY_ASSIGNMENT: tl.constexpr, PERSISTENT: tl.constexpr, HALVES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    a, a_half, w, pointers, N, K, padding, group_m, out_stride, alpha, limit,
+    TILE: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute the tiles of a launch.
 
-    PERSISTENT: a program takes tiles in turn, and loads the next while it stores one. HALVES: a
-    block whose second half has no rows is a half tile, loaded through a_half.
+    TILE.persistent: a program takes tiles by a stride, and loads the next while it stores one.
+    TILE.halves: a block whose second half has no rows is a half tile, loaded through a_half.
     """
     if PDL:
         wait_then_launch_dependents()
-    row_blocks = tl.load(num_rows_ptr) // BLOCK_M
-    tiles = row_blocks * tl.cdiv(N, BLOCK_N)
+    row_blocks = tl.load(pointers.num_rows) // BLOCK_M
+    tiles = row_blocks * tl.cdiv(N, TILE.n)
     HALF: tl.constexpr = BLOCK_M // 2
-    if PERSISTENT:
+    if TILE.persistent:
         for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
-            row0, col0, w_row = _place(tile, row_blocks, experts_ptr, N, group_m, GATED, BLOCK_M,
-                                       BLOCK_N)  # fmt: skip
-            _tile(
-                row0, col0, w_row, a, w, out_ptr, sorted_ptr, bias_ptr, weights_ptr, N, K, padding,
-                out_stride, alpha, limit, ACTIVATION, GATED, CLAMP, BIAS, BY_ASSIGNMENT, BLOCK_M,
-                BLOCK_N, BLOCK_K,
-            )  # fmt: skip
+            row0, col0, w_row = _position(tile, row_blocks, pointers, N, group_m, TILE, BLOCK_M)
+            _compute(row0, col0, w_row, a, w, pointers, N, K, padding, out_stride, alpha, limit,
+                     TILE, BLOCK_M)  # fmt: skip
         return
     if tl.program_id(0) >= tiles:
         return
-    row0, col0, w_row = _place(tl.program_id(0), row_blocks, experts_ptr, N, group_m, GATED,
-                               BLOCK_M, BLOCK_N)  # fmt: skip
-    if HALVES:
-        if tl.load(sorted_ptr + row0 + HALF) >= padding:
-            _tile(
-                row0, col0, w_row, a_half, w, out_ptr, sorted_ptr, bias_ptr, weights_ptr, N, K,
-                padding, out_stride, alpha, limit, ACTIVATION, GATED, CLAMP, BIAS, BY_ASSIGNMENT,
-                HALF, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
+    row0, col0, w_row = _position(tl.program_id(0), row_blocks, pointers, N, group_m, TILE, BLOCK_M)
+    if TILE.halves:
+        if tl.load(pointers.assignments + row0 + HALF) >= padding:
+            _compute(row0, col0, w_row, a_half, w, pointers, N, K, padding, out_stride, alpha,
+                     limit, TILE, HALF)  # fmt: skip
             return
-    _tile(
-        row0, col0, w_row, a, w, out_ptr, sorted_ptr, bias_ptr, weights_ptr, N, K, padding,
-        out_stride, alpha, limit, ACTIVATION, GATED, CLAMP, BIAS, BY_ASSIGNMENT, BLOCK_M, BLOCK_N,
-        BLOCK_K,
-    )  # fmt: skip
+    _compute(row0, col0, w_row, a, w, pointers, N, K, padding, out_stride, alpha, limit, TILE,
+             BLOCK_M)  # fmt: skip
 
 
 _launch_gemm = Launcher(_gemm)

@@ -5,14 +5,14 @@ warp groups each multiply half of a block's rows by 256 weight rows, and store r
 shared memory. So the end of a tile stalls nothing; `sorted_gemm` achieves this by persistent
 programs only where registers allow, which excludes gates.
 
-Where half tiles are skipped, the tile scheduler takes tiles from a counter, since a half tile saves
-time only if no program waits for one that had none. The producer takes the next tile one ahead and
-commits it to the consumers.
+Where half tiles are skipped, the tile scheduler takes tiles from a counter: with a fixed schedule
+every program would wait for the one without a half tile. The producer takes the next tile one ahead
+and commits it to the consumers.
 
-Three more warps can copy rows into expert-sorted order ahead of the tiles that read them. First,
-each program copies its share of what the first tiles read; then the copiers take units of rows from
-a counter, so no unit waits for a program that has not started. They release each block through its
-counter, which the producer acquires.
+Three more warps can copy rows into expert-sorted order ahead of the tiles that read them. Each
+program first copies its share of the first tiles' rows; then the copiers take units of rows from a
+counter, so that no unit waits for a program that has not started. They release each block through
+its counter, which the producer acquires.
 
 Padding rows may hold anything: rows do not mix, and their results are undefined.
 """
@@ -49,7 +49,7 @@ from .warps import (
     load_acquire,
     messages,
     next_slot,
-    place,
+    position,
     reinterpret,
     renamed,
     ring_barriers,
@@ -70,7 +70,7 @@ _COPIED = gl.constexpr(BLOCK_M // 8 * 128)  # count of a copied block: 128 per u
 def specialized_gemm(g: SortedLaunch) -> None:
     """Compute out[s] = a[s] @ w[expert of s].T for the sorted rows s; gated: silu(gate) * up.
 
-    With ``x_RK``, a is written on the way.
+    With ``x_RK``, copy x to a first: a[s] = x[assignment of s // K].
     """
     num_experts, w_rows, n, k = g.sizes()
     aligned, config, x_RK, wide = g.aligned, g.config, g.x_RK, 2 if g.gated else 1
@@ -102,7 +102,7 @@ def _stages(a, w, out):
 
 @gluon.jit
 def _multiply(WHICH: gl.constexpr, half_blocks, w_s, barriers, slot, phase, steps):
-    """Multiply a half block by a weight tile, over all steps of K."""
+    """Return a @ w.T (ROWS, WIDE) over all steps of K, a consumer group's half of a block."""
     full, empty = barriers
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
     acc = gl.zeros([ROWS, WIDE], gl.float32, layout)
@@ -123,7 +123,7 @@ def _multiply(WHICH: gl.constexpr, half_blocks, w_s, barriers, slot, phase, step
 
 @gluon.jit
 def _release_stages(barriers, slot, phase, steps):
-    """Release the stages of all steps of a tile without using them."""
+    """Release the stages of a tile without reading them."""
     full, empty = barriers
     for _ in range(steps):
         mbarrier.wait(full.index(slot), phase)
@@ -150,7 +150,7 @@ def _consume(
     count = 0
     tile, halves = wait_message(mail, count)
     while tile < row_blocks * col_blocks:
-        block_m, col = place(tile, row_blocks, col_blocks, group_m, OUT)
+        block_m, col = position(tile, row_blocks, col_blocks, group_m, OUT)
         row = (2 * block_m + WHICH) * ROWS
         if halves > WHICH:
             acc, slot, phase = _multiply(WHICH, half_blocks, w_s, barriers, slot, phase, steps)
@@ -173,7 +173,7 @@ def _consume(
 def _copy(
     unit, copied_ptr, rows, AT_ONCE: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """Copy a unit of rows of a, AT_ONCE rows and WIDTH columns at a time."""
+    """Copy a[s] = x[assignment of s // K] for one unit of rows, AT_ONCE x WIDTH at a time."""
     layout: gl.constexpr = gl.BlockedLayout([AT_ONCE // WARPS, 8], [1, 32], [WARPS, 1], [1, 0])
     x_ptr, a_ptr, sorted_ptr, padding, top_k, K, x_stride = rows
     cols = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
@@ -187,7 +187,8 @@ def _copy(
         for col in range(0, K, WIDTH):
             mask = used & (col + cols < K)
             gl.store(a_ptrs + col, gl.load(x_ptrs + col, mask=mask), mask=mask)
-    # Every thread releases its writes.
+    # Asynchronous copies, another proxy, read these rows: each thread fences its own writes and
+    # releases them by its share of the block's count.
     fence_proxies()
     threads: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     block = gl.full([32 * WARPS], 0, gl.int32, threads) + unit // _UNITS
@@ -316,7 +317,7 @@ def _gemm(
             (_copy_ahead, (rows, num_rows_ptr, counters_ptr, COPY)),
             (_copy_ahead, (rows, num_rows_ptr, counters_ptr, COPY)),
         ],
-        [4, 1, 1, 1, 1],  # warps of all but the first
+        [4, 1, 1, 1, 1],  # warps of all partitions but the first
         [232, 40, 40, 40, 40],  # registers per thread: 232 + 232 + 40 = 3 * 168 of the launch
     )  # fmt: skip
 

@@ -1,9 +1,9 @@
 """`specialized` for e4m3 with scales by blocks of 128 x 128 weights and groups of 128 columns.
 
-Each step of K has its own scales, so its product is scaled and added to fp32 sums (which Hopper's
-fp8 tensor cores, with about 14 bits, need anyway). A consumer warp group multiplies its 64 rows by
-128 weight rows and then by the other 128: while it scales one product, the tensor cores compute the
-other group's.
+Each step of K has its own scales, so its product is scaled and added to sums in fp32 (Hopper's fp8
+tensor cores keep about 14 bits, so long sums need that anyway). A consumer warp group multiplies
+its 64 rows by 128 weight rows and then by the other 128: while it scales one product, the tensor
+cores compute the other group's.
 
 Padding rows and their scales may hold anything: rows do not mix, and their results are undefined.
 """
@@ -106,7 +106,7 @@ def _scales(a_scales, w_scales, a_at, w_at, v_at):
 
 @gluon.jit
 def _scales_at(WHICH: gl.constexpr, mail, count, N, steps, GATED: gl.constexpr):
-    """Return where the scales of a tile's rows of a and of both halves of its weights begin."""
+    """Return the offsets of a tile's first scales: of its rows of a and of both weight boxes."""
     block_m, col, expert, _ = wait_message(mail, count)
     blocks = gl.cdiv(2 * N if GATED else N, _STEP)
     block = col // _STEP
@@ -124,9 +124,9 @@ def _consume(
 ):  # fmt: skip
     """Compute half the rows of every tile, if any of them is used (a consumer warp group).
 
-    Scales are loaded a step ahead, during this step's products; in a tile's last step, those of the
-    next tile. Scales of a are (K / 128, capacity), so that eight rows of a warp are one sector.
-    Weight scales are loaded as vectors of one value, since a scalar load is waited for at once.
+    Scales are loaded a step ahead, during this step's products; a tile's last step loads the next
+    tile's. Scales of a are (K / 128, capacity), so that eight rows of a warp are one sector. Weight
+    scales are loaded as vectors of one value, because a scalar load is waited for at once.
     """
     out, out_scale_ptr, a_scale_ptr, w_scale_ptr, sorted_ptr, weights_ptr = results
     N, K, capacity, padding = sizes
@@ -211,8 +211,8 @@ def _commit_tile(
     mail, count, tile, row_blocks, col_blocks, group_m, experts_ptr, sorted_ptr, padding, N,
     GATED: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
-    """Commit what consumers need to know of a tile, with no halves past the last one. Return its
-    block, weight row and halves."""
+    """Commit a tile's block, column, expert and halves (0 past the last tile). Return its block,
+    weight row and halves."""
     OUT: gl.constexpr = WIDE // 2 if GATED else WIDE
     block_m, col, expert, halves = tile_info(tile, row_blocks, col_blocks, group_m, experts_ptr,
                                          sorted_ptr, padding, OUT, HALVES)  # fmt: skip
@@ -226,9 +226,9 @@ def _commit_tile(
 def _load(operands, sizes, memory, barriers, mail, GATED: gl.constexpr, HALVES: gl.constexpr):
     """Load every tile's operands (the producer warp).
 
-    A stage becomes full in two steps: a, without its second half if that has no rows, and the first
-    weight box (gate, or left); then the second (up, or right). The next tile is committed after the
-    first steps of this one, because its scales are loaded in this one's last step.
+    A stage becomes full in two parts: a (without its second half if that has no rows) with the
+    first weight box (gate, or left), and the second box (up, or right). The next tile is committed
+    after this tile's first steps, because consumers load its scales in this tile's last step.
     """
     OUT: gl.constexpr = WIDE // 2 if GATED else WIDE
     a, w, experts_ptr, sorted_ptr, num_rows_ptr, counters_ptr = operands

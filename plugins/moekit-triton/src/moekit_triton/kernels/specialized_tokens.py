@@ -1,9 +1,10 @@
 """Swap-AB `specialized` (Gluon, Hopper), 16 bits: weights on wgmma's M, tokens on its N.
 
-A tile is WEIGHTS weight rows by up to TOKENS tokens of an expert, plus a rest; WEIGHTS * TOKENS is
-128 * 256. Each consumer warp group multiplies half of the weight rows by all tokens, on wgmmas as
-wide as the tile's tokens need, so that few padding rows are computed and no half of a tile is idle.
-With a gate, eight rows of gate and of up alternate: then a thread holds both of an output.
+A token tile is WEIGHTS weight rows by up to TOKENS tokens of an expert, plus a rest;
+WEIGHTS * TOKENS is 128 * 256. Each consumer warp group multiplies half of the weight rows by all
+tokens, on wgmmas that are as wide as the tile's tokens need, so that few padding rows are computed
+and both groups work. With a gate, eight rows of gate and eight of up alternate, so that a thread
+holds gate and up of an output.
 
 The list of tiles comes from `token_tiles`. Programs take them from a counter.
 
@@ -99,8 +100,8 @@ def _multiply(
     WHICH: gl.constexpr, memory, barriers, slot, phase, steps, TOKENS: gl.constexpr,
     REST: gl.constexpr,
 ):  # fmt: skip
-    """Multiply half of a weight tile by TOKENS tokens, and by REST more: from their own memory
-    after a full tile."""
+    """Return w @ x.T of half a weight tile for TOKENS tokens, and for REST more, which follow them
+    or, after a full tile, are in rest_s."""
     w_s, x_s, rest_s = memory
     full, empty = barriers
     ROWS: gl.constexpr = w_s.shape[1]
@@ -148,8 +149,8 @@ def _gate(x):
 
 @gluon.jit
 def _store(WHICH: gl.constexpr, acc, results, count, row, end, col, GATED: gl.constexpr):
-    """Store the results of the tokens up to sorted row ``end``, part by part, each through the next
-    of this warp group's buffers."""
+    """Store the results of the tokens below sorted row ``end`` in parts, each through the next of
+    this warp group's buffers."""
     if acc.shape[1] > _PART:
         left, right = halves_of(acc)
         count = _store(WHICH, left, results, count, row, end, col, GATED)
@@ -188,7 +189,7 @@ def _tile(
 def _compute_tile(
     WHICH: gl.constexpr, results, tile, memory, barriers, state, GATED: gl.constexpr
 ):  # fmt: skip
-    """Compute and store this warp group's half of a tile, on the least tokens that hold it.
+    """Compute and store this warp group's half of a tile, on wgmmas as wide as its tokens need.
 
     Args:
         WHICH: the warp group.

@@ -30,14 +30,13 @@ class GemmConfig(_Tile):
         num_warps: warps of a program.
         num_stages: stages of the software pipeline.
         tma: weight tiles come through a tensor descriptor.
-        persistent: one program per multiprocessor takes tiles in turn (`sorted_gemm` only).
+        persistent: one program per multiprocessor takes tiles by a stride (`sorted_gemm` only).
         splits: programs that share K (4-bit weights and few rows).
         halves: a block whose second half has no rows runs as a half tile.
         wide: two weight tiles side by side share each activation tile, where there is no epilogue.
         specialized: run by specialized warps, where the plan and the device allow it.
         swapped: swap-AB, computing W @ x.T: tiles below 64 rows then run on wgmma, which reads fp8
-            directly, while mma.sync converts it to fp16. Specialized: `kernels.specialized_tokens`,
-            whose tiles have as many tokens as they need.
+            directly, while mma.sync converts it to fp16. Specialized: a token tile.
     """
 
     block_m: int
@@ -55,14 +54,18 @@ class GemmConfig(_Tile):
     swapped: bool = False
 
     @property
+    def block_size(self) -> tuple[int, int, int]:
+        """Return rows, columns and columns of K."""
+        return self.block_m, self.block_n, self.block_k
+
+    @property
     def token_tile(self) -> bool:
-        """Return whether this is a tile of tokens, which has as many of them as it needs: see
-        `kernels.token_tiles`."""
+        """Return whether this is a token tile, a specialized swap-AB tile whose number of tokens
+        varies: see `kernels.token_tiles`."""
         return self.specialized and self.swapped
 
     def unspecialized(self, block_n: int) -> GemmConfig:
-        """Return the nearest tile for other kernels; block_n: in place of a tile of tokens', whose
-        group_m is not kept either.
+        """Return the nearest tile for other kernels; a token tile takes ``block_n`` and group_m 8.
 
         With a gate (block_n below 256), registers are too few for persistence.
         """
@@ -73,16 +76,17 @@ class GemmConfig(_Tile):
         return replace(usual, specialized=False, persistent=wide, halves=not wide)
 
     def describe(self) -> str:
-        """Return for example ``16x128x128 w4 s3 tma``."""
+        """Return for example ``16x128x128 g4 w4 s3 tma``; `tile_from_text` reads it."""
         flags = ("tma", "persistent", "halves", "wide", "specialized", "swapped")
         words = [f"{self.block_m}x{self.block_n}x{self.block_k}"]
+        words += [f"g{self.group_m}"] if self.group_m != 8 else []
         words += [f"w{self.num_warps}", f"s{self.num_stages}"]
         words += [f"k{self.splits}"] if self.splits > 1 else []
         return " ".join(words + [flag for flag in flags if getattr(self, flag)])
 
 
 def token_tile(block_n: int, group_m: int = 1) -> GemmConfig:
-    """Return the tile of tokens with ``block_n`` output columns."""
+    """Return the token tile with ``block_n`` output columns."""
     return GemmConfig(
         128, block_n, 64, group_m, num_warps=8, num_stages=4, tma=True, specialized=True,
         swapped=True,
@@ -113,3 +117,33 @@ def gemm_config(values: Mapping[str, Any]) -> GemmConfig:
         if name not in known or type(value) is not known[name]:
             raise ValueError(f"unknown or mistyped tile parameter: {name}={value!r}")
     return GemmConfig(**values)
+
+
+_NUMBERS = {"g": "group_m", "w": "num_warps", "s": "num_stages", "k": "splits"}
+
+
+def tile_from_text(text: str) -> GemmConfig:
+    """Make a GemmConfig of what its `describe` returns. Raises ValueError for other text."""
+    size, *words = text.split()
+    values: dict[str, Any] = dict(
+        zip(("block_m", "block_n", "block_k"), map(_power_of_two, size.split("x")), strict=True)
+    )
+    for word in words:
+        name = _NUMBERS.get(word[:1]) if word[1:].isdecimal() else None
+        values[name or word] = int(word[1:]) if name else True
+    return gemm_config(values)
+
+
+def gemv_from_text(text: str) -> GemvConfig:
+    """Make a GemvConfig of what its `describe` returns. Raises ValueError for other text."""
+    match text.split():
+        case [rows, "rows", warps] if warps.startswith("w"):
+            return GemvConfig(_power_of_two(rows), _power_of_two(warps[1:]))
+    raise ValueError(f"{text.strip()!r} is not a tile such as '4 rows w8'")
+
+
+def _power_of_two(text: str) -> int:
+    number = int(text)
+    if number < 1 or number & number - 1:
+        raise ValueError(f"{number} is not a power of two")
+    return number

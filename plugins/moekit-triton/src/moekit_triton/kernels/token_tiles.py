@@ -1,7 +1,7 @@
-"""Divide every expert's rows into tiles of tokens, for swap-AB over expert-sorted rows.
+"""Divide every expert's rows into token tiles, for swap-AB over expert-sorted rows.
 
-With tokens on wgmma's N, a tile has as many tokens as its rows need, in pieces of 16. A rest of at
-most REST rows joins the tile before it, so that no weight tile is read again for a few rows.
+With tokens on wgmma's N, a tile's width is a multiple of 16 tokens (pieces), up to a maximum. A
+rest of at most REST rows joins the tile before it: its own tile would read the weights again.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from .tiles import GemmConfig
 PIECE = tl.constexpr(16)
 """Rows of a piece."""
 MOST_PIECES = tl.constexpr(32)
-"""Words hold expert * MOST_PIECES + pieces."""
+"""A tile's word is expert * MOST_PIECES + pieces."""
 REST = tl.constexpr(32)
 """Most rows that join the tile before."""
 
 
 def tile_tokens(config: GemmConfig, gated: bool = False) -> int | None:
-    """Return the rows of a full tile, 128 or 256; None for a tile that is not of tokens."""
+    """Return the rows of a full token tile, 128 or 256; None for other tiles."""
     return 128 * 256 // (config.block_n * (2 if gated else 1)) if config.token_tile else None
 
 
 def most_tiles(num_assignments: int, num_experts: int, tokens: int = 128) -> int:
-    """Return the most tiles of a list, for at least so many tokens."""
+    """Return an upper bound on the number of tiles, of at least ``tokens`` tokens when full."""
     return num_assignments // tokens + min(num_assignments, num_experts)
 
 
@@ -60,10 +60,8 @@ def list_both_token_tiles(
     memory: Sequence[torch.Tensor],
     tokens: tuple[int | None, int | None],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the lists of both GEMMs, one for both if their ``tokens`` are equal; None without.
-
-    memory: for each list what `list_token_tiles` takes.
-    """
+    """Return a list of tiles for each GEMM: the same one if their ``tokens`` are equal, None for a
+    GEMM without token tiles. memory: both lists' ``tiles`` of `list_token_tiles`."""
     lists: dict[int | None, torch.Tensor | None] = {None: None}
     for each, tiles in zip(tokens, memory, strict=True):
         if each is not None and each not in lists:

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .gemm import tile_at
+from .order import tile_at
 from .token_tiles import MOST_PIECES, PIECE
 from .warps import (
     STAGES,
@@ -46,8 +46,7 @@ def token_stages(a, rest, w, WEIGHTS: gl.constexpr, TOKENS: gl.constexpr):
 
 @gluon.constexpr_function
 def _narrower(tokens, rest, most):
-    """Return the next smaller tile of tokens plus rest: of wgmmas that are not wider than it needs,
-    down to a quarter of ``most``."""
+    """Return the next smaller size (tokens, rest) of a tile, down to a quarter of ``most``."""
     if rest > 0:
         return tokens, 16 if rest > 16 and tokens == most else 0
     return tokens // 2, most // 4 if tokens == most else 0
@@ -58,8 +57,8 @@ def on_least_tokens(
     COMPUTE: gl.constexpr, WHICH: gl.constexpr, GATED: gl.constexpr, pieces, given, state,
     TOKENS: gl.constexpr, REST: gl.constexpr, MOST: gl.constexpr,
 ):  # fmt: skip
-    """Return COMPUTE(WHICH, GATED, given, state, tokens, rest), with the least tokens plus rest
-    that hold ``pieces``: TOKENS + REST, or less."""
+    """Return COMPUTE(WHICH, GATED, given, state, tokens, rest) with the smallest tokens + rest, at
+    most TOKENS + REST, that hold ``pieces``."""
     LESS: gl.constexpr = _narrower(TOKENS, REST, MOST)
     if LESS[0] < MOST // 4:
         state = COMPUTE(WHICH, GATED, given, state, TOKENS, REST)
@@ -73,7 +72,7 @@ def on_least_tokens(
 
 @gluon.jit
 def load_tokens(tokens, row, k, pieces, bar, slot, MORE_BYTES: gl.constexpr):
-    """Load the boxes of tokens that a tile has, and expect them and MORE_BYTES."""
+    """Load a tile's boxes of tokens, and let the barrier expect them and MORE_BYTES."""
     a, rest, x_boxes, rest_s = tokens
     REST: gl.constexpr = rest.block_shape[0]
     BOXES: gl.constexpr = x_boxes.shape[0] // STAGES
@@ -91,7 +90,7 @@ def load_tokens(tokens, row, k, pieces, bar, slot, MORE_BYTES: gl.constexpr):
 
 @gluon.jit
 def listed_tile(tiles_ptr, index, inside, row_tiles, col_tiles, group_m):
-    """Return a tile's first row, column tile, expert, and pieces: none if it is not ``inside``."""
+    """Return a tile's first row, column tile, expert and pieces; all 0 if it is not ``inside``."""
     row_tile, col_tile = tile_at(index, gl.maximum(row_tiles, 1), col_tiles, group_m)
     row = gl.where(inside, gl.load(tiles_ptr + 1 + 2 * row_tile), 0)
     word = gl.where(inside, gl.load(tiles_ptr + 2 + 2 * row_tile), 0)
@@ -100,8 +99,8 @@ def listed_tile(tiles_ptr, index, inside, row_tiles, col_tiles, group_m):
 
 @gluon.jit
 def _commit_tile(mail, count, list_of, tile, N, OUT: gl.constexpr, GATED: gl.constexpr):
-    """Commit what consumers need to know of a tile: its first row, column, expert and pieces, none
-    past the last one. Return its row, weight row and pieces."""
+    """Commit a tile's first row, column, expert and pieces (0 past the last tile). Return its row,
+    weight row and pieces."""
     tiles_ptr, row_tiles, col_tiles, group_m = list_of
     inside = tile < row_tiles * col_tiles
     row, col_tile, expert, pieces = listed_tile(
@@ -128,7 +127,7 @@ def load_tiles(
 ):  # fmt: skip
     """Load every tile's operands (the producer warp): its boxes of tokens, and WEIGHTS weight rows.
 
-    The next tile is committed after the first steps of this one, so that no product waits for it.
+    The next tile is committed after this tile's first steps, so that no product waits for it.
     """
     a, _, _, _ = tokens
     w, w_boxes = weights

@@ -1,12 +1,13 @@
 """Building blocks of the kernels by specialized warps (Gluon, Hopper).
 
-The producer warp loads tiles of both operands into a ring of STAGES; barriers say which stages are
-full and which are empty. It is also the tile scheduler: it takes tiles from a counter and commits a
-message about each to a second ring, on which the consumer warps wait. The rest are epilogues.
+The producer warp loads tiles of both operands into a ring of STAGES, with a full and an empty
+barrier for each stage. It is also the tile scheduler: it takes tiles from a counter and commits a
+message about each to a second ring, on which the consumer warps wait. The other functions are
+epilogues.
 
-Tuples group what functions pass on: ``barriers`` are those of the ring, full and empty; ``mail`` is
-the ring of messages, words and barriers. (In triton 3.6 a constant in a tuple with a name becomes a
-variable, so constants are passed apart.)
+Tuples group what functions pass on: ``barriers`` is (full, empty) of the ring, ``mail`` is (words,
+barriers) of the messages. (In triton 3.6 a constant in a tuple with a name becomes a variable, so
+constants are passed apart.)
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .gemm import tile_at
+from .order import tile_at
 
 BLOCK_M, COLUMNS = 128, 256
 """Rows of a block; weight rows of a tile, half of them gate and half up with a gate."""
@@ -29,7 +30,8 @@ WIDE = gl.constexpr(COLUMNS)
 STAGES = gl.constexpr(4)
 OF_BLOCKS = gl.constexpr(COUNTERS)  # index of the first block's counter
 # Messages. The producer is at most STAGES + 1 tiles ahead of a consumer warp group, and STAGES + 3
-# ahead of a warp that stores such a group's results; with fewer, a barrier's phase would repeat.
+# ahead of a warp that stores such a group's results: with a shorter ring, a barrier's parity would
+# come round again before a waiting warp has seen it.
 RING = gl.constexpr(8)
 
 
@@ -65,8 +67,8 @@ def next_slot(slot, phase):
 
 @gluon.jit
 def renamed(integers):
-    """Return a tuple of integers under new names: triton 3.6 does not carry a name from one step of
-    a loop to the next that is assigned another carried name."""
+    """Return a tuple of integers under new names: in triton 3.6 a name that is assigned another
+    loop-carried name keeps its first value."""
     found = ()
     for i in gl.static_range(len(integers)):
         found += (integers[i] + 0,)
@@ -75,8 +77,8 @@ def renamed(integers):
 
 @gluon.jit
 def ring_barriers(EACH: gl.constexpr):
-    """Allocate the ring's barriers: EACH that say that a part of a stage is full, and one, empty,
-    that both consumer groups have released it. Fence before use."""
+    """Allocate each stage's barriers: EACH full ones, for parts of the stage, and an empty one,
+    which both consumer groups release. Fence before use."""
     full = gl.allocate_shared_memory(gl.int64, [EACH * STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
@@ -88,8 +90,8 @@ def ring_barriers(EACH: gl.constexpr):
 
 @gluon.jit
 def messages(LENGTH: gl.constexpr):
-    """Allocate a ring of messages of LENGTH int32 from one warp: the words, and barriers that say
-    which messages are valid. Fence before use."""
+    """Allocate a ring of messages of LENGTH int32 from one warp, with a barrier for each message.
+    Fence before use."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     valid = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     words = gl.allocate_shared_memory(gl.int32, [LENGTH * RING, 1], layout)
@@ -124,7 +126,7 @@ def wait_message(mail, count):
 
 
 @gluon.jit
-def place(tile, row_blocks, col_blocks, group_m, OUT: gl.constexpr):
+def position(tile, row_blocks, col_blocks, group_m, OUT: gl.constexpr):
     """Return a tile's block and first column."""
     block_m, block_n = tile_at(tile, row_blocks, col_blocks, group_m)
     return block_m, block_n * OUT
@@ -133,11 +135,11 @@ def place(tile, row_blocks, col_blocks, group_m, OUT: gl.constexpr):
 @gluon.jit
 def tile_info(tile, row_blocks, col_blocks, group_m, experts_ptr, sorted_ptr, padding,
           OUT: gl.constexpr, HALVES: gl.constexpr):  # fmt: skip
-    """Return a tile's block, column, expert, and how many of its halves, 1 or 2, have rows; past
-    the last tile, those of the last."""
+    """Return a tile's block, column, expert and number of halves that have rows (1 or 2); past the
+    last tile, return the last tile's."""
     row_blocks = gl.maximum(row_blocks, 1)
     tile = gl.minimum(tile, row_blocks * col_blocks - 1)
-    block_m, col = place(tile, row_blocks, col_blocks, group_m, OUT)
+    block_m, col = position(tile, row_blocks, col_blocks, group_m, OUT)
     expert = gl.load(experts_ptr + block_m)
     halves = tile * 0 + 2
     if HALVES:
@@ -166,7 +168,7 @@ def clear(ptr, length):
 
 @gluon.jit
 def fence_proxies():
-    """Order this thread's own memory accesses with asynchronous copies."""
+    """Order this thread's memory accesses before asynchronous copies (TMA), another proxy."""
     gl.inline_asm_elementwise(
         "fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -201,8 +203,8 @@ def apply_weight_before(acc, weights_ptr, sorted_ptr, row, padding, AXIS: gl.con
 
 @gluon.jit
 def add_scaled(acc, product, factor):
-    """Return acc + product * factor of the row, computed here: LLVM would delay it past the next
-    product, and double the registers of products."""
+    """Return acc + product * factor[:, None], computed at this point: LLVM would delay it past the
+    next product, and two products would need registers."""
     factor = gl.expand_dims(factor, 1).broadcast_to(product.shape)
     return gl.inline_asm_elementwise(
         "fma.rn.f32 $0, $1, $2, $3;", "=r,r,r,r", [product, factor, acc], dtype=gl.float32,
@@ -225,8 +227,8 @@ def rcp(x):
 
 @gluon.jit
 def silu_divisor(gate):
-    """Return 1 + exp(-gate), at most 2 ** 60, also for NaN: the product of two is finite, so that
-    two values share a reciprocal."""
+    """Return 1 + exp(-gate), at most 2 ** 60, also for NaN: then the product of two is finite, and
+    they can share a reciprocal."""
     return 1.0 + _ex2(gl.minimum(gate * -1.4426950408889634, 60.0))
 
 
@@ -242,8 +244,8 @@ def silu_mul(gate, up):
 
 @gluon.jit
 def store_tile(x, buffers, index, out, row, col, BUFFERS: gl.constexpr, AXIS: gl.constexpr = 0):
-    """Store x, or with AXIS 1 its transpose, of maybe fewer rows than the buffer, through a buffer
-    of the ring, once its previous store has been read."""
+    """Store x at out[row, col] through a buffer, after the buffer's previous store was read. AXIS
+    1: store x.T, which may have fewer rows than the buffer."""
     tma.store_wait(BUFFERS - 1)
     buffer = buffers.index(index)
     if AXIS == 0:
