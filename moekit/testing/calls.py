@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import cache, partial
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -269,7 +272,8 @@ class Watch:
 
 def bits(tensor: Tensor) -> Tensor:
     """Return the bytes of a tensor, which compare equal even where it holds NaN."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    whole = tensor.detach().contiguous()  # also of one element with another stride
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -296,6 +300,26 @@ def unchanged_process() -> Iterator[None]:
         value, restore = before[name]
         restore(value)
     assert not changed, f"the call changed torch's {', '.join(changed)} for the whole process"
+
+
+@contextmanager
+def nothing_printed() -> Iterator[None]:
+    """Assert that nothing is printed to stdout or stderr, by Python or by a library in C."""
+    before = [os.dup(descriptor) for descriptor in (1, 2)]
+    with TemporaryFile("w+") as file, redirect_stdout(file), redirect_stderr(file):
+        try:
+            for descriptor in (1, 2):
+                os.dup2(file.fileno(), descriptor)
+            yield
+        finally:
+            ctypes.CDLL(None).fflush(None)
+            for descriptor, copy in enumerate(before, start=1):
+                os.dup2(copy, descriptor)
+                os.close(copy)
+        file.flush()
+        file.seek(0)
+        text = file.read()
+    assert not text, f"printed {text[:200]!r}; log it with the logging module at level DEBUG"
 
 
 @contextmanager

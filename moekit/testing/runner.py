@@ -9,7 +9,7 @@ import pytest
 
 from moekit.discovery.registry import registry
 from moekit.errors import Unsupported
-from moekit.testing.collection import WITHOUT_DEVICE
+from moekit.testing.base import WITHOUT_DEVICE
 
 VARIABLE = "_MOEKIT_CHECK"
 # `test_negative_controls` tries the kit's tolerance without calling the backend.

@@ -512,17 +512,19 @@ def test_python_started_otherwise(
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
-def test_fast_and_without_vendors(tmp_path: Path) -> None:
-    """No vendor library is imported, and importing torch takes nearly all of the time."""
+def test_few_imports_and_no_vendors(tmp_path: Path) -> None:
+    """No vendor library is imported, and few modules besides torch: the CLI starts at once."""
     for vendor in VENDORS:
         (tmp_path / f"{vendor}.py").touch()
     code = f"""
-import sys, time, torch
-start = time.process_time()
+import sys, torch
+before = set(sys.modules)
 from moekit.cli.main import main
 main(["plugins"])
 main(["explain", *{SIZES}, "--quant", "fp8_block", "--device", "sm90"])
-print(time.process_time() - start, [v for v in {VENDORS} if v in sys.modules], file=sys.stderr)
+new = [name for name in sys.modules if name not in before]
+slow = [name for name in ("transformers", "triton", "numpy.testing", "torch._dynamo") if name in new]
+print(len(new), slow + [v for v in {VENDORS} if v in sys.modules], file=sys.stderr)
 """
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
@@ -530,12 +532,12 @@ print(time.process_time() - start, [v for v in {VENDORS} if v in sys.modules], f
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
-    seconds, imported = done.stderr.strip().splitlines()[-1].split(" ", 1)
+    count, imported = done.stderr.strip().splitlines()[-1].split(" ", 1)
     assert imported == "[]"
-    assert float(seconds) < 1, f"{seconds} s of CPU time, importing torch excluded"
+    assert int(count) < 400, f"{count} modules besides torch's"
 
 
 # -- problems of models ----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`moekit.testing.interpreter` patches kernels and their device functions, and restores triton."""
+"""`triton_interpreter` patches kernels and their device functions, and restores triton."""
 
 import os
 import subprocess
@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from moekit_kernels.numerics import INTERPRETED
 from triton.runtime import interpreter
-
-from moekit.testing.interpreter import prepare_once
+from triton_interpreter import prepare_once
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="compiled")
 
