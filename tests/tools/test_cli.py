@@ -523,7 +523,7 @@ from moekit.cli.main import main
 main(["plugins"])
 main(["explain", *{SIZES}, "--quant", "fp8_block", "--device", "sm90"])
 new = [name for name in sys.modules if name not in before]
-slow = [name for name in ("transformers", "triton", "numpy.testing", "torch._dynamo") if name in new]
+slow = [name for name in ("transformers", "triton", "torch._dynamo") if name in new]
 print(len(new), slow + [v for v in {VENDORS} if v in sys.modules], file=sys.stderr)
 """
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
