@@ -197,34 +197,18 @@ def kit_registry(
 def _dispatchers(local: DispatcherSpec, batched: DispatcherSpec) -> tuple[DispatcherSpec, ...]:
     """Return the specs of the kit's dispatchers, from those of the core's."""
     wire = replace(local, wire_schemes=WIRE_SCHEMES, priority=-1000)
-    return (
-        replace(
-            wire,
-            name=QUANTIZED_WIRE,
-            target=f"{__name__}:{QuantizedWire.__name__}",
-            ids_dtype="int32",
-        ),
-        replace(
-            wire, name=ROW_SCALES, target=f"{__name__}:{RowScales.__name__}", batch_invariant=False
-        ),
-        *(
-            replace(
-                wire,
-                name=name,
-                target=f"{__name__}:{columns.__name__}",
-                ids_dtype="int32",
-                batch_invariant=False,
-            )
-            for name, columns in ((ONE_COLUMN, OneColumn), (THREE_COLUMNS, ThreeColumns))
-        ),
-        replace(
-            batched,
-            name=SPARE_CAPACITY,
-            target=f"{__name__}:{SpareCapacity.__name__}",
-            wire_schemes=frozenset(),
-            batch_invariant=False,
-            priority=-1000,
-        ),
+    spare = replace(batched, wire_schemes=frozenset(), priority=-1000)
+    int32, other_bits = {"ids_dtype": "int32"}, {"batch_invariant": False}
+    table: tuple[tuple[str, type, DispatcherSpec, dict[str, Any]], ...] = (
+        (QUANTIZED_WIRE, QuantizedWire, wire, int32),
+        (ROW_SCALES, RowScales, wire, other_bits),
+        (ONE_COLUMN, OneColumn, wire, {**int32, **other_bits}),
+        (THREE_COLUMNS, ThreeColumns, wire, {**int32, **other_bits}),
+        (SPARE_CAPACITY, SpareCapacity, spare, other_bits),
+    )
+    return tuple(
+        replace(base, name=name, target=f"{__name__}:{kind.__name__}", **changes)
+        for name, kind, base, changes in table
     )
 
 

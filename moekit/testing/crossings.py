@@ -39,10 +39,12 @@ LIMIT, ALPHA = 1.3, 1.2
 _EXPERTS = {1: 5, 2: 6, 3: 3, 40: 43}
 ON_INPUT = "1, weight on input"
 
+_Possible = Callable[[Row], Row | None]
+
 # Tokens, and their routing. Most rows of an expert: all tokens where the routing is hot.
 _LOADS = ((1, "random"), (7, "masked"), (70, "rows"), (131, "hot"), (300, "hot"))
 _LOADS_INTERPRETED = ((1, "random"), (5, "masked"), (17, "hot"))
-_FEW_TOKENS, _MANY_TOKENS = 7, 100
+_MANY_TOKENS = 100  # for 40 experts
 _MOST_INTERPRETED = 16  # cases
 
 # Candidates for H and for I, the first of which that the backend takes is used. Usual ones depend
@@ -193,57 +195,63 @@ def _array(
         "via": ("native", "bridged", QUANTIZED_WIRE),
         "batch_invariant": (False, True) if spec.batch_invariant else (False,),
     }
-    allowed = partial(_allowed, spec, device, interpreted)
+    possible = partial(_possible, spec, device, interpreted)
     first, *others = paths
     exact = {"scheme": (first,), "load": loads, "bias": biases, **dimensions}
-    made = {first: covering_array(exact, allowed, draw, _MOST_INTERPRETED if interpreted else None)}
+    made = {
+        first: covering_array(exact, possible, draw, _MOST_INTERPRETED if interpreted else None)
+    }
     # Bias and load are one dimension, so that both together meet each scheme.
     both = {"both": tuple(product(loads, biases)), **dimensions}
     if interpreted:
         rest = [
             row
             for path in others
-            for row in covering_array({"scheme": (path,), **both}, allowed, draw, 1)
+            for row in covering_array({"scheme": (path,), **both}, possible, draw, 1)
         ]
     else:
-        rest = covering_array({"scheme": others, **both}, allowed, draw) if others else []
+        rest = covering_array({"scheme": others, **both}, possible, draw) if others else []
     for path in others:
         rows = [_apart(row) for row in rest if row["scheme"] == path]
-        made[path] = [_on_path(row, paths[path], i, allowed) for i, row in enumerate(rows)]
+        made[path] = [_on_path(row, paths[path], i, possible) for i, row in enumerate(rows)]
     return made
 
 
-def _on_path(row: Row, schemes: Sequence[str], index: int, allowed: Callable[[Row], bool]) -> Row:
+def _on_path(row: Row, schemes: Sequence[str], index: int, possible: _Possible) -> Row:
     """Return the row with one of the schemes of its path; wide rows keep the first scheme."""
     other = {**row, "scheme": schemes[index % len(schemes)]}
-    return row if "wide" in (row["H"], row["I"]) or not allowed(other) else other
+    return row if "wide" in (row["H"], row["I"]) or possible(other) != other else other
 
 
-def _allowed(spec: ExpertsSpec, device: DeviceSpec, interpreted: bool, row: Row) -> bool:
-    """Tell whether a row is worth its time, and the backend takes it."""
-    row = _apart(row)
-    wide = [name for name in ("H", "I") if row[name] == "wide"]
-    num_tokens = row["load"][0]
-    if wide and (
-        len(wide) > 1
-        or num_tokens > _FEW_TOKENS
-        or row["top_k"] not in (1, 2)
-        or row["activation"] != _main_activation(spec)
-        or (row["replicas"], row["share"]) != (0, "all")
-    ):
-        return False
-    if row["load"][1] == "hot" and row["replicas"] and row["share"] != "all":
-        return False  # this rank may hold no expert that has most rows
-    if row["top_k"] == 40 and num_tokens > _MANY_TOKENS:
-        return False
+def _possible(spec: ExpertsSpec, device: DeviceSpec, interpreted: bool, row: Row) -> Row | None:
+    """Return the row without what contradicts itself or takes long, or None if it is refused.
+
+    Wide rows have few tokens and experts.
+    """
+    given, row = row, dict(_apart(row))
+    if row["H"] == row["I"] == "wide":
+        row["I"] = "usual"
+    wide = "wide" in (row["H"], row["I"])
+    if wide or (row["top_k"] == 40 and row["load"][0] > _MANY_TOKENS):
+        few = (_LOADS_INTERPRETED if interpreted else _LOADS)[1]
+        row["load"] = min(row["load"], few)
+    if wide:
+        row["top_k"] = row["top_k"] if row["top_k"] in (1, 2) else 2
+        row |= {"activation": _main_activation(spec), "replicas": 0, "share": "all"}
+    if row["load"][1] == "hot" and row["replicas"]:
+        row["share"] = "all"  # another rank may hold no expert that has most rows
     if row["top_k"] == ON_INPUT and row["router"] in _ROUTER_FACTORS:
-        return False  # tokens far from 1 have tests of their own
-    if row["batch_invariant"] and row["share"] != "all":  # whose partial sums ranks add up
-        return False
+        row["router"] = "plain"  # tokens far from 1 have tests of their own
+    if row["batch_invariant"]:
+        row["share"] = "all"  # ranks add up partial sums otherwise
     quantized = SCHEMES[row["scheme"]].weight is not None
     if interpreted and quantized and (wide or row["top_k"] == 40):
-        return False
-    return _problem(spec, device, tuple(row.items())) is not None
+        return None
+    if _problem(spec, device, tuple(row.items())) is None:
+        return None
+    if "both" in given:
+        row["both"] = row.pop("load"), row.pop("bias")
+    return row
 
 
 def _apart(row: Row) -> Row:
@@ -280,7 +288,8 @@ def _problem(
     weight = SCHEMES[row["scheme"]].weight
     grouped = weight is not None and max(weight.group) > 32
     narrow = "wide" in (row["H"], row["I"]) or top_k == 40
-    usual = _NARROW if narrow else ((160, 256, 512) if grouped else (96, 128, 256, 512))
+    usual = (160, 256, 512, 1024, 2048) if grouped else (96, 128, 256, 512, 1024, 2048)
+    usual = _NARROW if narrow else usual
     sizes = {"usual": usual, "tiny": _TINY, "wide": _WIDE}
     experts = 2 if "wide" in (row["H"], row["I"]) else _EXPERTS[top_k]
     padded = {row["H"], row["I"]} & {"tiny", "odd"}

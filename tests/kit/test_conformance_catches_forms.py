@@ -102,7 +102,7 @@ class ThirtyTwoGroups(EightGroups):
         return tensor[..., torch.where(group < 32, group, 0)]
 
 
-@killed_by("test_cases", "fp8_block")
+@killed_by("test_cases", "fp8_w8a16_block")
 class EightBlocksOfRows(EightGroups):
     """Reads the scales of a weight's first eight blocks of rows, and the eighth's behind."""
 

@@ -17,7 +17,7 @@ def rank_in_expert(ids):
     order = flat.argsort(stable=True)
     counts = flat[order].unique_consecutive(return_counts=True)[1]
     rank = torch.cat([torch.arange(1, int(n) + 1) for n in counts])
-    return torch.empty_like(flat).scatter_(0, order, rank).view_as(ids)
+    return torch.empty_like(order).scatter_(0, order, rank).view_as(ids)
 
 
 def rows_of_expert(ids):
