@@ -240,8 +240,11 @@ def _possible(spec: ExpertsSpec, device: DeviceSpec, interpreted: bool, row: Row
         row |= {"activation": _main_activation(spec), "replicas": 0, "share": "all"}
     if row["load"][1] == "hot" and row["replicas"]:
         row["share"] = "all"  # another rank may hold no expert that has most rows
-    if row["top_k"] == ON_INPUT and row["router"] in _ROUTER_FACTORS:
-        row["router"] = "plain"  # tokens far from 1 have tests of their own
+    if row["top_k"] == ON_INPUT:  # tokens far from 1 have tests; few neurons are too sensitive
+        row["router"] = "plain"
+        row["I"] = "usual" if row["I"] == "tiny" else row["I"]
+    if row["router"] == "signed" and row["via"] == "bridged":
+        row["via"] = "native"  # bridged experts get no router weights
     if row["batch_invariant"]:
         row["share"] = "all"  # ranks add up partial sums otherwise
     quantized = SCHEMES[row["scheme"]].weight is not None
