@@ -226,7 +226,7 @@ def _on_path(row: Row, schemes: Sequence[str], index: int, possible: _Possible) 
 def _possible(spec: ExpertsSpec, device: DeviceSpec, interpreted: bool, row: Row) -> Row | None:
     """Return the row without what contradicts itself or takes long, or None if it is refused.
 
-    Wide rows have few tokens and experts.
+    Wide rows have few tokens and experts. Bias and load may be one value, `both`.
     """
     given, row = row, dict(_apart(row))
     if row["H"] == row["I"] == "wide":
@@ -240,16 +240,15 @@ def _possible(spec: ExpertsSpec, device: DeviceSpec, interpreted: bool, row: Row
         row |= {"activation": _main_activation(spec), "replicas": 0, "share": "all"}
     if row["load"][1] == "hot" and row["replicas"]:
         row["share"] = "all"  # another rank may hold no expert that has most rows
-    if row["top_k"] == ON_INPUT:  # tokens far from 1 have tests; few neurons are too sensitive
-        row["router"] = "plain"
+    if row["top_k"] == ON_INPUT:  # it enlarges tokens, for which clamps and squares are sensitive
+        row |= {"router": "plain", "activation": _main_activation(spec), "share": "all"}
         row["I"] = "usual" if row["I"] == "tiny" else row["I"]
     if row["router"] == "signed" and row["via"] == "bridged":
         row["via"] = "native"  # bridged experts get no router weights
     if row["batch_invariant"]:
         row["share"] = "all"  # ranks add up partial sums otherwise
-    quantized = SCHEMES[row["scheme"]].weight is not None
-    if interpreted and quantized and (wide or row["top_k"] == 40):
-        return None
+    if interpreted and (wide or row["top_k"] == 40):
+        return None  # takes up to seven seconds
     if _problem(spec, device, tuple(row.items())) is None:
         return None
     if "both" in given:
@@ -300,7 +299,7 @@ def _problem(
     for at in range(max(map(len, pairs))):
         hidden, inner = (each[min(at, len(each) - 1)] for each in pairs)
         try:
-            problem = MoEProblem(**sizes_of(experts, top_k, hidden, inner), **wanted)
+            problem = MoEProblem(**{**sizes_of(experts, top_k, hidden, inner), **wanted})
         except InvalidProblem:
             continue
         if not spec.unsupported(problem) and (padded or not spec.padding(problem)):
