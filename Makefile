@@ -30,7 +30,7 @@ test: $(VENV)/.dev
 test-vllm: $(VENV)-vllm/.done
 	$(VENV)-vllm/bin/python -m pytest plugins/moekit-vllm/tests --ignore plugins/moekit-vllm/tests/layer --durations=20
 
-# Also the tests marked full and kit_full (see pyproject.toml).
+# Also the tests marked full (see pyproject.toml).
 test-all: $(VENV)/.dev
 	$(CACHING) $(BIN)/python -m pytest $(PYTEST) -m ''
 

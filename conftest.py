@@ -7,7 +7,9 @@ GPU. Both are chosen before torch and triton are imported.
 from __future__ import annotations
 
 import gc
+import importlib
 import os
+import sys
 from collections import defaultdict
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -35,6 +37,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     if not INTERPRETED:
         return
+    if "moekit.testing.base" in sys.modules:  # some of them are the kit's
+        kit_full = importlib.import_module("kit_full")
+        kit_full.mark(items)
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if hasattr(item, "callspec") and "plugins" in item.path.parts:

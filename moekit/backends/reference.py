@@ -49,10 +49,20 @@ def _mlp(
 
 
 def oracle(x_TH: Tensor, weights: ExpertWeights, routing: Routing, problem: MoEProblem) -> Tensor:
-    """Compute the layer in fp32 on dequantized weights and unquantized activations: (T, H) fp32.
+    """Compute the layer in fp32 on dequantized weights and unquantized activations.
 
-    ``weights`` hold the physical experts ``problem.local_experts``; ids outside them contribute
-    nothing, so the sum of all ranks' results is the whole layer. One expert at a time is in fp32.
+    The result defines what is right: every backend is compared with it. The public name is
+    `moekit.testing.oracle`. One expert at a time is dequantized, so a large layer fits.
+
+    Args:
+        x_TH: tokens (T, H) of any float dtype.
+        weights: the experts ``problem.local_experts`` in the problem's scheme, before `pack`.
+        routing: weights (T, K) fp32 and physical ids (T, K). Ids of other ranks' experts and -1 add
+            nothing, so the sum of all ranks' results is the whole layer.
+        problem: sizes, scheme, activation and biases of the layer.
+
+    Returns:
+        (T, H) fp32.
     """
     held = replace(weights.canonical(problem), w13_input_scale=None, w2_input_scale=None)
     out = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)

@@ -93,8 +93,8 @@ def declared_format(
 def format_of_scheme(scheme: QuantScheme) -> Format:
     """Return a format that ``scheme`` computes with.
 
-    Tensors are called as in compressed-tensors' checkpoints; in those of fp8 in blocks with
-    quantized activations, as in DeepSeek's.
+    Tensors are called as in compressed-tensors' checkpoints, and as in DeepSeek's for fp8 in blocks
+    with quantized activations.
     """
     weight, activation = scheme.weight, scheme.activation
     if weight is None:

@@ -1,7 +1,7 @@
 """fp8 and int8 with scales in the layout of the weight, as several quantizers write them.
 
 Called fp8 in transformers' and DeepSeek's configs (``weight``, ``weight_scale_inv``), fbgemm_fp8,
-and fp8 or int8 in those of compressed-tensors, ModelOpt and Quark (``weight``, ``weight_scale``).
+and fp8 or int8 by compressed-tensors, ModelOpt and Quark (``weight``, ``weight_scale``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Fp8(Method):
     """transformers' FineGrainedFP8Config and FbgemmFp8Config, and DeepSeek's files."""
 
     names = ("fp8", "fbgemm_fp8")
-    # expert_dtype: the tensors show it. scale_fmt: scales of activations are powers of two, too.
+    # expert_dtype: the tensors show it. scale_fmt: activations' scales are powers of two.
     fields = frozenset({
         "activation_scheme", "activation_scale_ub", "weight_block_size", "fmt", "scale_fmt",
         "expert_dtype", "dequantize", "is_checkpoint_fp8_serialized", "modules_to_convert",
@@ -77,7 +77,7 @@ def eight_bits_of(
     Args:
         blocks: The rows and columns of a block, if the config says them.
         activation: How activations are quantized: an OperandQuant, None, or a function of the
-            matrix and the operand whose groups are those of the weights' columns.
+            matrix and of the operand that has the weights' groups of columns.
     """
     dtype = matrix.dtype("weight")
     assert isinstance(dtype, torch.dtype)

@@ -78,7 +78,7 @@ class Format:
             several formats.
         zero_points: There is a zero point for each scale.
         act_order: The columns of a group may be any, as the part g_idx says. (A checkpoint may
-            have a g_idx for groups of adjacent columns, too.)
+            also have a g_idx for groups of adjacent columns.)
         scale_dtype: As in `OperandQuant`.
         activation: How the checkpoint intends activations to be quantized.
         parts: The stored tensors by role: weight, scale, and if the format has them
@@ -197,7 +197,7 @@ def scale_values(stored: Tensor) -> Tensor:
 
 
 def fp4_pairs(device: torch.device) -> Tensor:
-    """Return the two numbers of each byte, (256, 2), that of the lower half first."""
+    """Return the two numbers of each byte, (256, 2), the lower half's first."""
     nibble = torch.tensor([*E2M1, *(-v for v in E2M1)], dtype=torch.float32, device=device)
     byte = torch.arange(256, device=device)
     return torch.stack((nibble[byte & 15], nibble[byte >> 4]), dim=1)

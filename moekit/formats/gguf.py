@@ -114,7 +114,7 @@ def _q4_1(b: Tensor) -> Tensor:
 
 
 def _five_bits(low: Tensor, high: Tensor) -> Tensor:
-    """Join nibbles with fifth bits, whose bytes hold those of 8 adjacent elements."""
+    """Join nibbles with fifth bits; a byte holds the fifth bits of 8 adjacent elements."""
     return (_nibbles(low, 16) | (_bits(high, 1, 1) << 4)).float()
 
 
@@ -179,7 +179,7 @@ _DECODERS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def _pairs_in_order(q: Tensor) -> Tensor:
-    """Return bytes of adjacent elements; those of GGUF hold elements j and j + 16."""
+    """Return bytes of adjacent elements; GGUF's hold elements j and j + 16."""
     return pack_int4(_nibbles(q, 16))
 
 

@@ -159,7 +159,7 @@ def declare(config: Mapping[str, Any], n: int, k: int) -> Tensors:
     """Return the tensors that GPTQ's config declares."""
     bits, group = integer(config, "bits", (4, 8)), config.get("group_size") or -1
     made = words(bits, group, zero_points=True, zero_offset=0, act_order=False, g_idx=True)
-    return {"qzeros": ((), torch.int32), **tensors_of(made, n, k)}  # 8-bit weights have them, too
+    return {"qzeros": ((), torch.int32), **tensors_of(made, n, k)}  # also of 8-bit weights
 
 
 def integer(config: Mapping[str, Any], key: str, allowed: tuple[int, ...]) -> int:

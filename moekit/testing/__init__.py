@@ -27,12 +27,14 @@ pytest.register_assert_rewrite(
         f"moekit.testing.{name}"
         for name in (
             *("base", "calls", "diagnose", "dispatchers", "experts", "experts_base", "interface"),
-            *("arithmetic", "sizes", "threads", "invariance"),
+            *("arithmetic", "crossings", "sizes", "threads", "invariance"),
             *("ranks", "rank_failures", "rank_threads"),
         )
     )
 )
 
+from moekit.backends.reference import oracle  # noqa: E402
+from moekit.testing.cases import Case  # noqa: E402
 from moekit.testing.compare import Tolerance, relative_error, tolerance  # noqa: E402
 from moekit.testing.diagnose import assert_close  # noqa: E402
 from moekit.testing.dispatchers import DispatcherConformance  # noqa: E402
@@ -40,10 +42,12 @@ from moekit.testing.experts import ExpertsConformance  # noqa: E402
 from moekit.testing.runner import run  # noqa: E402
 
 __all__ = [
+    "Case",
     "DispatcherConformance",
     "ExpertsConformance",
     "Tolerance",
     "assert_close",
+    "oracle",
     "relative_error",
     "run",
     "tolerance",

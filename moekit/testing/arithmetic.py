@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -11,9 +10,8 @@ import torch
 
 from moekit.contract import Routing
 from moekit.errors import WeightsError
-from moekit.layer.replicas import to_physical
-from moekit.problem import DTYPES, ActivationFormat, MoEProblem, ParallelConfig
-from moekit.problem.activation import ACTIVATIONS, ALPHAS, CLAMPABLE, GATED, NON_GATED, Activation
+from moekit.problem import DTYPES, ActivationFormat, ParallelConfig
+from moekit.problem.activation import ACTIVATIONS, ALPHAS, CLAMPABLE, Activation
 from moekit.problem.quant import SCHEMES, WIRE_SCHEMES
 from moekit.testing import cases
 from moekit.testing.base import over
@@ -26,23 +24,14 @@ from moekit.testing.calls import (
     defaults,
     pack,
 )
-from moekit.testing.cases import ROUTINGS, SIGNED, Case, make_case, random_weights
-from moekit.testing.diagnose import assert_close, check_negative_controls
-from moekit.testing.experts_base import TOKENS, ExpertsBase, one_of_each_kind, sizes_of
-
-_COMBINATIONS = 6
-
-# Of clamps, which most rows exceed; 16 bits do not hold it.
-_LIMIT = 1.3
-# Another one than any kind's default.
-_ALPHA = 1.2
+from moekit.testing.cases import ROUTINGS, SIGNED, make_case, random_weights
+from moekit.testing.crossings import ALPHA, LIMIT
+from moekit.testing.diagnose import assert_close
+from moekit.testing.experts_base import TOKENS, ExpertsBase, sizes_of
 
 # Numbers of tokens, and of an expert's rows; in Triton's interpreter the small ones.
 _SMALL_TILES = (8, 9)
 _TILES = (4, *_SMALL_TILES, 16, 32, 64, 65, 256, 512)
-
-# (H, I) that backends pad: both, H alone, and I alone.
-_UNPADDED = ((96 + 6, 112 + 6), (160, 128), (128, 144), (128, 130), (256, 192), (512, 320))
 
 _QUANTIZED_INPUT = sorted(n for n, s in SCHEMES.items() if s.activation is not None)
 _PER_TENSOR_INPUT = {n for n, s in SCHEMES.items() if s.activation and s.activation.per_tensor}
@@ -70,11 +59,8 @@ class ExpertsNumbers(ExpertsBase):
 
     @over("scheme", SCHEMES)
     def test_scheme(self, scheme: str) -> None:
-        """In the main form; and on the second of ranks with shares of the experts and of I, with a
-        bias, the other kind of activation and another dtype.
-
-        Some tokens are far from 1, so that scales must follow them, in a call in which torch has
-        another default dtype and device.
+        """Some tokens, one and many; and tokens far from 1, so that scales must follow them, in a
+        call in which torch has another default dtype and device.
         """
         problem = self._problem(quant=scheme)
         self._check_counts(problem, "masked", invariant=False)
@@ -85,19 +71,6 @@ class ExpertsNumbers(ExpertsBase):
             kernel = self._compose(problem, self._native)
             out = call(kernel, pack(kernel, large.weights), large)
         assert_close(out, large.reference(), problem, "output with other defaults", case=large)
-        spec, main = self._spec(), self._main
-        others = (NON_GATED if main["activation"] in GATED else GATED) & spec.activations
-        changes: dict[str, Any] = {"activation": min(others)} if others else {}
-        changes["parallel"] = ParallelConfig(ep_size=2, ep_rank=1, tp_size=2, dp_size=1)
-        if spec.bias:
-            changes["has_bias"] = True
-        draw = cases.generator("another dtype", scheme)
-        dtypes = sorted(spec.dtypes)
-        changes["dtype"] = DTYPES[dtypes[int(torch.randint(len(dtypes), (), generator=draw))]]
-        while changes:
-            if isinstance(found := self._find_problem(quant=scheme, **changes), MoEProblem):
-                return self._check(found, kind="masked", key="another form")
-            changes.popitem()  # the spec's reasons may concern the combination
 
     @over("dtype", DTYPES)
     def test_dtype(self, dtype: str) -> None:
@@ -118,23 +91,8 @@ class ExpertsNumbers(ExpertsBase):
     def test_clamp(self, name: str) -> None:
         """A limit that most rows exceed, another alpha for kinds that have one, and biases."""
         bias = [{"has_bias": True}] if self._spec().bias else []
-        activation = Activation(name, alpha=_ALPHA if name in ALPHAS else None, limit=_LIMIT)
+        activation = Activation(name, alpha=ALPHA if name in ALPHAS else None, limit=LIMIT)
         self._check_counts(self._precise(*bias, {}, activation=activation))
-
-    def _unusual(self, name: str) -> Activation:
-        """Return the activation with a limit and another alpha, if it and the backend have them."""
-        clamps = name in CLAMPABLE and (name != "silu" or self._spec().silu_clamp)
-        alpha = _ALPHA if name in ALPHAS else None
-        return Activation(name, alpha=alpha, limit=_LIMIT if clamps else None)
-
-    @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
-    def test_bias(self, gated: bool) -> None:
-        kinds = (GATED if gated else NON_GATED) & self._spec().activations
-        if not kinds:
-            self._skip(f"declares no {'gated' if gated else 'non-gated'} activation")
-        main = self._main["activation"]
-        name = main if main in kinds else min(kinds)
-        self._check_counts(self._problem(activation=name, has_bias=True), "masked")
 
     # -- tokens and routing -------------------------------------------------------------------
 
@@ -171,16 +129,6 @@ class ExpertsNumbers(ExpertsBase):
         weights.w13[idle] = weights.w2[idle] = float("nan")
         out = call(kernel, pack(kernel, weights), case)
         assert_close(out, case.reference(), problem, case=case)
-
-    @pytest.mark.parametrize("factor", [2.0**10, 2.0**-26], ids=["large", "small"])
-    def test_router_weight_magnitude(self, factor: float) -> None:
-        """Router weights are fp32: they need not be near 1, and are not rounded to zero."""
-        problem = self._problem()
-        if problem.dtype == torch.float16:  # in which the output is
-            factor = min(max(factor, 2.0**-6), 2.0**6)
-        case = make_case(problem, self._T, "masked")
-        routing = Routing(case.routing.topk_weights * factor, case.routing.topk_ids)
-        check_call(self._compose(problem, self._native), replace(case, routing=routing))
 
     @pytest.mark.parametrize("factor", [2.0**12, 2.0**-20], ids=["large", "small"])
     def test_magnitude(self, factor: float) -> None:
@@ -252,16 +200,6 @@ class ExpertsNumbers(ExpertsBase):
         case.x[4:8] = case.x[4]
         check_call(self._compose(case.problem, self._native), case)
 
-    def test_top_1(self) -> None:
-        self._check_counts(self._problem(top_k=1), "rows")
-
-    def test_router_weight_on_input(self) -> None:
-        problem = self._problem(top_k=1, apply_router_weight_on_input=True)
-        self._check_counts(problem, "rows")
-
-    def test_every_token_to_every_expert(self) -> None:
-        self._check(self._problem(num_experts=4, top_k=4))
-
     # -- parallelism ----------------------------------------------------------------------------
 
     @pytest.mark.parametrize("kind", ["random", "one_expert"])
@@ -316,45 +254,6 @@ class ExpertsNumbers(ExpertsBase):
         case = make_case(layer, self._T, weights=cases.quantized(full, layer))
         assert_close(total.to(case.x), case.reference(), layer, "sum over ranks", case=case)
 
-    @over("scheme", SCHEMES)
-    def test_padded_sizes(self, scheme: str) -> None:
-        """Sizes of no tile, which moekit pads for backends that declare multiples.
-
-        With biases, if the backend has them. Each scheme has another activation, clamped if it can
-        be.
-        """
-        spec = self._spec()
-        declared = spec.multiples is not None
-        if self._interpreted and not declared and scheme not in one_of_each_kind(spec.schemes):
-            self._skip("takes seconds in Triton's interpreter")
-        wanted = {**self._main, "device": self._device(), "quant": scheme, "has_bias": spec.bias}
-        gated = sorted(GATED & spec.activations)
-        kinds = [self._unusual(gated[list(SCHEMES).index(scheme) % len(gated)])] if gated else []
-        reasons: dict[str, None] = {}
-        for (hidden, inner), activation in product(_UNPADDED, (*kinds, self._main["activation"])):
-            sizes = sizes_of(4, 2, hidden, inner)
-            problem = MoEProblem(**{**sizes, **wanted, "activation": activation})
-            why = spec.unsupported(problem)
-            if not why and (spec.padding(problem) or not declared):
-                return self._check(problem, kind="masked")
-            reasons.update(dict.fromkeys(why))
-        self._skip("; ".join(reasons) or "pads none of the kit's sizes")
-
-    def test_replicas(self) -> None:
-        """Two experts have a second replica; the result is that of the logical experts."""
-        problem = self._problem(num_redundant_experts=2)
-        E = problem.num_experts
-        replicas = torch.full((E, 2), -1)
-        replicas[:, 0] = torch.arange(E)
-        replicas[:2, 1] = torch.tensor([E, E + 1])
-        logical = make_case(problem.replace(num_redundant_experts=0), self._T, "rows")
-        logical.routing.topk_ids[5:8, :2] = torch.arange(2)  # so that calls use the replicas
-        case = Case(
-            problem, random_weights(problem), logical.x, to_physical(logical.routing, replicas)
-        )
-        out = check_call(self._compose(problem, self._native), case)
-        assert_close(out, logical.reference(), problem, "result with replicas", case=logical)
-
     # -- forms of weights and input -------------------------------------------------------------
 
     def test_columns_in_order(self) -> None:
@@ -389,48 +288,3 @@ class ExpertsNumbers(ExpertsBase):
             check_call(kernel, make_case(problem, num_tokens, "rows"), packed)
         case = make_case(problem, 1)
         check_call(kernel, replace(case, x=torch.zeros_like(case.x)), packed)
-
-    # -- combinations and controls ----------------------------------------------------------------
-
-    @pytest.mark.parametrize("index", range(_COMBINATIONS))
-    def test_combination(self, index: int) -> None:
-        """Random combinations of declared capabilities, different in every run."""
-        spec, draw = self._spec(), cases.generator("combination", index)
-
-        def pick(options: Any) -> Any:
-            options = sorted(options)
-            return options[int(torch.randint(len(options), (), generator=draw))]
-
-        found: MoEProblem | str = ""
-        for _ in range(10):
-            activation = Activation(pick(spec.activations))
-            if activation.name == "silu" and spec.silu_clamp and pick((False, True)):
-                activation = Activation("silu", limit=2.0)
-            top_k = pick((1, 2, 3, 4))
-            found = self._find_problem(
-                dtype=DTYPES[pick(spec.dtypes)],
-                quant=pick(spec.schemes),
-                activation=activation,
-                has_bias=spec.bias and pick((False, True)),
-                top_k=top_k,
-                apply_router_weight_on_input=top_k == 1 and pick((False, True)),
-            )
-            if isinstance(found, MoEProblem):
-                kind, T = pick(ROUTINGS), pick((1, 5, 16, self._T))
-                dispatchers = ("local", "batched_reference", QUANTIZED_WIRE)
-                self._check(found, T, kind, pick(dispatchers), key=index)
-                return
-        self._skip(f"no supported combination in ten draws; the last: {found}")
-
-    def test_negative_controls(self) -> None:
-        """The tolerance on these problems rejects every known mistake."""
-        spec, bias = self._spec(), {"has_bias": True} if self._spec().bias else {}
-        clampable = sorted(CLAMPABLE & spec.activations)
-        clamps = clampable and (clampable[0] != "silu" or spec.silu_clamp)
-        for scheme in one_of_each_kind(self._declared_schemes()):
-            problem = self._find_problem(quant=scheme, **bias)
-            if isinstance(problem, MoEProblem):
-                check_negative_controls(problem)
-                if clamps:
-                    limit = Activation(clampable[0], limit=cases.GATE_STD / 2)
-                    check_negative_controls(problem.replace(activation=limit))

@@ -10,7 +10,7 @@ import inspect
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 import pytest
@@ -24,11 +24,24 @@ from moekit.problem.activation import ACTIVATIONS
 from moekit.problem.quant import SCHEMES
 from moekit.runtime.workspace import Workspace
 from moekit.selection.select import compose
-from moekit.testing import cases, collection
+from moekit.testing import cases
 from moekit.testing.calls import kit_registry, unchanged_process
 
 # Attributes that a subclass may set. It may redefine nothing else of the kit.
 KNOBS = frozenset({"backend", "device", "backends", "expected_failures", "world_sizes"})
+
+# The value of a parameter of which the spec declares none: `test_undeclared` says so for all.
+_UNDECLARED = "undeclared"
+# Tests that need neither the backend's library nor its device.
+WITHOUT_DEVICE = frozenset({
+    "test_backend_runs_here",
+    "test_class_fits_the_spec",
+    "test_declared_is_reachable",
+    "test_kit_is_not_overridden",
+    "test_undeclared",
+    "test_undeclared_raises",
+    "test_unsupported_answers_for_any_device",
+})  # fmt: skip
 
 # A spec's reason that names missing dependencies.
 _MISSING = re.compile(r"[\w.]+(, [\w.]+)*( and [\w.]+)? (is|are) not installed")
@@ -70,6 +83,29 @@ def over(name: str, values: Iterable[Any]) -> Callable[[Test], Test]:
     return mark
 
 
+class _Collection:
+    """A pytest plugin that drops tests whose value is undeclared, or whose device is missing."""
+
+    @pytest.hookimpl(tryfirst=True)  # before pytest applies -m
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = [item for item in items if not self._dropped(item)]
+
+    def _dropped(self, item: pytest.Item) -> bool:
+        function = getattr(item, "function", None)
+        if not getattr(function, "__module__", "").startswith("moekit.testing."):
+            return False  # a subclass's own test
+        callspec = getattr(item, "callspec", None)
+        if callspec is not None and _UNDECLARED in callspec.params.values():
+            return True
+        test = getattr(item, "originalname", item.name)
+        return test not in WITHOUT_DEVICE and bool(_cannot_run_here(getattr(item, "cls", None)))
+
+
+@cache
+def _cannot_run_here(kit: Any) -> str:
+    return str(kit()._cannot_run_here())
+
+
 class Conformance(ABC):
     """Base of the kits. A subclass names the backend; its spec decides what is tested.
 
@@ -78,7 +114,7 @@ class Conformance(ABC):
         device: a DeviceSpec or its text. Default: this machine's accelerator if the backend runs
             there, else the CPU.
         backends: the registry that has the backend. Default: the process's.
-        expected_failures: test (``"test_bias"``, or one case, ``"test_scheme[fp8_block]"``) -> why
+        expected_failures: test (``"test_dtype"``, or one case, ``"test_scheme[fp8_block]"``) -> why
             it fails. This is the only way to let a test of the kit fail. A test that is listed and
             passes is an error.
     """
@@ -159,10 +195,11 @@ class Conformance(ABC):
             self._spec()
         except UnknownBackend as error:  # pytest prints this error without a traceback
             raise pytest.Collector.CollectError(f"{type(self).__name__}: {error}") from None
-        collection.register(metafunc.config)
+        if not metafunc.config.pluginmanager.has_plugin(_Collection.__name__):
+            metafunc.config.pluginmanager.register(_Collection(), _Collection.__name__)
         for name, values in getattr(metafunc.function, "kit_values", {}).items():
             kept = [value for value in values if self._declares(name, value)]
-            none = (collection.UNDECLARED,) * len(name.split(","))
+            none = (_UNDECLARED,) * len(name.split(","))
             metafunc.parametrize(name, kept or [pytest.param(*none)])
 
     # -- what the spec says ---------------------------------------------------------------------
@@ -289,7 +326,7 @@ class Conformance(ABC):
             problem = MoEProblem(**{**sizes, **wanted})
             why = self._spec().unsupported(problem)
             if not why and (what := self._spec().padding(problem)):
-                reasons[what] = None  # `test_padded_sizes` has these
+                reasons[what] = None  # `test_cases` has these
                 continue
             if not why:
                 return problem

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import cache, partial
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -194,34 +197,18 @@ def kit_registry(
 def _dispatchers(local: DispatcherSpec, batched: DispatcherSpec) -> tuple[DispatcherSpec, ...]:
     """Return the specs of the kit's dispatchers, from those of the core's."""
     wire = replace(local, wire_schemes=WIRE_SCHEMES, priority=-1000)
-    return (
-        replace(
-            wire,
-            name=QUANTIZED_WIRE,
-            target=f"{__name__}:{QuantizedWire.__name__}",
-            ids_dtype="int32",
-        ),
-        replace(
-            wire, name=ROW_SCALES, target=f"{__name__}:{RowScales.__name__}", batch_invariant=False
-        ),
-        *(
-            replace(
-                wire,
-                name=name,
-                target=f"{__name__}:{columns.__name__}",
-                ids_dtype="int32",
-                batch_invariant=False,
-            )
-            for name, columns in ((ONE_COLUMN, OneColumn), (THREE_COLUMNS, ThreeColumns))
-        ),
-        replace(
-            batched,
-            name=SPARE_CAPACITY,
-            target=f"{__name__}:{SpareCapacity.__name__}",
-            wire_schemes=frozenset(),
-            batch_invariant=False,
-            priority=-1000,
-        ),
+    spare = replace(batched, wire_schemes=frozenset(), priority=-1000)
+    int32, other_bits = {"ids_dtype": "int32"}, {"batch_invariant": False}
+    table: tuple[tuple[str, type, DispatcherSpec, dict[str, Any]], ...] = (
+        (QUANTIZED_WIRE, QuantizedWire, wire, int32),
+        (ROW_SCALES, RowScales, wire, other_bits),
+        (ONE_COLUMN, OneColumn, wire, {**int32, **other_bits}),
+        (THREE_COLUMNS, ThreeColumns, wire, {**int32, **other_bits}),
+        (SPARE_CAPACITY, SpareCapacity, spare, other_bits),
+    )
+    return tuple(
+        replace(base, name=name, target=f"{__name__}:{kind.__name__}", **changes)
+        for name, kind, base, changes in table
     )
 
 
@@ -269,7 +256,8 @@ class Watch:
 
 def bits(tensor: Tensor) -> Tensor:
     """Return the bytes of a tensor, which compare equal even where it holds NaN."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    whole = tensor.detach().contiguous()  # also of one element with another stride
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -296,6 +284,26 @@ def unchanged_process() -> Iterator[None]:
         value, restore = before[name]
         restore(value)
     assert not changed, f"the call changed torch's {', '.join(changed)} for the whole process"
+
+
+@contextmanager
+def nothing_printed() -> Iterator[None]:
+    """Assert that nothing is printed to stdout or stderr, by Python or by a library in C."""
+    before = [os.dup(descriptor) for descriptor in (1, 2)]
+    with TemporaryFile("w+") as file, redirect_stdout(file), redirect_stderr(file):
+        try:
+            for descriptor in (1, 2):
+                os.dup2(file.fileno(), descriptor)
+            yield
+        finally:
+            ctypes.CDLL(None).fflush(None)
+            for descriptor, copy in enumerate(before, start=1):
+                os.dup2(copy, descriptor)
+                os.close(copy)
+        file.flush()
+        file.seek(0)
+        text = file.read()
+    assert not text, f"printed {text[:200]!r}; log it with the logging module at level DEBUG"
 
 
 @contextmanager

@@ -12,12 +12,9 @@ import os
 import pytest
 import torch
 
-from moekit.testing.interpreter import prepare_once
-
 os.environ.setdefault("MOEKIT_TUNED", "")  # a table must not steer the choice in tests
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    prepare_once()
 
 
 @pytest.fixture(scope="session")

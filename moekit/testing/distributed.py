@@ -99,7 +99,7 @@ class RankPool:
         timeout: the seconds that one `run` may take; also the timeout of the process group.
     """
 
-    def __init__(self, world_size: int, device_type: str = "cpu", timeout: float = 60.0) -> None:
+    def __init__(self, world_size: int, device_type: str = "cpu", timeout: float = 600.0) -> None:
         self.world_size = world_size
         self.device_type = device_type
         self.timeout = timeout

@@ -31,11 +31,13 @@ from moekit.testing.calls import (
     check_call,
     check_graph,
     defaults,
+    nothing_printed,
     pack,
     same_bits,
     threads_of_torch,
 )
 from moekit.testing.cases import device_of, make_case, random_weights
+from moekit.testing.crossings import ExpertsCases
 from moekit.testing.diagnose import assert_close
 from moekit.testing.experts_base import one_of_each_kind
 from moekit.testing.invariance import ExpertsInvariance, rows_of
@@ -234,15 +236,6 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
             given.fill_(float("nan"))
             assert bool(torch.isnan(whole).all()), "wrote outside the given output"
 
-    @pytest.mark.parametrize("kind", ["hot", "rows"])
-    def test_format(self, kind: str) -> None:
-        """Tokens in the other format come through the core's bridge.
-
-        It gives STANDARD experts more rows than max_num_tokens, as other ranks' tokens would.
-        """
-        problem = self._problem(max_num_tokens=self._T)
-        self._check(problem, kind=kind, dispatcher=self._bridged)
-
     def test_sums_left_to_the_dispatcher(self) -> None:
         """A dispatcher that sums over K itself gets the rows of all assignments."""
         taken, biased = 0, self._find_problem(has_bias=True)
@@ -261,17 +254,6 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
             kernel.destroy()
         if not taken:
             self._skip("the experts sum over K themselves in every call (no apply_unreduced)")
-
-    def test_strided_input(self) -> None:
-        """x, ids, router weights and expert weights that are not contiguous.
-
-        Then contiguous ones that begin at 16 bytes, to which x is aligned, and no more.
-        """
-        problem = self._problem()
-        case = cases.strided_inputs(make_case(problem, self._T))
-        case = replace(case, weights=cases.strided_weights(case.weights))
-        check_call(self._compose(problem, self._native), case)
-        check_call(self._compose(problem, self._native), cases.moved(make_case(problem, self._T)))
 
     @pytest.mark.parametrize("default", ["bfloat16", "float64"])
     def test_default_dtype(self, default: str) -> None:
@@ -301,14 +283,6 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
                 what = f"output under autocast, T={num_tokens}, {change or problem.dtype}"
                 assert_close(out, want, problem, what, case=case)
 
-    def test_int32_ids(self) -> None:
-        """From the caller, and from dispatchers whose ids have 32 bits."""
-        problem = self._problem()
-        case = make_case(problem, self._many_tokens, "masked")
-        ids = replace(case.routing, topk_ids=case.routing.topk_ids.int())
-        for dispatcher in (self._native, QUANTIZED_WIRE):
-            check_call(self._compose(problem, dispatcher), replace(case, routing=ids))
-
     def test_fewer_columns(self) -> None:
         """A dispatcher may send several rows for a token: K' is 1 or 3 where top_k is 4."""
         if self._spec().format is not ActivationFormat.STANDARD:
@@ -316,6 +290,17 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
         problem = self._at({"num_experts": 8, "top_k": 4}, {})
         for kind, dispatcher in (("random", ONE_COLUMN), ("masked", THREE_COLUMNS)):
             self._check(problem, 5, kind, dispatcher)
+
+    def test_prints_nothing(self) -> None:
+        """Packing and calls print nothing, except for the first ones of a process."""
+        problem = self._problem()
+        kernel = self._compose(problem, self._native)
+        many, one = (make_case(problem, T) for T in (3 if self._interpreted else self._T, 1))
+        kernel(many.x, kernel.pack(many.weights), many.routing)
+        with nothing_printed():
+            packed = kernel.pack(many.weights)
+            for case in (many, one):
+                kernel(case.x, packed, case.routing)
 
     def test_bad_input_leaves_nothing_behind(self) -> None:
         """A refused call raises a MoekitError, and the next call is right."""
@@ -426,7 +411,7 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
             assert same_bits(tensor, permuted.shared[name]), f"shared {name} depends on the order"
 
 
-class ExpertsConformance(ExpertsCalls, ExpertsNumbers, ExpertsSizes):
+class ExpertsConformance(ExpertsCalls, ExpertsCases, ExpertsNumbers, ExpertsSizes):
     """Subclass it with ``backend = "name"``; see `Conformance` for the few other settings.
 
     Every test composes the named experts with dispatchers of the core, on this machine's

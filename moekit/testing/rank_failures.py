@@ -193,7 +193,7 @@ def groups_of_one_name(rank: int, world_size: int, job: Job, wanted: Call) -> Re
         if rank not in members:
             continue
         place, mine = members.index(rank), PrefixStore(f"group {number}", store)
-        seconds = timedelta(seconds=20)
+        seconds = timedelta(seconds=300)
         dist.init_process_group("gloo", store=mine, rank=place, world_size=2, timeout=seconds)
         wait_until_connected()
         try:

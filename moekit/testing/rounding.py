@@ -1,4 +1,4 @@
-"""Measure how much rounding activations to a scheme changes each token's output.
+"""Measure how much rounding activations, to a scheme or to 16 bits, changes each token's output.
 
 Some tokens are many times as sensitive as the usual one: a neuron or two decide their output, and
 the activation function makes the errors of these larger.
@@ -20,8 +20,9 @@ _DRAWS = 32
 def rounding_errors(case: Case) -> Rounding:
     """Return the largest errors in random draws; tokens without an expert get 0.
 
-    A draw adds the rounding errors of the problem's scheme, with random signs, to the inputs of
-    both GEMMs. Other arithmetic is exact.
+    A draw adds the rounding errors of the problem's scheme, or of its dtype if the scheme has
+    unquantized activations, with random signs, to the inputs of both GEMMs. Other arithmetic is
+    exact.
     """
     p, ids = case.problem, case.routing.topk_ids
     local = (ids >= p.local_experts.start) & (ids < p.local_experts.stop)
@@ -41,6 +42,8 @@ def rounding_errors(case: Case) -> Rounding:
             h = x[token] @ w.w13[expert].T
             if w.w13_bias is not None:
                 h = h + w.w13_bias[expert].float()
+            if rounds and p.quant.activation is None:  # a kernel may write h in the dtype
+                h = _rounded(h, case, None, draw)
             inner = apply_activation(h, p.activation)
             if rounds:
                 inner = _rounded(inner, case, w.w2_input_scale, draw)
@@ -64,8 +67,10 @@ def rounding_errors(case: Case) -> Rounding:
 def _rounded(x: Tensor, case: Case, static: Tensor | None, draw: torch.Generator) -> Tensor:
     """Return x (rows, columns) fp32 with the scheme's rounding errors, of random signs."""
     operand = case.problem.quant.activation
-    assert operand is not None
-    given = static.max() if operand.static and static is not None else None
-    q, scale = quant.quantize(x, operand, given)
+    if operand is None:
+        near = x.to(case.problem.dtype).float()
+    else:
+        given = static.max() if operand.static and static is not None else None
+        near = quant.dequantize(*quant.quantize(x, operand, given), operand)
     signs = 2 * torch.randint(0, 2, x.shape, generator=draw, device=x.device) - 1
-    return x + signs * (quant.dequantize(q, scale, operand) - x)
+    return x + signs * (near - x)

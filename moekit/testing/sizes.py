@@ -10,16 +10,14 @@ from collections.abc import Mapping
 from itertools import cycle
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 
 from moekit.contract import Routing
 from moekit.problem import MoEProblem, ParallelConfig
 from moekit.problem.activation import ACTIVATIONS
-from moekit.problem.quant import SCHEMES
 from moekit.testing import cases
-from moekit.testing.base import Sizes, over
-from moekit.testing.calls import QUANTIZED_WIRE, check_call, pack
+from moekit.testing.base import over
+from moekit.testing.calls import check_call, pack
 from moekit.testing.cases import ROUTINGS, Case, make_case, random_routing, random_weights
 from moekit.testing.experts_base import ExpertsBase, sizes_of
 from moekit.testing.memory import most_memory
@@ -146,35 +144,6 @@ class ExpertsSizes(ExpertsBase):
             case = make_case(problem, num_tokens, next(kinds), num_tokens, weights)
             check_call(kernel, case, packed)
             num_tokens += max(_STEP, num_tokens // _PART)
-
-    @pytest.mark.parametrize("wide", ["hidden", "intermediate"])
-    def test_wide(self, wide: str) -> None:
-        """Rows and columns beyond 4096, with biases, and for schemes with many scales."""
-        narrow = 32 if self._on_cpu else 256
-
-        def sizes(narrow: int, experts: int, top_k: int) -> list[Sizes]:
-            widths = [(narrow, n) for n in (4112, 4224, 4608, 8192)]
-            pairs = [pair[::-1] if wide == "hidden" else pair for pair in widths]
-            return [sizes_of(experts, top_k, *pair) for pair in pairs]
-
-        experts = (1, 1) if self._interpreted else (4, 2)
-        biases = ({"has_bias": True}, {}) if self._spec().bias else ({},)
-        self._check(self._at(*({**s, **b} for b in biases for s in sizes(narrow, *experts))), 5)
-        for scheme in () if self._interpreted else self._schemes_with_groups():
-            for each in (*sizes(narrow, 1, 1)[1:], *sizes(256, 1, 1)[1:]):
-                if isinstance(problem := self._find_problem(quant=scheme, **each), MoEProblem):
-                    self._check(problem, 5, dispatcher=QUANTIZED_WIRE)
-                    break
-
-    def _schemes_with_groups(self) -> list[str]:
-        """Return declared schemes of each kind whose rows have several scales."""
-        kinds: dict[object, str] = {}
-        for name in self._declared_schemes():
-            weight, activation = SCHEMES[name].weight, SCHEMES[name].activation
-            if weight is not None and weight.group[1] > 0:
-                kind = weight.dtype, weight.group[0], weight.act_order, activation is None
-                kinds.setdefault(kind, name)
-        return list(kinds.values())
 
     @over("model", PUBLISHED)
     def test_published_sizes(self, model: str) -> None:

@@ -16,7 +16,6 @@ from moekit.testing.calls import pack
 from moekit.testing.cases import make_case, random_weights
 from moekit.testing.diagnose import assert_close
 from moekit.testing.experts_base import ExpertsBase
-from moekit.testing.interpreter import in_kernel, prepare_once
 from moekit.testing.memory import WatchingMode
 
 # Seconds after which a thread goes on out of turn, as the other may wait for its lock; and while
@@ -60,8 +59,7 @@ class _TakesTurns(WatchingMode, TorchDispatchMode):
 
     def watch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
-        if not in_kernel():  # no other thread could run one
-            self._turns.pass_on(self._me)
+        self._turns.pass_on(self._me)
         return result
 
 
@@ -92,8 +90,10 @@ class ExpertsThreads(ExpertsBase):
         """Two threads call one kernel, each with its own inputs: scratch belongs to the call."""
         problem = self._problem()
         kernel = self._compose(problem, self._native)
-        if "triton" in sys.modules:
-            prepare_once()  # then Triton's interpreter runs one thread's kernels at a time
+        if self._interpreted:
+            executor = sys.modules["triton.runtime.interpreter"].GridExecutor
+            if not hasattr(executor.__call__, "one_thread_at_a_time"):
+                self._skip("Triton's interpreter runs kernels of one thread")
         kernel.checked = False  # checks wait for the device, which would serialize the threads
         packed = pack(kernel, random_weights(problem))
         on_cpu = self._device().type == "cpu"

@@ -224,9 +224,9 @@ def kit(made: type = Picky) -> Any:
     return suite(made, "torch", multiples=lambda problem: OF)
 
 
-@pytest.mark.parametrize("scheme", ["none", "fp8_block", "int4_w4a16_g64_zp", "mxfp4_w4a16"])
+@pytest.mark.parametrize("scheme", ["none", "fp8_block", "int4_w4a16_g32_zp", "mxfp4_w4a16"])
 def test_the_kit_passes(scheme: str) -> None:
-    kit().test_padded_sizes(scheme)
+    kit().test_cases(scheme)
 
 
 def test_the_kit_tests_other_sizes_without_padding() -> None:
@@ -273,4 +273,4 @@ def test_the_kit_catches_wrong_padding(
 ) -> None:
     monkeypatch.setattr(padding, name, wrong)
     with pytest.raises(AssertionError):
-        kit().test_padded_sizes(scheme)
+        kit().test_cases(scheme)

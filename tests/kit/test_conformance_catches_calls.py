@@ -219,7 +219,7 @@ def in_whole_tiles(rows):
     torch.as_strided(rows, (whole, columns), (columns, 1), rows.storage_offset())[N:] = 0
 
 
-@killed_by("test_int32_ids", says="relative error|exact zeros|shape|size")
+@killed_by("test_cases", "none", says="relative error|exact zeros|shape|size")
 class IdsOf64Bits(Plain):
     """Reads the memory of ids as int64."""
 
@@ -228,7 +228,7 @@ class IdsOf64Bits(Plain):
         super().apply(y, replace(tokens, topk_ids=ids), weights, workspace)
 
 
-@killed_by("test_strided_input")
+@killed_by("test_cases", "none")
 class LoadsOf64Bytes(Plain):
     """Reads x from the multiple of 64 bytes below its first one."""
 
@@ -239,7 +239,7 @@ class LoadsOf64Bytes(Plain):
         super().apply(y, replace(tokens, x=x), weights, workspace)
 
 
-@killed_by("test_strided_input")
+@killed_by("test_cases", "none")
 class OffsetOfWeightsIgnored(Plain):
     """Reads weights from where their storage begins."""
 

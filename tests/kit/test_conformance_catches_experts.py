@@ -187,7 +187,7 @@ class TanhForErf(OtherActivation):
         return replace(activation, name=activation.name.replace("gelu", "gelu_tanh"))
 
 
-@killed_by("test_bias", True)
+@killed_by("test_cases", "none")
 class BiasDropped(Plain):
     """Drops both biases."""
 

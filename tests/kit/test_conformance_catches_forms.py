@@ -83,8 +83,7 @@ class IdsInARow(Plain):
 # -- many scales, and biases of wide experts ------------------------------------------------------
 
 
-@killed_by("test_wide", "hidden")
-@killed_by("test_wide", "intermediate")
+@killed_by("test_cases", "int4_w4a16_g32")
 class EightGroups(Packs):
     """Reads a row's first eight scales, and the eighth for the groups behind."""
 
@@ -94,8 +93,7 @@ class EightGroups(Packs):
         return tensor[..., torch.arange(tensor.shape[2]).clamp(max=7)]
 
 
-@killed_by("test_wide", "hidden")
-@killed_by("test_wide", "intermediate")
+@killed_by("test_cases", "int4_w4a16_g32")
 class ThirtyTwoGroups(EightGroups):
     """Reads the scale of a row's first group for those from the 33rd on."""
 
@@ -104,8 +102,7 @@ class ThirtyTwoGroups(EightGroups):
         return tensor[..., torch.where(group < 32, group, 0)]
 
 
-@killed_by("test_wide", "hidden")
-@killed_by("test_wide", "intermediate")
+@killed_by("test_cases", "fp8_w8a16_block")
 class EightBlocksOfRows(EightGroups):
     """Reads the scales of a weight's first eight blocks of rows, and the eighth's behind."""
 
@@ -115,8 +112,7 @@ class EightBlocksOfRows(EightGroups):
         return super().changed(tensor.mT).mT.contiguous()
 
 
-@killed_by("test_wide", "hidden")
-@killed_by("test_wide", "intermediate")
+@killed_by("test_cases", "int4_w4a16_g32_act_order")
 class GroupsInSevenBits(Packs):
     """Keeps the group of a column in seven bits."""
 
@@ -126,7 +122,7 @@ class GroupsInSevenBits(Packs):
         return tensor % 128
 
 
-@killed_by("test_wide", "intermediate")
+@killed_by("test_cases", "none")
 class BiasOfEverySplit(Packs):
     """Adds w2's bias in both programs that share an expert's wide sum."""
 
@@ -179,8 +175,8 @@ class OtherActivation(OtherProblem):
     def activation(self, asked): ...
 
 
-@killed_by("test_padded_sizes", "int4_w4a16_g32_zp")
-@killed_by("test_padded_sizes", "int8_w8a16")
+@killed_by("test_cases", "int4_w4a16_g32_zp")
+@killed_by("test_cases", "int8_w8a16")
 class SiluWhereQuantized(OtherActivation):
     """Has silu only in its kernels for quantized schemes."""
 
@@ -188,8 +184,8 @@ class SiluWhereQuantized(OtherActivation):
         return Activation("silu") if asked.gated and asked.limit is None else asked
 
 
-@killed_by("test_padded_sizes", "mxfp4_w4a16")
-@killed_by("test_padded_sizes", "int4_w4a16_channel")
+@killed_by("test_cases", "mxfp4_w4a16")
+@killed_by("test_cases", "int4_w4a16_channel")
 class AlphaWhereQuantized(OtherActivation):
     """Uses the usual alpha in quantized schemes."""
 
@@ -197,7 +193,7 @@ class AlphaWhereQuantized(OtherActivation):
         return Activation(asked.name, limit=asked.limit)
 
 
-@killed_by("test_padded_sizes", "mxfp4_w4a16")
+@killed_by("test_cases", "mxfp4_w4a16")
 class LimitWhereQuantized(OtherActivation):
     """Clamps in quantized schemes as silu does, whatever the activation is."""
 
@@ -328,7 +324,7 @@ class RoomOfTheWarmUp(Skips):
         return (torch.arange(len(ids)) < self.most)[:, None]
 
 
-@killed_by("test_int32_ids", says="relative error|exact zeros")
+@killed_by("test_cases", "none", says="relative error|exact zeros")
 class ManyIdsOf32Bits(DropsTheLast):
     """Drops the last of more than 64 tokens whose ids have 32 bits."""
 

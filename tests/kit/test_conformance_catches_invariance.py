@@ -158,7 +158,7 @@ class CopiesUnstated(Blocks):
         del copies
 
 
-@killed_by("test_bias", True)
+@killed_by("test_cases", "none")
 class InvariantWithoutBias(Blocks):
     """Drops biases in batch-invariant problems."""
 

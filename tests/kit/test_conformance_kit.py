@@ -13,21 +13,24 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import kit_full
 import pytest
 import torch
 from conformance_catches import suite
 from moekit_naive.dispatcher import NaiveDispatcher
+from negative_controls import check_negative_controls
 
 import moekit
 from moekit import MoEProblem
 from moekit.discovery.registry import Registry, registry
 from moekit.errors import InvalidInput, Unsupported
 from moekit.problem.activation import Activation
+from moekit.problem.quant import SCHEMES
 from moekit.testing import (
     ExpertsConformance,
     assert_close,
+    base,
     cases,
-    collection,
     compare,
     memory,
     relative_error,
@@ -37,8 +40,8 @@ from moekit.testing import (
 )
 from moekit.testing.calls import same_bits
 from moekit.testing.compare import Errors, complain
-from moekit.testing.diagnose import check_negative_controls
 from moekit.testing.distributed import RankError
+from moekit.testing.experts_base import one_of_each_kind
 from moekit.testing.ranks import same_spec, to_send
 
 pytest_plugins = "pytester"
@@ -47,20 +50,20 @@ PROBLEM = MoEProblem(num_experts=4, top_k=2, hidden_size=64, intermediate_size=3
 
 
 def test_redefining_a_kit_test_is_refused():
-    with pytest.raises(TypeError, match="redefines test_bias.*expected_failures"):
+    with pytest.raises(TypeError, match="redefines test_dtype.*expected_failures"):
 
         class TestAcme(ExpertsConformance):
             backend = "reference"
 
-            def test_bias(self):
+            def test_dtype(self):
                 pass
 
 
 def test_deleting_a_kit_test_is_refused():
-    with pytest.raises(TypeError, match="redefines test_bias"):
+    with pytest.raises(TypeError, match="redefines test_dtype"):
 
         class TestAcme(ExpertsConformance):
-            test_bias = None
+            test_dtype = None
 
 
 def test_a_mixin_cannot_override_either():
@@ -82,14 +85,14 @@ def test_overriding_afterwards_is_seen():
         backend = "reference"
 
     TestAcme().test_kit_is_not_overridden()
-    TestAcme.test_bias = None
-    with pytest.raises(AssertionError, match="redefines test_bias"):
+    TestAcme.test_dtype = None
+    with pytest.raises(AssertionError, match="redefines test_dtype"):
         TestAcme().test_kit_is_not_overridden()
 
 
 @pytest.mark.parametrize(
     ("failures", "says"),
-    [({"test_biass": "typo"}, "no test of it"), ({"test_bias": " "}, "gives no reason")],
+    [({"test_dtypes": "typo"}, "no test of it"), ({"test_dtype": " "}, "gives no reason")],
 )
 def test_expected_failures_are_checked(failures, says):
     with pytest.raises(TypeError, match=says):
@@ -106,7 +109,9 @@ def test_expected_failures_are_strict(pytester, monkeypatch):
         class TestAcme(ExpertsConformance):
             backend = "reference"
             device = "cpu"
-            expected_failures = {"test_dtype[float32]": "it does not", "test_top_1": "broken here"}
+            expected_failures = {
+                "test_dtype[float32]": "it does not", "test_one_expert": "broken here"
+            }
 
             def test_of_its_own(self):
                 pass
@@ -121,10 +126,10 @@ def test_expected_failures_are_strict(pytester, monkeypatch):
         moekit.backends.reference.ReferenceExperts.apply = broken
         """
     )
-    result = pytester.runpytest_subprocess("-k", "test_dtype or test_top_1 or own", "-rxX")
+    result = pytester.runpytest_subprocess("-k", "test_dtype or test_one_expert or own", "-rxX")
     result.assert_outcomes(passed=3, xfailed=1, failed=1)
     result.stdout.fnmatch_lines(["*XPASS(strict)*it does not*"])
-    result.stdout.fnmatch_lines(["XFAIL*test_top_1*broken here*"])
+    result.stdout.fnmatch_lines(["XFAIL*test_one_expert*broken here*"])
 
 
 def test_a_failure_says_how_to_repeat_it():
@@ -314,6 +319,17 @@ def test_what_is_undeclared_is_one_line(pytester, monkeypatch):
     assert len(lines) == 1 and "not declared, so refused: scheme fp8_tensor" in lines[0]
 
 
+@pytest.mark.parametrize("scheme", one_of_each_kind(SCHEMES))
+def test_negative_controls(scheme):
+    """With biases, and with a clamp."""
+    problem = PROBLEM.replace(
+        num_experts=4, hidden_size=160, intermediate_size=144, has_bias=True, quant=scheme
+    )
+    limit = Activation("silu", limit=cases.GATE_STD / 2)
+    for p in (problem, problem.replace(activation=limit)):
+        check_negative_controls(p)
+
+
 @pytest.mark.parametrize("seed", [*range(0, 300, 30), 1034])
 def test_negative_controls_of_the_coarsest_scheme(seed, monkeypatch):
     """Seed 1034 let "clamp dropped" pass when the bounds had no mean and the limit was 3."""
@@ -335,9 +351,8 @@ def test_run_checks_an_installed_backend():
     assert "3 passed" in done.stdout
 
 
-@pytest.mark.parametrize("tests", ["graph", "graph or negative_controls"])
-def test_run_fails_when_no_test_calls_the_backend(tests):
-    code = f"import sys, moekit.testing as t; sys.exit(t.run('local', ['-q', '-k', '{tests}']))"
+def test_run_fails_when_no_test_calls_the_backend():
+    code = "import sys, moekit.testing as t; sys.exit(t.run('local', ['-q', '-k', 'graph']))"
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -450,24 +465,26 @@ def test_what_is_collected(pytester):
 
     class Seen:
         def pytest_collection_finish(self, session):
+            kit_full.mark(session.items)
             items.extend(session.items)
 
-    pytester.inline_run("--collect-only", "-qq", "--strict-markers", plugins=[Seen()])
+    arguments = ("--collect-only", "-qq", "--strict-markers", "-o", "markers=full")
+    pytester.inline_run(*arguments, plugins=[Seen()])
 
     def functions(tests):
         return {name.partition("[")[0] for name in tests}
 
     on_gpu = [item for item in items if item.cls.__name__ == "TestOnGpu"]
-    assert {item.name for item in on_gpu} == {*collection.WITHOUT_DEVICE, "test_of_its_own"}
+    assert {item.name for item in on_gpu} == {*base.WITHOUT_DEVICE, "test_of_its_own"}
     with pytest.raises(pytest.skip.Exception, match="on_gpu runs on cuda==9.0, not on cpu"):
         on_gpu[0].cls().test_backend_runs_here()
     interpreted = [item for item in items if item not in on_gpu]
-    full = {item.name for item in interpreted if item.get_closest_marker("kit_full")}
+    full = {item.name for item in interpreted if item.get_closest_marker("full")}
     rest = {item.name for item in interpreted} - full
     assert {"test_scheme[int4_w4a16_g64]", "test_routing[hot]"} <= full
     assert {"test_scheme[int4_w4a16_g32]", "test_routing[masked]", "test_threads"} <= rest
     assert functions(full) - functions(rest) == {
-        "test_many_experts", "test_large", "test_wide", "test_published_sizes"
+        "test_many_experts", "test_large", "test_published_sizes"
     }  # fmt: skip
 
 
@@ -485,7 +502,7 @@ def test_a_backend_that_is_not_installed_is_named_in_one_line(pytester, kit):
 
 def test_known_paths_name_tests_of_the_kit():
     """A renamed test or parameter must not leave its cases unmarked."""
-    for name, kind in collection._KIND_OF_CASE.items():
+    for name, kind in kit_full._KIND_OF_CASE.items():
         test = inspect.signature(getattr(ExpertsConformance, name))
         wanted = inspect.signature(kind).parameters.values()
         named = {p.name for p in wanted if p.kind is not p.VAR_KEYWORD}

@@ -1,4 +1,7 @@
-"""docs/kit_mutants.md lists every wrong experts class with the kit test that kills it."""
+"""docs/kit_mutants.md lists every wrong experts class with the kit test that kills it.
+
+``PYTHONPATH=tests/support python tests/kit/test_kit_mutants.py`` writes the page's table.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from pathlib import Path
 
 import conformance_catches
 import test_conformance_catches_calls
+import test_conformance_catches_crossings
 import test_conformance_catches_experts
 import test_conformance_catches_forms
 import test_conformance_catches_invariance
@@ -21,6 +25,7 @@ MODULES = (
     test_conformance_catches_calls,
     test_conformance_catches_forms,
     test_conformance_catches_invariance,
+    test_conformance_catches_crossings,
 )
 
 
@@ -44,6 +49,17 @@ def test_every_mutant_says_its_mistake():
     assert not silent
 
 
+def page_parts() -> tuple[str, str, str]:
+    """Return the page's text before its table, the table, and the text behind it."""
+    before, rest = PAGE.read_text().split("<!-- experts -->\n")
+    listed, behind = rest.split("\n<!-- end -->")
+    return f"{before}<!-- experts -->\n", listed, f"\n<!-- end -->{behind}"
+
+
 def test_the_page_lists_every_mutant():
-    listed = PAGE.read_text().split("<!-- experts -->\n")[1].split("\n<!-- end -->")[0]
-    assert listed == table(), f"replace the table in {PAGE} by this:\n{table()}"
+    assert page_parts()[1] == table(), f"write {PAGE} again: see this file's docstring"
+
+
+if __name__ == "__main__":
+    before, _, behind = page_parts()
+    PAGE.write_text(before + table() + behind)

@@ -102,12 +102,11 @@ def test_an_exception_carries_every_traceback_and_the_pool_lives_on(pool):
 
 def test_hangs_close_the_pool_and_name_the_ranks(monkeypatch):
     monkeypatch.setenv("MOEKIT_TEST_INHERITED", "yes")
-    with RankPool(2, timeout=1.5) as ranks:
+    with RankPool(2) as ranks:
         assert ranks.run(environment, "MOEKIT_TEST_INHERITED") == ["yes", "yes"]
-        start = time.monotonic()
+        ranks.timeout = 5.0
         with pytest.raises(RankError, match="rank 1 hangs") as caught:
-            ranks.run(sleep, 60)
-        assert time.monotonic() - start < 10
+            ranks.run(sleep, 3600)
         assert caught.value.hung == (1,) and "in sleep" in str(caught.value)
         with pytest.raises(RankError, match="closed: sleep left ranks"):
             ranks.run(fail, [])
@@ -116,7 +115,8 @@ def test_hangs_close_the_pool_and_name_the_ranks(monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="states of processes are read from /proc")
 def test_a_hanging_rank_without_a_stack_has_a_state(monkeypatch):
     monkeypatch.setattr(distributed, "_STACK_SECONDS", 0.1)
-    with RankPool(2, timeout=0.5) as ranks:
+    with RankPool(2) as ranks:
+        ranks.timeout = 0.5
         with pytest.raises(RankError, match=r"it does not answer signals; State:\tS"):
             ranks.run(ignore_signals)
 

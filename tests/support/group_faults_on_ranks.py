@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
+import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_events import GUARD, happened, wait_for
 
 from moekit import ExpertWeights, MoEProblem, ParallelConfig, compose
 from moekit.backends.reference import oracle
@@ -70,16 +73,22 @@ class Layer:
         start = time.monotonic()
         return self.call(), time.monotonic() - start
 
+    def wait(self, seconds: float) -> None:
+        """Let the next steps wait for other ranks for this long."""
+        self.kernel._calls.agreement._timeout = seconds
+
 
 def late(rank: int, world_size: int) -> list[tuple[str, float]]:
     """Rank 1 is stuck while the others give up twice. Then it calls, and all call again."""
-    layer = Layer(dist.new_group(), 1.0)
+    layer = Layer(dist.new_group(), GUARD)
     said = [layer.timed()]
     if rank == 1:
-        time.sleep(3)
+        wait_for("rank 0 gave up twice")
         return [*said, layer.timed(), layer.timed(), layer.timed()]
+    layer.wait(1.0)
     said += [layer.timed(), layer.timed()]
-    layer.kernel._calls.agreement._timeout = 20.0
+    happened("rank 0 gave up twice")
+    layer.wait(GUARD)
     return [*said, layer.timed(), layer.timed()]
 
 
@@ -123,17 +132,28 @@ def interrupted(rank: int, world_size: int, where: str, kind: type[BaseException
 
 def interrupted_waiting(rank: int, world_size: int) -> list[tuple[str, float]]:
     """A signal interrupts rank 1 while it waits for rank 0 to start a call."""
-    layer = Layer(dist.new_group(), 20.0)
+    layer = Layer(dist.new_group(), GUARD)
     said = [layer.timed()]
     if rank == 1:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        threading.Thread(target=_interrupt_agreement, args=(threading.main_thread(),)).start()
     if rank == 0:
-        time.sleep(1.5)
+        wait_for("rank 1 was interrupted")
     said.append(layer.timed())
     if rank == 1:
+        happened("rank 1 was interrupted")
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     return [*said, layer.timed()]
+
+
+def _interrupt_agreement(waiting: threading.Thread) -> None:
+    """Interrupt this process when the thread waits for other ranks."""
+    while True:
+        frame = sys._current_frames()[waiting.ident or 0]
+        if any(f.name == "agree" for f in traceback.extract_stack(frame)):
+            break
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def two_threads(rank: int, world_size: int, calls: int) -> list[list[str]]:
@@ -145,7 +165,7 @@ def two_threads(rank: int, world_size: int, calls: int) -> list[list[str]]:
         if number == rank % 2:
             time.sleep(0.2)
         try:
-            layer = Layer(groups[number], 10.0)
+            layer = Layer(groups[number], GUARD)
             said[number] += [layer.call(10 * number + index) for index in range(calls)]
         except Exception as error:
             said[number].append(f"{type(error).__name__}: {error}")
@@ -258,7 +278,7 @@ def choosing_fails(rank: int, world_size: int) -> tuple[str, float]:
     group, start, judge = dist.new_group(), time.monotonic(), select.judge
     select.judge = fail if rank == 1 else judge
     try:
-        Layer(group, 30.0)
+        Layer(group, GUARD)
     except Exception as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - start
     finally:
@@ -272,14 +292,15 @@ def never_composes(rank: int, world_size: int, again: bool) -> tuple[str, float]
     if rank == 1 and not again:
         return "away", 0.0
     if rank == 1:
-        time.sleep(2)
+        wait_for("rank 0 did not compose")
         start = time.monotonic()
     try:
-        Layer(group, 1.0)
+        Layer(group, GUARD if rank else 1.0)
     except PeerFailed as error:
         text, seconds = str(error), time.monotonic() - start
         if again:
-            text += " | " + Layer(group, 10.0).call()
+            happened("rank 0 did not compose")
+            text += " | " + Layer(group, GUARD).call()
         return text, seconds
     return "no error", 0.0
 
@@ -289,10 +310,10 @@ def serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
-        "gloo", f"tcp://127.0.0.1:{port}", timedelta(seconds=60), world_size, rank
+        "gloo", f"tcp://127.0.0.1:{port}", timedelta(seconds=GUARD), world_size, rank
     )
-    layer = Layer(dist.group.WORLD, 1.0)
+    layer = Layer(dist.group.WORLD, GUARD)
     pipe.send("ready")
     while (seconds := pipe.recv()) is not None:
-        layer.kernel._calls.agreement._timeout = seconds
+        layer.wait(seconds)
         pipe.send(layer.timed())

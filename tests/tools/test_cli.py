@@ -571,20 +571,19 @@ def test_python_started_otherwise(
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
-def test_fast_and_without_vendors(tmp_path: Path) -> None:
-    """No vendor library is imported, and importing torch takes nearly all of the time."""
+def test_few_imports_and_no_vendors(tmp_path: Path) -> None:
+    """No vendor library is imported, and few modules besides torch: the CLI starts at once."""
     for vendor in VENDORS:
         (tmp_path / f"{vendor}.py").touch()
     code = f"""
-import sys, time
-begin = time.process_time()
-import torch
-start = time.process_time()
+import sys, torch
+before = set(sys.modules)
 from moekit.cli.main import main
 main(["plugins"])
 main(["explain", *{SIZES}, "--quant", "fp8_block", "--device", "sm90"])
-end, imported = time.process_time(), [v for v in {VENDORS} if v in sys.modules]
-print(start - begin, end - start, imported, file=sys.stderr)
+new = [name for name in sys.modules if name not in before]
+slow = [name for name in ("transformers", "triton", "torch._dynamo") if name in new]
+print(len(new), slow + [v for v in {VENDORS} if v in sys.modules], file=sys.stderr)
 """
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
@@ -595,9 +594,9 @@ print(start - begin, end - start, imported, file=sys.stderr)
         timeout=600,
     )
     assert done.returncode == 0, done.stderr
-    torchs, ours, imported = done.stderr.strip().splitlines()[-1].split(" ", 2)
+    count, imported = done.stderr.strip().splitlines()[-1].split(" ", 1)
     assert imported == "[]"
-    assert float(ours) < float(torchs), "seconds of CPU time"
+    assert int(count) < 400, f"{count} modules besides torch's"
 
 
 # -- problems of models ----------------------------------------------------------------------------

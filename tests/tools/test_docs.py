@@ -15,7 +15,7 @@ from moekit.discovery.hooks import MoekitSpecs
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-GUIDES = sorted((ROOT / "docs" / "guide").glob("*.md"))
+GUIDES = [*sorted((ROOT / "docs" / "guide").glob("*.md")), ROOT / "docs" / "debugging.md"]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -74,7 +74,10 @@ def test_the_readme_runs_a_model(tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
-def test_the_guides_run_as_printed(guide: Path) -> None:
+def test_the_guides_run_as_printed(
+    guide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     for code in python_blocks(guide.read_text()):
         exec(code, names)

@@ -528,6 +528,7 @@ for _name in ("Buffer", "Config", "ElasticBuffer", "EPHandle", "EventOverlap", "
 sys.modules["deep_ep"] = _library
 
 import moekit_deepep  # noqa: E402
+import triton_interpreter  # noqa: E402, F401 (patches triton)
 from moekit_deepep.elastic import ElasticDispatcher as ElasticDispatcher  # noqa: E402
 from moekit_deepep.low_latency import LowLatencyDispatcher as LowLatencyDispatcher  # noqa: E402
 from moekit_deepep.normal import NormalDispatcher as NormalDispatcher  # noqa: E402
@@ -535,9 +536,6 @@ from moekit_deepep.normal import NormalDispatcher as NormalDispatcher  # noqa: E
 from moekit.contract.specs import DispatcherSpec  # noqa: E402
 from moekit.discovery.registry import Registry  # noqa: E402
 from moekit.discovery.registry import registry as installed  # noqa: E402
-from moekit.testing import interpreter  # noqa: E402
-
-interpreter.prepare_once()  # ranks may call from several threads
 
 
 def specs() -> list[DispatcherSpec]:

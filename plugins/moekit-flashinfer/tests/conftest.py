@@ -1,3 +1,3 @@
 """On the GPU when there is one, else in Triton's interpreter."""
 
-from moekit.testing.device import device  # noqa: F401 (a fixture)
+from triton_interpreter import device  # noqa: F401 (a fixture)

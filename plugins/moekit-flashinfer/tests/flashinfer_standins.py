@@ -17,12 +17,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import triton_interpreter  # noqa: F401 (patches triton)
 from moekit_flashinfer import library
 from torch import Tensor
-
-from moekit.testing import interpreter
-
-interpreter.prepare_once()  # ranks may call from several threads
 
 
 def _on_cpu(function: Any) -> Any:

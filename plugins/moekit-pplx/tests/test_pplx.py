@@ -18,6 +18,7 @@ import torch.distributed as dist
 from moekit_pplx.dispatcher import PplxDispatcher
 from moekit_pplx.kernels import launch, translate
 from moekit_pplx.layout import Layout, Wire
+from rank_events import GUARD, happened, wait_for
 
 import moekit
 from moekit import MoEProblem, ParallelConfig, Routing
@@ -390,15 +391,16 @@ def alone_at_the_end(rank, world):
     start, (_, before) = time.monotonic(), counts()
     if rank == 0:
         dispatcher.destroy()
+        happened("rank 0 destroyed its dispatcher")
         return time.monotonic() - start, counts()[1] - before
-    time.sleep(3.0)
+    wait_for("rank 0 destroyed its dispatcher")
     dispatcher.destroy()
     return 0.0, counts()[1] - before
 
 
 def test_destroy_does_not_wait_long_for_a_rank_that_does_not_come(pool):
     (seconds, freed), (_, freed_late) = pool.run(alone_at_the_end)
-    assert 0.9 < seconds < 2.9 and freed == freed_late == 1
+    assert 0.9 < seconds < GUARD and freed == freed_late == 1
 
 
 def test_exit_without_destroy(tmp_path):

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-
-from moekit.testing.device import device  # noqa: F401 (a fixture)
+from triton_interpreter import device  # noqa: F401 (a fixture)
 
 
 @pytest.fixture

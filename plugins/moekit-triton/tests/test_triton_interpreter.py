@@ -1,4 +1,4 @@
-"""`moekit.testing.interpreter` patches kernels and their device functions, and restores triton."""
+"""`triton_interpreter` patches kernels and their device functions, and restores triton."""
 
 import os
 import subprocess
@@ -9,10 +9,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+import triton_interpreter
 from moekit_kernels.numerics import INTERPRETED
 from triton.runtime import interpreter
-
-from moekit.testing.interpreter import prepare_once
+from triton_interpreter import prepare_once
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="compiled")
 
@@ -140,6 +140,7 @@ def test_a_product_has_the_same_bits_everywhere(core):
     if core and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         pytest.skip("needs AVX2")
     code = "import test_triton_interpreter as tests; tests.check_products()"
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    folders = Path(__file__).parent, Path(triton_interpreter.__file__).parent
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
     environ |= {"OPENBLAS_CORETYPE": core} if core else {}
     subprocess.run([sys.executable, "-c", code], env=environ, check=True, timeout=300)

@@ -8,6 +8,9 @@ Each of these takes up to a third of the time of tests (triton 3.6 to 3.9).
 
 Its `dot` is numpy's product. With AVX2 alone, numpy's BLAS sums a row in another order at another
 place of the matrix, so kernels would differ in their last bits between positions of a token.
+
+Importing this patches triton where the interpreter is chosen. The conftest.py files of kernel tests
+take the fixture ``device`` from here.
 """
 
 from __future__ import annotations
@@ -19,6 +22,10 @@ import threading
 from dataclasses import replace
 from types import FunctionType, SimpleNamespace
 from typing import Any
+
+from torch.utils._python_dispatch import _disable_current_modes
+
+from moekit.testing.device import device as device  # a fixture; it chooses the interpreter
 
 
 class _Running(threading.local):
@@ -60,11 +67,6 @@ class _Patch:
                 setattr(owner, name, value)
             elif name in vars(owner):  # the list may have a place twice
                 delattr(owner, name)
-
-
-def in_kernel() -> bool:
-    """Return whether this thread is running an interpreted kernel."""
-    return _running.kernels > 0
 
 
 def prepare_once() -> None:
@@ -113,7 +115,8 @@ def prepare_once() -> None:
         return patches[0].apply()
 
     def launched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with lock:
+        # Modes of the kit that watch operators would give the turn to a thread that waits here.
+        with lock, _disable_current_modes():
             running.kernels += 1
             try:
                 return launch(self, *args, **kwargs)
@@ -122,6 +125,7 @@ def prepare_once() -> None:
                 running.prepared = running.prepared and running.kernels > 0
 
     prepare_first.every_time = prepare  # type: ignore[attr-defined]
+    launched.one_thread_at_a_time = True  # type: ignore[attr-defined]
     interpreter._patch_lang = prepare_first
     interpreter.GridExecutor.__call__ = launched
 
@@ -182,3 +186,7 @@ def _remember_types(interpreter: Any) -> None:
         core.constexpr(True) if self is other else same_shape(self, other)
     )
     tensor.__init__, interpreter._get_np_dtype = init, np_dtype
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    prepare_once()

@@ -1,0 +1,239 @@
+"""Wrong experts that are right as long as one dimension of a call is unusual at a time."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from conformance_catches import killed_by, mutants_of
+from right_experts import Plain, Skips
+from test_conformance_catches_sizes import (
+    DropsTheLast,
+    EightAssignments,
+    OtherProblem,
+    Rows256,
+    rank_in_expert,
+    rows_of_expert,
+)
+
+
+class OtherScales(Plain):
+    """Changes w13's scales where there are any."""
+
+    def pack(self, weights):
+        packed = super().pack(weights)
+        if "w13_scale" not in packed.experts:
+            return packed
+        scale = self.scales(packed["w13_scale"].clone())
+        return replace(packed, experts={**packed.experts, "w13_scale": scale})
+
+
+@killed_by("test_cases", "int8_w8a16")
+@killed_by("test_cases", "fp8_block")
+class ScaleOfTheReplicaBefore(OtherScales):
+    """Takes the scale of the expert before it for each replica, in quantized schemes."""
+
+    def scales(self, scale):
+        first = self.problem.num_experts
+        if scale.shape[0] > first:
+            scale[first:] = scale[first - 1 : -1].clone()
+        return scale
+
+
+class WhereQuantized(Plain):
+    """Changes router weights in quantized schemes."""
+
+    def apply(self, y, tokens, weights, workspace):
+        if self.problem.quant.weight is not None:
+            tokens = replace(tokens, topk_weights=self.router(tokens.topk_weights))
+        super().apply(y, tokens, weights, workspace)
+
+
+@killed_by("test_cases", "int4_w4a16_g32")
+@killed_by("test_cases", "fp8_tensor")
+class UnsignedWhereQuantized(WhereQuantized):
+    """Takes the absolute value of router weights in quantized schemes."""
+
+    def router(self, weights):
+        return weights.abs()
+
+
+@killed_by("test_cases", "int8_w8a16")
+@killed_by("test_cases", "mxfp4_w4a16")
+class PositiveWhereQuantized(WhereQuantized):
+    """Drops assignments with negative router weights in quantized schemes."""
+
+    def router(self, weights):
+        return weights.clamp(min=0)
+
+
+@killed_by("test_cases", "int8_w8a16")
+@killed_by("test_cases", "fp8_block")
+@killed_by("test_cases", "int4_w4a16_g32")
+class Rows256WhereQuantized(Rows256):
+    """Drops an expert's rows from the 257th on in quantized schemes."""
+
+    def kept(self, ids, tokens):
+        kept = super().kept(ids, tokens)
+        return kept if self.problem.quant.weight is not None else torch.ones_like(kept)
+
+
+class WithoutBiasOf(Plain):
+    """Computes some tokens without the biases."""
+
+    def apply(self, y, tokens, weights, workspace):
+        super().apply(y, tokens, weights, workspace)
+        without = self.without(tokens)
+        if self.problem.has_bias and bool(without.any()):
+            kept = {n: t for n, t in weights.experts.items() if not n.endswith("bias")}
+            wrong = torch.empty_like(y)
+            weights = replace(weights, experts=kept)
+            super().apply(wrong, tokens, weights, workspace)
+            y[without] = wrong[without]
+
+
+@killed_by("test_cases", "none")
+class BiasOf256Tokens(WithoutBiasOf):
+    """Adds biases to the first 256 tokens."""
+
+    def without(self, tokens):
+        return torch.arange(len(tokens.x)) >= 256
+
+
+@killed_by("test_cases", "none")
+class BiasOf128Rows(WithoutBiasOf):
+    """Adds biases to an expert's first 128 rows."""
+
+    def without(self, tokens):
+        return (rank_in_expert(tokens.topk_ids) > 128).any(dim=1)
+
+
+@killed_by("test_cases", "none")
+class BiasOfPositiveWeights(WithoutBiasOf):
+    """Adds biases where router weights are positive."""
+
+    def without(self, tokens):
+        return (tokens.topk_weights < 0).any(dim=1)
+
+
+@killed_by("test_cases", "none")
+class TanhForManyRows(OtherProblem):
+    """Computes gelu by silu where an expert has more than 128 rows."""
+
+    def apply(self, y, tokens, weights, workspace):
+        self._most = int(rows_of_expert(tokens.topk_ids).max()) if tokens.topk_ids.numel() else 0
+        super().apply(y, tokens, weights, workspace)
+
+    def instead(self, problem, num_tokens):
+        gelu = problem.activation.name == "gelu" and self._most > 128
+        return problem.replace(activation="silu") if gelu else problem
+
+
+@killed_by("test_cases", "int8_w8a16")
+@killed_by("test_cases", "fp8_channel_token")
+@killed_by("test_cases", "int4_w4a16_g32_zp")
+class BiasOf64QuantizedTokens(WithoutBiasOf):
+    """Adds biases to the first 64 tokens in quantized schemes."""
+
+    def without(self, tokens):
+        late = torch.arange(len(tokens.x)) >= 64
+        return late & (self.problem.quant.weight is not None)
+
+
+@killed_by("test_cases", "none")
+class Hidden8192(Plain):
+    """Reads the first 8192 columns of x."""
+
+    def apply(self, y, tokens, weights, workspace):
+        x = tokens.x.clone()
+        x[:, 8192:] = 0
+        super().apply(y, replace(tokens, x=x), weights, workspace)
+
+
+@killed_by("test_cases", "none")
+class Output8192(Plain):
+    """Writes the first 8192 columns of y, and zeros to the others."""
+
+    def apply(self, y, tokens, weights, workspace):
+        super().apply(y, tokens, weights, workspace)
+        y[:, 8192:] = 0
+
+
+@killed_by("test_cases", "none")
+class Intermediate8192(Plain):
+    """Sums over the first 8192 columns of w2."""
+
+    def pack(self, weights):
+        w2 = weights.w2.clone()
+        w2[..., 8192:] = 0
+        return super().pack(replace(weights, w2=w2))
+
+
+@killed_by("test_cases", "none")
+class AtLeast32(DropsTheLast):
+    """Drops the last token if H is smaller than a tile of 32."""
+
+    def wrong(self, tokens):
+        return self.problem.hidden_size < 32
+
+
+@killed_by("test_cases", "none")
+class ThirtyTwoAssignments(EightAssignments):
+    """Drops a token's assignments from the 33rd on."""
+
+    LIMIT = 32
+
+
+class Prints(Plain):
+    """Prints the sizes of each call."""
+
+    WHERE = "stdout"
+
+    def apply(self, y, tokens, weights, workspace):
+        print(f"apply {tuple(y.shape)}", file=getattr(sys, self.WHERE))
+        super().apply(y, tokens, weights, workspace)
+
+
+killed_by("test_prints_nothing", says="printed 'apply ")(Prints)
+
+
+@killed_by("test_prints_nothing", says="printed 'apply ")
+class PrintsErrors(Prints):
+    """Prints the sizes of each call to stderr."""
+
+    WHERE = "stderr"
+
+
+@killed_by("test_prints_nothing", says="printed 'packed")
+class PrintsWhenItPacks(Plain):
+    """Prints when it packs weights."""
+
+    def pack(self, weights):
+        print("packed")
+        return super().pack(weights)
+
+
+@killed_by("test_cases", "none")
+class IdsOf32BitsWithReplicas(Skips):
+    """Drops the assignments of replicas whose ids have 32 bits."""
+
+    def kept(self, ids, tokens):
+        narrow = ids.dtype == torch.int32
+        return (ids < self.problem.num_experts) | (not narrow)
+
+
+@killed_by("test_cases", "none")
+class ClampDroppedForTopOne(OtherProblem):
+    """Has no clamp in its kernel for top-1."""
+
+    def instead(self, problem, num_tokens):
+        if problem.activation.limit is None or problem.top_k > 1:
+            return problem
+        return problem.replace(activation=replace(problem.activation, limit=1e6))
+
+
+@pytest.mark.parametrize("mutant", mutants_of(__name__))
+def test_killed(mutant):
+    mutant.check()
