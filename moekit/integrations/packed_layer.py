@@ -179,7 +179,11 @@ class Layer:
                 self._kernels[key] = kernel
                 if options.graph_tokens and (reasons := graphs.unsupported(kernel)):
                     logger.debug("moekit: small calls use no CUDA graphs: %s", "; ".join(reasons))
-            packed = kernel.pack(weights)
+            try:
+                packed = kernel.pack(weights)
+            except WeightsError as error:
+                what = f"{type(module).__name__} in {problem.quant.name}"
+                raise WeightsError(f"moekit cannot run {what}: {error}") from error
             del weights
             if options.free_original:
                 _free(module, packed)
