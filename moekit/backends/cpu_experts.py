@@ -70,14 +70,20 @@ class Experts:
         return quant.dequantize(stored, scale, operand, dtype, **mine)
 
 
-def workspace(problem: MoEProblem, assignments: int) -> tuple[BufferSpec, BufferSpec]:
-    """Return the buffers of the gathered x and z, which are large: new ones cause page faults.
+def workspace(problem: MoEProblem, assignments: int) -> BufferSpec:
+    """Return the buffer of the gathered x and of z, which are large: new ones cause page faults.
 
-    They are bytes: a view as floats that was made in inference mode is read-only outside it.
+    It has bytes: a view as floats that was made in inference mode is read-only outside it.
     """
-    rows, H = _most_rows(problem, assignments), problem.hidden_size
-    x, z = ((rows, H * dtype.itemsize) for dtype in (problem.dtype, torch.float32))
-    return BufferSpec(x, torch.uint8), BufferSpec(z, torch.uint8)
+    row = problem.hidden_size * (problem.dtype.itemsize + 4)
+    return BufferSpec((_most_rows(problem, assignments) * row,), torch.uint8)
+
+
+def _x_and_z(buffer: Tensor, x_RH: Tensor) -> tuple[Tensor, Tensor]:
+    H, size = x_RH.shape[1], x_RH.dtype.itemsize
+    rows = len(buffer) // (H * (size + 4))
+    z, x = buffer[: rows * H * 4], buffer[rows * H * 4 : rows * H * (size + 4)]
+    return x.view(x_RH.dtype).view(rows, H), z.view(torch.float32).view(rows, H)
 
 
 def transient_bytes(problem: MoEProblem, assignments: int) -> int:
@@ -346,14 +352,14 @@ def run(
     x_RH: Tensor,
     ids_RK: Tensor,
     weights_RK: Tensor,
-    buffers: Sequence[Tensor],
+    buffer: Tensor,
 ) -> None:
     """Write the weighted sum of each token's experts to y.
 
-    ids: local, -1 for none. weights: fp32. buffers: as `workspace` describes them.
+    ids: local, -1 for none. weights: fp32. buffer: as `workspace` describes it.
     """
     (R, K), L, alone = ids_RK.shape, experts.problem.num_local_experts, _alone()
-    x_NH, z_NH = buffers[0].view(x_RH.dtype), buffers[1].view(torch.float32)
+    x_NH, z_NH = _x_and_z(buffer, x_RH)
     if R == 1:
         return _one_token(chosen.loop(1, alone), experts, y_RH, x_RH, ids_RK, weights_RK, z_NH)
     ids_S, order_S = torch.sort(ids_RK.reshape(-1), stable=True)

@@ -42,7 +42,7 @@ class TorchExperts(PermuteExpertsUnpermute):
     def workspace(self, rows: int) -> Sequence[BufferSpec]:
         if self.problem.device.type != "cpu" or self.problem.batch_invariant:
             return ()
-        return cpu_experts.workspace(self.problem, rows * self.problem.top_k)
+        return (cpu_experts.workspace(self.problem, rows * self.problem.top_k),)
 
     def transient_bytes(self, rows: int) -> int:
         p = self.problem
@@ -87,7 +87,7 @@ class TorchExperts(PermuteExpertsUnpermute):
             row_blocks.run(experts, row_blocks.sizes_for(self.problem, x.device), y, x, ids)
             return
         if x.device.type == "cpu":
-            cpu_experts.run(experts, self._choice(), y, x, ids, topk_weights, workspace)
+            cpu_experts.run(experts, self._choice(), y, x, ids, topk_weights, workspace[0])
         else:
             _on_any_device(experts, y, x, ids, topk_weights)
         if y.dtype == torch.float16 and not math.isfinite(y.sum(dtype=torch.float32).item()):
