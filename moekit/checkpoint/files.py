@@ -78,7 +78,7 @@ class Checkpoint:
             files = _files_of(self.path)
         except OSError as error:
             raise WeightsError(
-                f"{self.path}: cannot be listed ({error.strerror}); pass a folder that you may read"
+                f"{self.path}: cannot be read ({error.strerror}); pass a folder that you may read"
             ) from error
         for file in files:
             try:

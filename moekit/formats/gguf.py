@@ -1,7 +1,7 @@
-"""The block formats of GGUF: their numbers in torch, and those that a scheme of moekit holds.
+"""The block formats of GGUF: their numbers in torch, and the blocks that a scheme of moekit holds.
 
 A block is a run of columns with its own scales: 32 of them, or 256 in the "K" types, whose scales
-are quantized again. The layouts are those of ggml-common.h and ggml-quants.c in
+are quantized again. ggml-common.h and ggml-quants.c define the layouts in
 https://github.com/ggml-org/ggml. `dequantize` computes in fp32 in the order of the gguf library, so
 that the results are equal bit for bit.
 """

@@ -487,7 +487,7 @@ def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     path = write(tmp_path, experts(bf16)[0], config())
     monkeypatch.setattr(Path, "glob", refuse)
-    with pytest.raises(WeightsError, match="cannot be listed .Permission denied.*may read"):
+    with pytest.raises(WeightsError, match="cannot be read .Permission denied.*may read"):
         detect(path)
 
 

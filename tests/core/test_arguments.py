@@ -352,10 +352,10 @@ def test_a_token_cannot_name_an_expert_twice(tokens, backends) -> None:
     ("more", "said"),
     [
         ("--device gpu", "device 'gpu' is not understood; expected a torch device ('cpu', 'cuda')"),
-        ("--ep 1099511627776", "ep_size=1099511627776"),
-        ("--num-experts 1000000000", "num_experts=1000000000"),
+        ("--ep 1099511627776", "--ep 1099511627776: it must be an integer"),
+        ("--num-experts 1000000000", "--num-experts 1000000000: it must be"),
         ("--activation-limit nan", "limit=nan"),
-        ("--max-num-tokens 0", "max_num_tokens=0"),
+        ("--max-num-tokens 0", "--max-num-tokens 0: it must be"),
     ],
 )
 def test_the_command_line_refuses(capsys, more, said) -> None:

@@ -64,7 +64,7 @@ class Compiled:
 class Launch:
     """A kernel, and what Triton specializes it on: the types of its parameters, the values of
     constants, which parameters are multiples of 16, and options. A path is a parameter's index, and
-    that of a member if the parameter is a tuple."""
+    a member's index if the parameter is a tuple."""
 
     kernel: Any
     signature: Mapping[str, Any]
