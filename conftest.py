@@ -11,6 +11,7 @@ import importlib
 import os
 import sys
 from collections import defaultdict
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MOEKIT_TUNED", "")  # a table must not steer the choice in tests
@@ -24,6 +25,7 @@ INTERPRETED = not torch.cuda.is_available()
 if INTERPRETED:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+_SUPPORT = str(Path(__file__).parent / "tests" / "support")
 # Fixtures of tests that call Triton kernels.
 _KERNELS = {"device", "standins"}
 
@@ -38,6 +40,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not INTERPRETED:
         return
     if "moekit.testing.base" in sys.modules:  # some of them are the kit's
+        if _SUPPORT not in sys.path:  # as where another pyproject.toml, or none, is pytest's
+            sys.path.append(_SUPPORT)
         kit_full = importlib.import_module("kit_full")
         kit_full.mark(items)
     cases: dict[str, list[pytest.Item]] = defaultdict(list)

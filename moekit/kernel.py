@@ -376,7 +376,9 @@ class ModularKernel:
         try:
             if out is None and not self.dispatcher.makes_output:
                 out = torch.empty_like(x_TH)
-            return self.dispatcher.finalize(y, tokens, out)  # type: ignore[arg-type]
+            combining = self.dispatcher.finalize(y, tokens, out)  # type: ignore[arg-type]
+            assert isinstance(combining, Pending), "finalize must return a Pending"
+            return combining
         finally:
             scratch.give_back()
 

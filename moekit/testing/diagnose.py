@@ -301,7 +301,7 @@ def _which(lost: Tensor, ids: Tensor) -> str:
     order = flat.argsort(stable=True)
     sorted_ids = flat[order]
     rank = torch.arange(len(flat), device=ids.device) - torch.searchsorted(sorted_ids, sorted_ids)
-    rows = torch.empty_like(flat).scatter_(0, order, rank).view_as(ids)
+    rows = torch.empty_like(rank).scatter_(0, order, rank).view_as(ids)  # ids may be int32
     index = torch.arange(ids.numel(), device=ids.device).view_as(ids)
     kinds = {
         "top-k positions": index % K,

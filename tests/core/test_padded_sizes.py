@@ -221,10 +221,12 @@ def test_wrong_multiples_are_a_reason(of: Any) -> None:
 
 
 def kit(made: type = Picky) -> Any:
-    return suite(made, "torch", multiples=lambda problem: OF)
+    return suite(made, "torch", multiples=lambda problem: OF, **made.DECLARED)
 
 
-@pytest.mark.parametrize("scheme", ["none", "fp8_block", "int4_w4a16_g32_zp", "mxfp4_w4a16"])
+@pytest.mark.parametrize(
+    "scheme", ["none", "fp8_block", "int4_w4a16_g32", "int4_w4a16_g32_zp", "mxfp4_w4a16"]
+)
 def test_the_kit_passes(scheme: str) -> None:
     kit().test_cases(scheme)
 

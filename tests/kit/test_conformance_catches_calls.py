@@ -228,7 +228,7 @@ class IdsOf64Bits(Plain):
         super().apply(y, replace(tokens, topk_ids=ids), weights, workspace)
 
 
-@killed_by("test_cases", "none")
+@killed_by("test_cases", "none", says="NaN|relative error")
 class LoadsOf64Bytes(Plain):
     """Reads x from the multiple of 64 bytes below its first one."""
 

@@ -135,8 +135,8 @@ class BiasOfEverySplit(Packs):
 # -- ranks with shares of quantized experts -------------------------------------------------------
 
 
-@killed_by("test_scheme", "int4_w4a16_g32")
-@killed_by("test_scheme", "mxfp4_w4a16")
+@killed_by("test_cases", "int4_w4a16_g32")
+@killed_by("test_cases", "mxfp4_w4a16")
 class ScalesOfAllSlices(Packs):
     """Takes a row of w2 to have the scales of all tensor-parallel ranks."""
 
@@ -150,8 +150,8 @@ class ScalesOfAllSlices(Packs):
         return tensor.view(L, -1)[:, (row[:, None] * each + group) % (N * groups)]
 
 
-@killed_by("test_scheme", "int8_w8a16")
-@killed_by("test_scheme", "mxfp4_w4a16")
+@killed_by("test_cases", "int8_w8a16")
+@killed_by("test_cases", "mxfp4_w4a16")
 class ShareSubtractedTwice(Skips):
     """Subtracts the first expert of a rank's share from local ids, in quantized schemes."""
 

@@ -371,7 +371,7 @@ class DropsBiases(Plain):
         return super().pack(weights)
 
 
-@killed_by("test_scheme", "fp8_block")
+@killed_by("test_cases", "fp8_block")
 class BiasDroppedInBlocks(DropsBiases):
     """Drops biases in fp8_block alone."""
 
@@ -387,7 +387,7 @@ class BiasDroppedWithClamp(DropsBiases):
         return self.problem.activation.limit is not None
 
 
-@killed_by("test_scheme", "int8_w8a16")
+@killed_by("test_cases", "int8_w8a16")
 class ScalesOfTwoHalves(Plain):
     """Takes w13's scales of the first half of its rows for the second, where there is no gate."""
 

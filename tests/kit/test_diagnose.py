@@ -107,6 +107,12 @@ def test_a_dropped_clamp_is_named():
     assert diagnose(out, case) == "looks like: clamp dropped"
 
 
+def test_dropped_assignments_of_int32_ids_are_named():
+    ids = CASE.routing.topk_ids.int()
+    case = replace(CASE, routing=Routing(CASE.routing.topk_weights, ids))
+    assert "assignments dropped" in diagnose(without(PLACE == 2), case)
+
+
 def test_an_earlier_result_is_named():
     old = [torch.ones(3, 96), cases.make_case(PROBLEM, 64, key=2).reference(), RIGHT]
     assert diagnose(old[1], CASE, old) == "the output is that of 2 calls before"

@@ -75,13 +75,16 @@ def check(
 
 def loud(problem: MoEProblem) -> ExpertWeights:
     """Return weights of experts whose output has a root mean square of about 60000."""
-    weights = random_weights(problem.replace(quant="none"))
+    plain = problem.replace(
+        quant="none", intermediate_size=problem.local_intermediate_size
+    )  # with whole blocks
+    weights = random_weights(plain)
     weights = replace(weights, w13=4 * weights.w13)
     x = torch.randn(64, problem.hidden_size, device=weights.w2.device).half()
     routing = Routing(
         torch.ones(64, 1, device=x.device), torch.zeros(64, 1, device=x.device).long()
     )
-    one = problem.replace(quant="none", top_k=1)
+    one = plain.replace(top_k=1)
     by = 6e4 / float(oracle(x, weights, routing, one).square().mean().sqrt())
     return replace(weights, w2=(weights.w2.float() * by).half()).quantize(problem.quant)
 

@@ -257,13 +257,14 @@ def test_few_rows_read_weights_by_wide_tiles(scheme, rows) -> None:
 
 
 @pytest.mark.parametrize("rows", [60.0, 300.0, 3000.0])
-def test_tiles_across_groups_of_scales_are_small(rows) -> None:
+def test_no_tiles_lie_across_groups_of_scales(rows) -> None:
+    """I is padded to whole groups, and its tiles are those of such an I, on one rank and on two."""
     p = problem(num_experts=32, hidden_size=2880, intermediate_size=2880, quant="fp8_block")
+    halves = p.replace(intermediate_size=2 * 2880, parallel=ParallelConfig(tp_size=2))
+    assert p.local_intermediate_size == halves.local_intermediate_size == 2944
     plan = heuristic(p, rows)
-    assert not plan.fused
-    assert plan.first == plan.second == GemmConfig(64, 128, 128, num_stages=4, tma=True)
-    divided = heuristic(p.replace(hidden_size=2816, intermediate_size=2816), rows)
-    assert divided.fused and divided.block_m == 128
+    assert plan.fused and plan.block_m == plan.first.block_n == 128
+    assert plan == heuristic(p.replace(intermediate_size=2944), rows) == heuristic(halves, rows)
     assert heuristic(p.replace(quant="fp8_channel_token"), rows).block_m == 128
 
 

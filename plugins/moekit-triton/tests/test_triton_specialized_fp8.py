@@ -38,8 +38,10 @@ def test_only_where_it_can(monkeypatch) -> None:
     wide = problem(hidden_size=4096, intermediate_size=2048)
     plan = choose_plan(wide, 8192, 2)
     assert type(plan) is Copied and plan.first.specialized and plan.second.specialized
+    padded = wide.replace(intermediate_size=2048 + 64)
+    assert padded.local_intermediate_size == 2048 + 128 and choose_plan(padded, 8192, 2) == plan
     for p in (wide.replace(has_bias=True), wide.replace(activation="gelu"),
-              wide.replace(intermediate_size=2048 + 64), wide.replace(dtype=torch.float32),
+              wide.replace(quant="fp8_w8a16_block"), wide.replace(dtype=torch.float32),
               wide.replace(device="sm89"), wide.replace(device="sm100")):  # fmt: skip
         assert type(choose_plan(p, 8192, 2)) is Gathered
     assert type(choose_plan(wide, 64, 2)) is Gathered

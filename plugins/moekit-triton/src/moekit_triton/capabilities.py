@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 import triton
-from moekit_kernels.numerics import INTERPRETED, SCALE_GROUP
+from moekit_kernels.numerics import INTERPRETED
 
 from moekit.plugin import MoEProblem
 
@@ -130,7 +130,4 @@ def _have_specialized_warps(problem: MoEProblem) -> bool:
     activation = problem.activation
     if activation.name != "silu" or not activation.gated or activation.clamped:
         return False
-    if problem.quant.weight is None:
-        return True
-    aligned = problem.local_intermediate_size % SCALE_GROUP == 0
-    return problem.quant.name == "fp8_block" and aligned
+    return problem.quant.weight is None or problem.quant.name == "fp8_block"

@@ -386,9 +386,9 @@ def _sorted_kind(problem: MoEProblem, per_expert: float) -> type[Sorted]:
 class _Case:
     """A problem and its rows per expert, as the rules for tiles distinguish them.
 
-    plain: 16-bit operands; grouped: activations with scales by groups of 128 columns; across: such
-    groups do not divide I; whole_k_fp8: e4m3 on Hopper whose scales serve all of K; wide: weight
-    rows behind an output column of GEMM 1; busy: row blocks that programs share.
+    plain: 16-bit operands; grouped: activations with scales by groups of 128 columns, which
+    divide I; whole_k_fp8: e4m3 on Hopper whose scales serve all of K; wide: weight rows behind an
+    output column of GEMM 1; busy: row blocks that programs share.
     """
 
     def __init__(self, p: MoEProblem, per_expert: float) -> None:
@@ -396,7 +396,7 @@ class _Case:
         self.a_bits, self.w_bits = operand_bits(p)
         self.plain = self.a_bits == self.w_bits == 16
         self.grouped = p.quant.activation is not None and p.quant.activation.group == (1, 128)
-        self.across = self.grouped and p.local_intermediate_size % SCALE_GROUP != 0
+        assert not self.grouped or p.local_intermediate_size % SCALE_GROUP == 0
         self.whole_k_fp8 = swap_ab_pays(p) and not self.grouped
         self.wide = 2 if p.activation.gated else 1  # GEMM 1 with a gate holds two tiles of block_n
         self.block_m = self._block_m()
@@ -414,9 +414,7 @@ class _Case:
         most_64 = 48 if self.plain or swap_ab_pays(self.problem) else 64
         steps = ((16, 8), (32, 24), (64, most_64))
         block_m = next((b for b, most in steps if self.per_expert <= most), 128)
-        # 32 bits have no tensor cores. Tiles of 128 weight rows of up would lie across two groups
-        # of scales.
-        if self.a_bits == 32 or self.across:
+        if self.a_bits == 32:  # no tensor cores
             block_m = min(block_m, 64)
         return min(block_m, PACKED_BLOCK_M) if self.w_bits == 4 else block_m
 
@@ -486,7 +484,7 @@ def heuristic(problem: MoEProblem, per_expert: float) -> Gathered:
         first = replace(first, block_n=128, num_warps=4 if block_m <= 32 else 8)
         if block_m <= 32 and hopper(p):
             first = replace(first, num_stages=3)
-    fused = fusable(p, first.block_n) and not (case.across and block_m == 64)
+    fused = fusable(p, first.block_n)
     if not fused:
         first = case.tile(p.w13_rows, hidden, 1)
     second = case.tile(hidden, inner, 1)
