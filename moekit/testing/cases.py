@@ -133,7 +133,10 @@ def random_weights(
 def unquantized_weights(
     problem: MoEProblem, key: object = 0, drawn_on: torch.device | None = None
 ) -> ExpertWeights:
-    """Return L experts in the problem's dtype, unquantized, on the CPU or ``drawn_on``."""
+    """Return L experts in the problem's dtype, unquantized, on the CPU or ``drawn_on``.
+
+    Behind the rank's neurons there are zeros, where blocks are padded.
+    """
     drawn_on = drawn_on or torch.device("cpu")
     draw = generator("weights", key, device=drawn_on)
     L, H, inner = (
@@ -158,7 +161,13 @@ def unquantized_weights(
         for name, n, std in (("w13_bias", rows, 1.5), ("w2_bias", H, 3.0)):
             b = torch.randn(L, n, generator=draw, device=drawn_on)
             bias[name] = b.mul(std).to(problem.dtype)
-    return ExpertWeights(matrix(rows, H, GATE_STD), matrix(H, inner, 1.0), **bias)
+    made = ExpertWeights(matrix(rows, H, GATE_STD), matrix(H, inner, 1.0), **bias)
+    if (held := len(problem.local_neurons)) < inner:
+        for t in (made.w13, made.w13_bias):
+            if t is not None:
+                torch.unflatten(t, 1, (-1, inner))[:, :, held:] = 0
+        made.w2[:, :, held:] = 0
+    return made
 
 
 def quantized(weights: ExpertWeights, problem: MoEProblem) -> ExpertWeights:

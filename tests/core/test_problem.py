@@ -189,11 +189,10 @@ def test_ranks_hold_whole_blocks(inner: int, tp_size: int, local: int, held: lis
         plain = shard.dequantize(mine.quant)
         assert torch.equal(plain.w2[:, :, :count], whole.w2[:, :, at : at + count])
         assert not plain.w2[:, :, count:].any() and not plain.w13[:, count:local].any()
-        if inner % 128 == 0:  # else a block of the whole w13 spans gate and up
-            for half in (0, 1):
-                got = plain.w13[:, half * local : half * local + count]
-                first = half * inner + at
-                assert torch.equal(got, whole.w13[:, first : first + count])
+        for half in (0, 1):
+            got = plain.w13[:, half * local : half * local + count]
+            first = half * problem.local_intermediate_size + at
+            assert torch.equal(got, whole.w13[:, first : first + count])
         at += count
     assert at == inner
     assert problem.replace(quant="none").local_intermediate_size == inner

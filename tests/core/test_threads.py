@@ -128,9 +128,10 @@ def test_one_thread_has_one_arena_and_the_next_thread_takes_it_up() -> None:
     for _ in range(10):
         at_once(run)
     assert one <= arenas.nbytes <= THREADS * one, "more arenas than calls at one time"
+    run(0)  # it may outgrow an arena that a thread left after fewer tokens
     left = arenas.nbytes
     run(0)
-    assert arenas.nbytes == left
+    assert arenas.nbytes == left <= THREADS * one
 
 
 def test_arenas_go_with_the_workspace_and_when_they_are_outgrown() -> None:
