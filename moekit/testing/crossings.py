@@ -243,6 +243,8 @@ def _possible(spec: ExpertsSpec, device: DeviceSpec, interpreted: bool, row: Row
     if row["top_k"] == ON_INPUT:  # it enlarges tokens, for which clamps and squares are sensitive
         row |= {"router": "plain", "activation": _main_activation(spec), "share": "all"}
         row["I"] = "usual" if row["I"] == "tiny" else row["I"]
+    if row["dtype"] == "float16" and "relu2" in row["activation"].name:
+        row["activation"] = _main_activation(spec)  # squares may exceed 65504
     if row["router"] == "signed" and row["via"] == "bridged":
         row["via"] = "native"  # bridged experts get no router weights
     if row["batch_invariant"]:
