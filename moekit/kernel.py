@@ -168,7 +168,7 @@ class ModularKernel:
         if self._on_accelerator and elsewhere(x) is not None:
             with on_device(x):
                 return self(x, weights, routing, out=out, shared=shared)
-        observer = self._calls.begin(x)
+        observer = self._calls.begin(x, routing)
         try:
             x_TH, routing, out, quantize = self._arrange(x, weights, routing, out)
             observer.arranged()
@@ -229,7 +229,7 @@ class ModularKernel:
         meanwhile: Callable[[], object] | None,
     ) -> Callable[[], Pending[Tensor]]:
         """Launch the dispatch, as `__call__` does. Return what launches the rest."""
-        observer = self._calls.begin(x)
+        observer = self._calls.begin(x, routing)
         try:
             if meanwhile is not None:
                 check_function("meanwhile", meanwhile)
@@ -286,7 +286,7 @@ class ModularKernel:
             topk_ids = topk_ids.to(self._ids_dtype)
         topk_weights, topk_ids = topk_weights.contiguous(), topk_ids.contiguous()
         if topk_weights is not routing.topk_weights or topk_ids is not routing.topk_ids:
-            routing = Routing(topk_weights, topk_ids)
+            routing = replace(routing, topk_weights=topk_weights, topk_ids=topk_ids)
         quantize = partial(_quantize, self.experts, weights) if self._sends_quantized else None
         return x, routing, out, quantize
 
@@ -438,7 +438,8 @@ class ModularKernel:
         x = torch.randn(tokens, p.hidden_size, dtype=p.dtype, device=device, generator=draw)
         ids = torch.arange(tokens * p.top_k, device=device) % p.num_physical_experts
         ids = ids.view(tokens, p.top_k)
-        self(x, weights, Routing(torch.ones_like(ids, dtype=torch.float32), ids))
+        routing = Routing(torch.ones_like(ids, dtype=torch.float32), ids, max_tokens=tokens)
+        self(x, weights, routing)
 
     def destroy(self) -> None:
         """Free the dispatcher's buffers; idempotent."""

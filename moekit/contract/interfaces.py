@@ -34,10 +34,13 @@ class Routing:
     topk_weights: (T, K) float32; may hold anything, NaN included, where the id is -1.
     topk_ids: (T, K) int32 or int64, global physical expert ids, -1 for no expert (a padding token
     has no other ids). A token names an expert at most once.
+    max_tokens: the most tokens that any rank passes to this call, equal on all ranks; None if the
+    caller does not know it. A dispatcher of fixed capacity then works for so many tokens only.
     """
 
     topk_weights: Tensor
     topk_ids: Tensor
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True)

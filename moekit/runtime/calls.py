@@ -92,12 +92,12 @@ class Calls:
         self._moves = dispatcher.spec.moves_tokens
         self._alone = self.agreement is None and not self._moves
 
-    def begin(self, x: object) -> Observer:
-        """Return the observer of a call with x, whose type nobody has checked.
+    def begin(self, x: object, routing: object) -> Observer:
+        """Return the observer of a call with arguments whose types nobody has checked.
 
         Raises PeerFailed in a group that a failed call has poisoned.
         """
-        observer = _UNOBSERVED if self._alone else self._in_group(x)
+        observer = _UNOBSERVED if self._alone else self._in_group(x, routing)
         if _profiled():
             names = self._dispatcher.spec.name, self._experts
             return cast(Observer, _Labels(observer, *names))
@@ -106,16 +106,21 @@ class Calls:
     def abort(self, error: Exception) -> None:
         """Tell the other ranks that ``error`` keeps this rank from its next call."""
         with suppress(PeerFailed):
-            observer = self.begin(None)
+            observer = self.begin(None, None)
             try:
                 observer.failed(error)
             finally:
                 observer.ended()
 
-    def _in_group(self, x: object) -> Observer:
+    def _in_group(self, x: object, routing: object) -> Observer:
         if self.agreement is None:
             return _Unchecked(self._turn, self._dispatcher)
-        return _Checked(self._turn, self.agreement, self._name, self._moves, x)
+        if self._moves:
+            most = getattr(routing, "max_tokens", None)
+            same = "" if most is None else f" with max_tokens={most}"
+        else:  # all ranks hold the same tokens
+            same = f" with x {tuple(x.shape) if isinstance(x, Tensor) else ()}"
+        return _Checked(self._turn, self.agreement, self._name, self._moves, same)
 
 
 class _InTurn(_Unobserved):
@@ -155,14 +160,13 @@ class _Checked(_InTurn):
     """A checked call: each of its four steps ends on all ranks, or raises on all of them."""
 
     def __init__(
-        self, turn: RLock, agreement: Agreement, name: str, moves: bool, x: object
+        self, turn: RLock, agreement: Agreement, name: str, moves: bool, same: str
     ) -> None:
+        """same: what must be equal on all ranks, as text."""
         super().__init__(turn)
         self._agreement, self._name, self._moves = agreement, name, moves
         self._step = "start"  # under way on this rank; "" once the other ranks know how it ended
-        # Where nothing moves, all ranks hold the same tokens.
-        shape = tuple(x.shape) if isinstance(x, Tensor) else ()
-        self._more = "" if moves else f" with x {shape}"
+        self._more = same
         self._enter()
 
     def arranged(self) -> None:  # type: ignore[override]

@@ -108,6 +108,13 @@ def check_call(
             raise CapacityExceeded(
                 f"{shape[0]} tokens, but max_num_tokens={most}: split the call, or compose for more"
             )
+        if (called := routing.max_tokens) is not None and not (
+            shape[0] <= called <= (called if most is None else most)
+        ):
+            raise InvalidInput(
+                f"max_tokens={called}, expected the most tokens that any rank passes to this call: "
+                f"this rank passes {shape[0]}, and max_num_tokens={most}"
+            )
         if out is not None:
             _check_out(x, out)
             _check_apart(out, x, weights, routing)

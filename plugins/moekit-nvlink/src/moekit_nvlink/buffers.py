@@ -64,7 +64,7 @@ class Buffer:
 
     bytes: this rank's buffer, uint8. peers: int64 addresses of all ranks' buffers. used: int32, the
     rows of each batch in the call before. counters: int32, zero between kernels. epoch: int64, the
-    number of calls.
+    number of calls. refused: int32 (1,), not zero where this rank makes the call NaN on all ranks.
     """
 
     bytes: Tensor
@@ -72,6 +72,7 @@ class Buffer:
     used: Tensor
     counters: Tensor
     epoch: Tensor
+    refused: Tensor
     lost: Lost
     handle: Any = None
 
@@ -90,6 +91,7 @@ class Buffer:
             used=ints(ranks),
             counters=ints(1 + ranks + chunks),
             epoch=ints(1, torch.int64),
+            refused=ints(1),
             lost=lost,
             handle=handle,
         )
