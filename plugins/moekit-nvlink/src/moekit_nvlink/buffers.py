@@ -8,7 +8,7 @@ import random
 import socket
 import threading
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -75,6 +75,7 @@ class Buffer:
     refused: Tensor
     lost: Lost
     handle: Any = None
+    _typed: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -98,8 +99,14 @@ class Buffer:
 
     def region(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a part of this rank's buffer as a tensor."""
-        nbytes = torch.Size(shape).numel() * dtype.itemsize
-        return self.bytes[offset : offset + nbytes].view(dtype).view(shape)
+        whole = self._typed.get(dtype)
+        if whole is None:
+            whole = self._typed[dtype] = self.bytes.view(dtype)
+        strides = [1]
+        for size in shape[:0:-1]:
+            strides.insert(0, strides[0] * size)
+        first = whole.storage_offset() + offset // dtype.itemsize
+        return whole.as_strided(shape, strides, first)
 
 
 class Buffers:
