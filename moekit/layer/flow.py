@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -59,13 +61,13 @@ class LayerFlow:
             rows = TokenRows(inputs.x, self.kernel.problem.hidden_size, max_tokens, self.ranks)
             routing, identity = self._route(rows, inputs)
         except Exception as error:  # of any kind: the other ranks must not wait for this one
-            if max_tokens is None:
-                self.ranks.num_chunks(0, None)
+            self.ranks.most_tokens(0, max_tokens)
             self.kernel.abort(error)
             raise
-        chunks = self.ranks.num_chunks(rows.x_TH.shape[0], max_tokens)
+        most = self.ranks.most_tokens(rows.x_TH.shape[0], max_tokens)
+        routing = replace(routing, max_tokens=most)
         shared = self._fork_shared(rows.x_TH)
-        out_TH = self._run_kernel(rows.x_TH, weights, routing, chunks, shared)
+        out_TH = self._run_kernel(rows.x_TH, weights, routing, shared)
         self._add_and_sum(out_TH, rows.x_TH, identity, shared)
         return rows.restore(out_TH)
 
@@ -111,10 +113,11 @@ class LayerFlow:
         x_TH: Tensor,
         weights: PackedWeights,
         routing: Routing,
-        chunks: int,
         shared: ConcurrentExperts | None,
     ) -> Tensor:
         """Return the routed experts' output, from as many calls as all ranks make."""
+        most, capacity = routing.max_tokens or 0, self.ranks.capacity or sys.maxsize
+        chunks = max(1, -(-most // capacity))
         meanwhile = None if shared is None else shared.run
         start = partial(self.kernel.start, weights=weights)
         if chunks == 1:
@@ -123,7 +126,9 @@ class LayerFlow:
         for chunk in range(chunks):
             span = partition(x_TH.shape[0], chunks, chunk)
             rows = slice(span.start, span.stop)
-            part = Routing(routing.topk_weights[rows], routing.topk_ids[rows])
+            part = Routing(
+                routing.topk_weights[rows], routing.topk_ids[rows], max_tokens=-(-most // chunks)
+            )
             start(x_TH[rows], routing=part, out=out[rows], meanwhile=meanwhile).result()
             meanwhile = None
         return out

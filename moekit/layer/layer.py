@@ -321,6 +321,7 @@ class FusedMoE(nn.Module):
             is_padding: (...) bool. Marked tokens go to no expert.
             max_tokens: The most tokens that any rank passes to this call. With max_num_tokens it
                 saves an all-reduce, and CUDA graphs need it where the group has no CPU backend.
+                Ranks replay graphs together that were captured with one max_tokens.
             token_ids: (...) int32 or int64, the rows of the routing's hash_table if it has one.
 
         Returns:
