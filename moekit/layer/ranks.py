@@ -90,8 +90,8 @@ class LayerRanks:
         assert self.group is not None
         if not self._on_host and is_capturing(torch.device(self._device)):
             raise InvalidInput(
-                "ranks must agree on max_tokens, which a graph being captured cannot wait for: pass "
-                "max_tokens, the most tokens of any rank, or give the process group a CPU backend "
+                "ranks must agree on the most tokens of any rank, and a graph being captured "
+                "cannot wait for that: pass max_tokens, or give the process group a CPU backend "
                 "('cpu:gloo,cuda:nccl')"
             )
         count = torch.tensor(tokens, device="cpu" if self._on_host else self._device)
