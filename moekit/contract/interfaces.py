@@ -94,7 +94,7 @@ class PackedWeights:
     backend: str
     experts: Mapping[str, Tensor]
     shared: Mapping[str, Tensor] = field(default_factory=dict)
-    made_for: tuple[object, ...] | None = field(default=None, kw_only=True)
+    made_for: Mapping[str, object] | None = field(default=None, kw_only=True)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.experts[name]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from types import MappingProxyType
@@ -26,8 +26,8 @@ from moekit.discovery.entry_points import (
     probing,
     sources,
 )
-from moekit.discovery.packages import offering
 from moekit.errors import BackendError, NameClash, UnknownBackend
+from moekit.problem import MoEProblem
 from moekit.untrusted.arguments import shown
 from moekit.untrusted.switches import switch
 
@@ -156,12 +156,21 @@ class Registry:
         other: type[BackendSpec] = ExpertsSpec if kind is DispatcherSpec else DispatcherSpec
         if name in self._usable(other):
             text += f" ({name!r} is known as: {other.kind})"
+        from moekit.discovery.packages import offering
+
         package = offering("experts" if kind is ExpertsSpec else "dispatchers", name)
         if package is not None and not package.installed:
             text += f". {package.name} offers it: {package.install} (in a clone of its repository)"
         else:
             text += ". Correct the name, or install the package that offers it"
         raise UnknownBackend("\n  ".join([text, *self.faults()]))
+
+
+def not_installed(problem: MoEProblem) -> Iterator[str]:
+    """Yield lines on packages of moekit's repository that have backends for ``problem``."""
+    from moekit.discovery import packages
+
+    yield from packages.not_installed(problem)
 
 
 _lock = threading.RLock()

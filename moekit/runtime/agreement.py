@@ -98,19 +98,17 @@ class _Sequence:
         advice: what to do after a failure.
         """
         mine = _encoded(f"+{what}\n{payload}" if fault is None else f"-{fault}")
+        wait = timeout if fault is None else min(timeout, _SLACK)
+
+        def work(client: Any, job: Job) -> tuple[int, int, list[str]]:
+            self._choose_prefix(client)
+            # A rank that repeats the call it left is still expected there, or learns that the
+            # others gave it up.
+            now = self._settle(client, step, left[1]) if left and left[0] != mine else step
+            return self._take(client, job, now, mine, what, wait)
+
         with self.turn:
             step, left = self.step, self._left
-            wait = min(timeout, _SLACK) if fault is not None else timeout
-
-            def work(client: Any, job: Job) -> tuple[int, int, list[str]]:
-                self._begin(client)
-                # A rank that repeats the call it left is still expected there, or learns that the
-                # others gave it up.
-                now = step
-                if left is not None and left[0] != mine:
-                    now = self._settle(client, step, left[1])
-                return self._take(client, job, now, mine, what, wait)
-
             self._left = mine, f"{what} was not finished"
             try:
                 _, self.step, said = access(self._store, work, wait + _SLACK, self._tidy)
@@ -124,13 +122,11 @@ class _Sequence:
                 self._leave(mine, describe(error))
                 raise
             self._left = None
-        if fault is not None:
-            return []
-        if said.count(said[0]) != self._size:
+        if said and fault is None:
             self._compare(said, what, advice)
         return [text.partition("\n")[2] for text in said]
 
-    def _begin(self, client: Any) -> None:
+    def _choose_prefix(self, client: Any) -> None:
         """Choose the prefix of the keys, at the first access.
 
         A group that is made after another was destroyed may have its name and its store. This
@@ -169,7 +165,7 @@ class _Sequence:
 
     def _settle(self, client: Any, step: int, why: str) -> int:
         """Leave a step whose end this rank does not know. Return the step where it goes on."""
-        self._begin(client)
+        self._choose_prefix(client)
         gone = _encoded(f"!{self.rank}|{why}")
         values = [client.compare_set(key, "", gone) for key in self._keys(step)]
         if all(value[:1] == b"+" for value in values):  # the others went on to the next step
@@ -247,6 +243,7 @@ class Agreement:
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
         """timeout: seconds to wait for a rank."""
         self._sequence, self._timeout = _Sequence.of(group), timeout
+        self.turn = self._sequence.turn  # a thread holds it while its call runs in the group
 
     def agree(self, what: str, fault: str | None = None, *, moving: bool = False) -> None:
         """Return on every rank, or raise PeerFailed on every rank that has no ``fault``.
@@ -281,11 +278,6 @@ class Agreement:
     def step(self) -> int:
         """Return the number of the next step. After a successful step it is equal on all ranks."""
         return self._sequence.step
-
-
-def turn_in(group: dist.ProcessGroup) -> RLock:
-    """Return the lock that a thread holds while its call runs in the group."""
-    return _Sequence.of(group).turn
 
 
 class Transfers:

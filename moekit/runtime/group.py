@@ -75,15 +75,15 @@ def same_choice(
     )  # fmt: skip
 
 
-def join(group: dist.ProcessGroup, timeout: float, checked: bool) -> tuple[str, Agreement | None]:
-    """Return the name that all ranks give a new kernel, and its agreement if it is checked.
+def join(group: dist.ProcessGroup, timeout: float, checked: bool) -> tuple[str, Agreement]:
+    """Return the name that all ranks give a new kernel, and its agreement. Collective.
 
-    Collective. Raises GroupMismatch on all ranks if only some are checked, and PeerFailed if a
-    rank does not come.
+    Raises GroupMismatch on all ranks if only some are checked, and PeerFailed if a rank does not
+    come.
     """
     _same("compose a kernel", {"checked": str(checked)}, None, group, timeout)
     agreement = Agreement(group, timeout)
-    return f"kernel {agreement.step}", agreement if checked else None
+    return f"kernel {agreement.step}", agreement
 
 
 def has_backend(group: dist.ProcessGroup, device_type: str, *names: str) -> bool:

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from moekit.contract.explanation import Explanation
 from moekit.contract.specs import CHECK_FAILED, BackendSpec, DispatcherSpec, SpecT
-from moekit.discovery.packages import not_installed
-from moekit.discovery.registry import Registry
+from moekit.discovery.registry import Registry, not_installed
 from moekit.errors import NameClash, UnknownBackend
 from moekit.problem import MoEProblem
 from moekit.selection.composite import find_experts
@@ -78,7 +77,7 @@ class Selection:
             ),
             expected(self.problem, ranking.candidates),
             frozenset(filter(_is_fault, chain(*self.rejected.values()))),
-            tuple(not_installed(self.problem)),
+            partial(not_installed, self.problem),
             partial(_notes, self.problem, ranking.note, ranking.candidates[:1]),
         )
 
