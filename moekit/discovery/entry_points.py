@@ -10,11 +10,11 @@ import importlib
 import importlib.metadata
 import re
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 
 import pluggy
@@ -254,23 +254,18 @@ def _records(hook: pluggy.HookCaller, kind: type[SpecT]) -> tuple[SpecT, ...]:
     results = hook()  # without the Nones
     if len(results) < len(hook.get_hookimpls()):
         raise TypeError(f"{hook.name} returned None, expected a list of {kind.__name__}")
-    records: list[SpecT] = []
-    for result in results:
-        if not isinstance(result, Iterable):
+    records: dict[str, SpecT] = {}
+    for record in chain.from_iterable(results):
+        if type(record) is not kind:
             raise TypeError(
-                f"{hook.name} returned {shown(result)}, expected a list of {kind.__name__}"
+                f"{hook.name} returned {shown(record)}, expected a list of {kind.__name__}"
             )
-        for record in result:
-            if type(record) is not kind:
-                raise TypeError(
-                    f"{hook.name} returned {shown(record)}, expected {kind.__name__} records"
-                )
-            if any(record.name == other.name for other in records):
-                raise ValueError(f"{hook.name} offers {shown(record.name)} twice")
-            if len(records) == _MOST_BACKENDS:
-                raise ValueError(f"{hook.name} offers more than {_MOST_BACKENDS} backends")
-            records.append(replace(record))  # `replace` validates changes since the spec was made
-    return tuple(records)
+        if record.name in records:
+            raise ValueError(f"{hook.name} offers {shown(record.name)} twice")
+        if len(records) == _MOST_BACKENDS:
+            raise ValueError(f"{hook.name} offers more than {_MOST_BACKENDS} backends")
+        records[record.name] = replace(record)  # validates changes since the spec was made
+    return tuple(records.values())
 
 
 def mark_clashes(states: Sequence[PluginState]) -> list[PluginState]:

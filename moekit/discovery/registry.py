@@ -28,8 +28,7 @@ from moekit.discovery.entry_points import (
 )
 from moekit.errors import BackendError, NameClash, UnknownBackend
 from moekit.problem import MoEProblem
-from moekit.untrusted.arguments import shown
-from moekit.untrusted.switches import switch
+from moekit.untrusted.arguments import shown, switch
 
 logger = logging.getLogger("moekit")
 
@@ -174,6 +173,8 @@ def not_installed(problem: MoEProblem) -> Iterator[str]:
 
 
 _lock = threading.RLock()
+# A process that forks while another thread discovers has a lock that nobody releases.
+os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 _registry: Registry | None = None
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from collections.abc import Iterator
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes]:
     yield from installed(tmp_path, monkeypatch)
 
 
+GUARD = 120.0  # seconds, of which a right process needs few
 HEAD = offers().partition("@moekit.hookimpl")[0]
 HOOK = HEAD + "@moekit.hookimpl\ndef moekit_experts():\n    "
 
@@ -48,8 +51,8 @@ BROKEN = {
         HOOK + "spec('a')",
         "moekit_experts returned None, expected a list of ExpertsSpec",
     ),
-    "returns_one": (HOOK + "return spec('a')", "expected a list of ExpertsSpec"),
-    "returns_names": (HOOK + "return ['a']", "moekit_experts returned 'a', expected ExpertsSpec"),
+    "returns_one": (HOOK + "return spec('a')", "'ExpertsSpec' object is not iterable"),
+    "returns_names": (HOOK + "return ['a']", "returned 'a', expected a list of ExpertsSpec"),
     "wrong_hook": (offers("a").replace("moekit_experts", "moekit_dispatchers"), "DispatcherSpec"),
     "twice": (offers("a", "a"), "offers 'a' twice"),
     "name": (HOOK + "return [spec('Acme MoE')]", "it must be lower-case letters, digits and _, "),
@@ -59,7 +62,7 @@ BROKEN = {
     "no set": (HOOK + "return [spec('a', schemes=['none'])]", "it must be a frozenset"),
     "schemes": (
         HOOK + "return [spec('a', schemes=frozenset({'fp3'}))]",
-        "unknown schemes ['fp3']: they must be of",
+        "schemes=frozenset({'fp3'}): it must be a frozenset of at least 1 of",
     ),
     "devices": (HOOK + "return [spec('a', devices='cpu')]", "it must be a tuple"),
     "requires": (HOOK + "return [spec('a', requires='triton')]", "it must be a tuple"),
@@ -180,6 +183,26 @@ def test_a_plugin_may_not_ask_for_the_registry_at_import(
     assert "call it where the backend is used" in state(found, "bad").reason
     assert moekit.registry() is found
     assert_usable(found, "good")
+
+
+def test_a_fork_while_another_thread_discovers() -> None:
+    held, done = threading.Event(), threading.Event()
+
+    def discover() -> None:
+        with plugins._lock:
+            held.set()
+            done.wait(GUARD)
+
+    thread = threading.Thread(target=discover)
+    thread.start()
+    assert held.wait(GUARD)
+    fork = get_context("fork").Process(target=moekit.registry)
+    fork.start()
+    fork.join(GUARD)
+    fork.kill()
+    done.set()
+    thread.join()
+    assert fork.exitcode == 0
 
 
 # -- which plugins are looked at ------------------------------------------------------------------
