@@ -205,7 +205,10 @@ class ModularKernel:
 
         Raises: as a call does; PeerFailed also from ``.run()`` and ``.result()``.
         """
-        run = _at(x, partial(self._start, x, weights, routing, out, meanwhile))
+        call = partial(self._start, x, weights, routing, out, meanwhile)
+        if not self._on_accelerator:
+            return InFlight(call())
+        run = _at(x, call)
         return InFlight(lambda: Pending(partial(_at, x, _at(x, run).result)))
 
     def _start(

@@ -15,12 +15,13 @@ from moekit.formats.methods import QUANTIZATION
 from moekit.untrusted.arguments import (
     FLAG,
     Kind,
+    either,
     matching,
     real,
     shown,
     size,
 )
-from moekit.untrusted.json_kinds import either, items, record, text
+from moekit.untrusted.json_kinds import items, record, text
 
 # The fields of sizes, whose names differ between model types; the first that is there counts.
 HIDDEN = ("moe_latent_size", "moe_hidden_size", "hidden_size")

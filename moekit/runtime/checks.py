@@ -94,7 +94,11 @@ def check_call(
             f"{name} requires a gradient, which expert kernels do not compute: call under "
             f"torch.no_grad(), or pass {name}.detach()"
         )
-    _check_weights(weights, experts.spec.name, made_for, device)
+    if getattr(weights, "made_for", None) is not made_for:  # else this kernel has packed them
+        _check_weights(weights, experts.spec.name, made_for)
+    packed = next(iter(weights.experts.values()))
+    if packed.device != device:
+        raise InvalidInput(f"weights are on {packed.device}, x on {device}: move one")
     most = problem.max_num_tokens
     if most is not None and shape[0] > most:
         raise CapacityExceeded(
@@ -106,19 +110,17 @@ def check_call(
         _check_values(ids, topk_weights, problem.num_physical_experts)
 
 
-def _check_weights(
-    weights: PackedWeights, backend: str, made_for: Mapping[str, object], device: torch.device
-) -> None:
+def _check_weights(weights: PackedWeights, backend: str, made_for: Mapping[str, object]) -> None:
     if not isinstance(weights, PackedWeights) or weights.backend != backend:
-        found = getattr(weights, "backend", type(weights).__name__)
-        raise WeightsError(f"the weights are {found!r}, this kernel runs {backend!r}: {_PACK}")
-    was = weights.made_for
-    if was is not made_for and was is not None and was != made_for:
-        found = ", ".join(f"{n}={was.get(n)!r}, not {v!r}" for n, v in made_for.items()
-                          if was.get(n) != v)  # fmt: skip
-        raise WeightsError(f"the weights were packed for another problem ({found}): {_PACK}")
-    if device_of(weights) != device:
-        raise InvalidInput(f"weights are on {device_of(weights)}, x on {device}: move one")
+        packed = isinstance(weights, PackedWeights)
+        found = f"packed for {weights.backend!r}" if packed else type(weights).__name__
+        raise WeightsError(f"the weights are {found}, this kernel runs {backend!r}: {_PACK}")
+    if (was := weights.made_for) is None:
+        return
+    if changes := [f"{n}={was[n]!r}, not {v!r}" for n, v in made_for.items() if was[n] != v]:
+        raise WeightsError(
+            f"the weights were packed for another problem ({', '.join(changes)}): {_PACK}"
+        )
 
 
 def device_of(weights: PackedWeights) -> torch.device:

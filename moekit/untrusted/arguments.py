@@ -16,6 +16,7 @@ import operator
 import os
 import reprlib
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -171,6 +172,15 @@ def sequence(wanted: str, type_: type) -> Kind:
         f"a list or tuple of {wanted}",
         lambda value: isinstance(value, (list, tuple)) and all(isinstance(v, type_) for v in value),
     )
+
+
+def either(first: Kind, second: Kind) -> Kind:
+    def keep(value: Any) -> Any:
+        with suppress(Exception):
+            return first.keep(value)
+        return second.keep(value)
+
+    return Kind(f"{first.wanted} or {second.wanted}", keep)
 
 
 def optional(kind: Kind) -> Kind:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 from moekit.untrusted.arguments import Inside, Kind, accept, matching, require, shown
@@ -59,12 +58,3 @@ def text(most: int) -> Kind:
         f"a text of at most {most} characters",
         lambda value: isinstance(value, str) and len(value) <= most,
     )
-
-
-def either(first: Kind, second: Kind) -> Kind:
-    def keep(value: Any) -> Any:
-        with suppress(Exception):
-            return first.keep(value)
-        return second.keep(value)
-
-    return Kind(f"{first.wanted} or {second.wanted}", keep)
