@@ -46,7 +46,7 @@ class Explanation:
 
     why: what decided the order: names, variables, measurements or priorities.
     rejected_dispatchers, rejected_experts: every reason, by the backend's name.
-    named: the backends that are insisted on, as keys of `reasons`.
+    named: the backends that the user named, as keys of `reasons`.
     faults: the reasons that quote a variable of the environment, or that a failing check made.
     expected: the chosen experts' times in the tuned tables, and their gain over the experts that
         priority prefers; empty where the tables have neither.

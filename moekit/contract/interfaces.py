@@ -171,7 +171,7 @@ class PrepareAndFinalize(Backend):
         """
 
     def takes_unreduced(self, dispatched: Dispatched) -> bool:
-        """Return whether `finalize` takes `Unreduced` for these tokens, too, and sums it itself.
+        """Return whether `finalize` also takes `Unreduced` for these tokens, and sums it itself.
 
         Ranks may differ in what they pass.
         """
@@ -240,7 +240,7 @@ class PermuteExpertsUnpermute(Backend):
 
     # Used by `quantize`. A backend may set a faster function of the same arguments.
     quantizer: ClassVar[Callable[..., tuple[Tensor, Tensor]]] = staticmethod(quant.quantize)
-    # Used wherever this backend's rows are weighted and summed, in dispatchers, too. A backend may
+    # Used wherever this backend's rows are weighted and summed, also in dispatchers. A backend may
     # set a faster function of the same arguments and bits.
     weight_and_reduce: Callable[..., Tensor] = staticmethod(weight_and_reduce)
 

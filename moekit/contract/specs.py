@@ -346,7 +346,7 @@ class ExpertsSpec(BackendSpec):
 
     activations: the kinds that it computes, of `moekit.plugin.ACTIVATIONS`. The default leaves out
         situ, swiglustep and relu2_and_mul, which were added later.
-    silu_clamp: it computes silu with a clamp limit, too.
+    silu_clamp: it also computes silu with a clamp limit.
     bias: it adds w13_bias and w2_bias.
     reduces: its output rows are weighted by the router and summed over K. BATCHED experts never
         reduce, because they do not see the weights.
@@ -359,7 +359,7 @@ class ExpertsSpec(BackendSpec):
     multiples: returns, for a problem, the numbers that its kernels need the hidden size and a
         rank's intermediate size to be multiples of. moekit then pads weights, tokens and output
         with zeros, which costs a copy of the tokens and of the output if the hidden size is padded,
-        and creates the backend for the padded problem; `check` sees that, too.
+        and creates the backend for the padded problem, which `check` sees.
     """
 
     kind = "experts backend"

@@ -44,7 +44,7 @@ class Registry:
 
     Environment: ``MOEKIT_PLUGINS=a,b`` loads only these plugins and the core's own backends (empty:
     no plugins), ``MOEKIT_BLOCK=a`` excludes some, ``MOEKIT_STRICT=1`` re-raises a plugin's own
-    error at discovery. A plugin has the name of its entry point and that of its distribution.
+    error at discovery. A plugin is known by its entry point's and its distribution's name.
     """
 
     plugins: tuple[PluginState, ...] = ()

@@ -130,8 +130,8 @@ class _Sequence:
         """Choose the prefix of the keys, at the first access.
 
         A group that is made after another was destroyed may have its name and its store. This
-        rank's groups are counted in the store: a process may have used others than those of the
-        store, for example if another rank has been restarted.
+        rank's groups are counted in the store: a process may have used groups of
+        another store, for example if another rank has been restarted.
         """
         if not self._prefix:
             made = client.add(f"{self._name}/made/{self.rank}", 1)
@@ -157,7 +157,7 @@ class _Sequence:
             values = job.read(client, keys, seconds)
         except dist.DistNetworkError:
             raise
-        except RuntimeError:  # a timeout; that of a FileStore has no type of its own
+        except RuntimeError:  # a timeout; FileStore raises no special type
             job.go_on()
             late = _encoded(f"~{seconds:g}|{self.rank}|{what}")
             values = [client.compare_set(key, "", late) for key in keys]
