@@ -94,7 +94,11 @@ class ModularKernel:
             dispatcher.peer_timeout = peer_timeout
         offered = type(dispatcher).takes_unreduced is not PrepareAndFinalize.takes_unreduced
         self.sums = Sums.of(self.problem, experts.spec, offered)
-        self._calls = Calls(dispatcher, experts.spec.name, peer_timeout, self.checked)
+        self._calls = Calls(dispatcher.spec.name, experts.spec.name)
+        if dispatcher.group is not None or dispatcher.spec.moves_tokens:
+            from moekit.runtime.group_calls import GroupCalls
+
+            self._calls = GroupCalls(dispatcher, experts.spec.name, peer_timeout, self.checked)
         self._made_for = checks.weights_of(self.problem)
         # Layouts of the scratch by rows.
         self._layout = lru_cache(_MAX_LAYOUTS)(lambda rows: Layout(experts.workspace(rows)))

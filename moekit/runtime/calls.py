@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from moekit.contract import PrepareAndFinalize
 from moekit.errors import PeerFailed
 
 if TYPE_CHECKING:
@@ -46,31 +45,16 @@ _UNOBSERVED = Observer()
 
 
 class Calls:
-    """Makes the observers of a kernel's calls.
+    """Makes the observers of a kernel's calls, here of a kernel on one rank.
 
     agreement: lets all ranks go on together; None if the kernel is unchecked or has no group.
     """
 
-    def __init__(
-        self, dispatcher: PrepareAndFinalize, experts: str, timeout: float, checked: bool
-    ) -> None:
-        """Join the group of the dispatcher, if it has one; then this is collective.
+    agreement: Agreement | None = None
+    _begin: Callable[[object], Observer] | None = None
 
-        Args:
-            experts: the name in their spec.
-            timeout: seconds to wait for another rank.
-
-        Raises:
-            GroupMismatch: on all ranks, if only some are checked.
-            PeerFailed: a rank does not come within ``timeout`` seconds.
-        """
-        self._names = dispatcher.spec.name, experts
-        self.agreement: Agreement | None = None
-        self._begin: Callable[[object], Observer] | None = None
-        if dispatcher.group is not None or dispatcher.spec.moves_tokens:
-            from moekit.runtime.group_calls import observe
-
-            self._begin, self.agreement = observe(dispatcher, timeout, checked)
+    def __init__(self, dispatcher: str, experts: str) -> None:
+        self._names = dispatcher, experts
 
     def begin(self, x: object) -> Observer:
         """Return the observer of a call with x, whose type nobody has checked.

@@ -14,25 +14,37 @@ from torch import Tensor
 
 from moekit.contract import PrepareAndFinalize
 from moekit.runtime.agreement import Agreement
-from moekit.runtime.calls import Observer
+from moekit.runtime.calls import Calls, Observer
 from moekit.runtime.group import join
 from moekit.untrusted.code import describe
 
 
-def observe(
-    dispatcher: PrepareAndFinalize, timeout: float, checked: bool
-) -> tuple[Callable[[object], Observer] | None, Agreement | None]:
-    """Return what makes the observer of a call with x, and the agreement of checked calls.
+class GroupCalls(Calls):
+    """Makes the observers of calls that move tokens, or that several ranks make together."""
 
-    Collective if the dispatcher has a group. Raises as `moekit.runtime.calls.Calls` does.
-    """
-    moves, turn = dispatcher.spec.moves_tokens, RLock()
-    if dispatcher.group is not None:
-        name, agreement = join(dispatcher.group, timeout, checked)
-        turn = agreement.turn
-        if checked:
-            return partial(_Checked, agreement, name, moves), agreement
-    return (partial(_Unchecked, turn, dispatcher) if moves else None), None
+    def __init__(
+        self, dispatcher: PrepareAndFinalize, experts: str, timeout: float, checked: bool
+    ) -> None:
+        """Join the group of the dispatcher, if it has one; then this is collective.
+
+        Args:
+            experts: the name in their spec.
+            timeout: seconds to wait for another rank.
+
+        Raises:
+            GroupMismatch: on all ranks, if only some are checked.
+            PeerFailed: a rank does not come within ``timeout`` seconds.
+        """
+        super().__init__(dispatcher.spec.name, experts)
+        moves, turn = dispatcher.spec.moves_tokens, RLock()
+        if dispatcher.group is not None:
+            name, agreement = join(dispatcher.group, timeout, checked)
+            turn = agreement.turn
+            if checked:
+                self.agreement = agreement
+                self._begin = partial(_Checked, agreement, name, moves)
+        if moves and self.agreement is None:
+            self._begin = partial(_Unchecked, turn, dispatcher)
 
 
 class _InTurn(Observer):

@@ -52,16 +52,6 @@ def fact(changes: str, *says: str) -> Case:
     return hook(f"return [spec('bad', {changes})]", *says)
 
 
-def dispatcher_fact(changes: str, *says: str) -> Case:
-    return Case(
-        "import moekit\n@moekit.hookimpl\ndef moekit_dispatchers():\n"
-        "    facts = dict(name='bad', target='moekit.backends.local:LocalDispatcher', moves_tokens=False,\n"
-        "                 format=moekit.ActivationFormat.STANDARD)\n"
-        f"    return [moekit.DispatcherSpec(**{{**facts, {changes}}})]",
-        says=says,
-    )
-
-
 def checks(source: str, rejected: str) -> Case:
     """Its backend's check, which is to reject it."""
     more = ", priority=1000, check=check"
@@ -154,58 +144,18 @@ CASES: dict[str, Case] = {
     "hook_twice": hook("return [spec('bad'), spec('bad')]", "offers 'bad' twice"),
     "hook_subclass": hook("return [type('Mine', (moekit.ExpertsSpec,), {}).__new__(moekit.ExpertsSpec)]", "name"),
     "hook_repr": hook("return [type('R', (), {'__repr__': lambda s: 1 / 0})()]", "<R instance at"),
+    "hook_yields": hook("yield spec('bad'); raise OSError('gone')", "OSError: gone"),
+    "hook_undecorated": imports(offers("bad").replace("@moekit.hookimpl", ""), "implements no moekit hook"),
+    "hook_foreign": imports("import pluggy\n@pluggy.HookimplMarker('other')\ndef moekit_experts(): return []", "implements no moekit hook"),
+    "hook_arguments": imports(offers("bad").replace("experts()", "experts(problem)"), "problem"),
+    "hook_other": imports(offers("bad").replace("moekit_experts", "moekit_dispatchers"), "DispatcherSpec"),
+    "fact": fact("priority='high'", "priority='high'", "it must be an integer"),
+    "fact_missing": hook("return [moekit.ExpertsSpec(name='bad')]", "missing"),
+    "fact_unknown": fact("speed=9", "speed"),
     "hook_forced": hook("s = spec('bad'); object.__setattr__(s, 'priority', 'high'); return [s]", "priority='high'"),
     "hook_wrapper": Case(
         HEAD + "import pluggy\n@pluggy.HookimplMarker('moekit')(wrapper=True)\n"
         "def moekit_experts():\n    yield\n    raise OSError('wrapped')", says=("wrapped",)),
-    # -- fields of its specs
-    **{
-        f"fact_{number}": fact(changes, *says)
-        for number, (changes, *says) in enumerate([
-            ("requires=(5,)", "requires=(5,)", "it must be a tuple of importable names"),
-            ("requires=('a b',)", "importable names"),
-            ("requires=('',)", "importable names"),
-            ("requires='triton'", "importable names"),
-            ("requires=('x' * 10**6,)", "importable names"),
-            ("prefer=5", "prefer=5", "it must be a function"),
-            ("priority=float('nan')", "priority=nan", "it must be an integer"),
-            ("priority=True", "priority=True", "it must be an integer"),
-            ("priority=10**5000", "priority", "it must be an integer"),
-            ("schemes=frozenset({'fp3'})", "it must be a frozenset of at least 1 of"),
-            ("schemes=frozenset({5})", "it must be a frozenset"),
-            ("schemes=frozenset()", "of at least 1 of"),
-            ("schemes=['none']", "it must be a frozenset"),
-            ("dtypes=frozenset({'float64'})", "it must be a frozenset"),
-            ("dtypes={1: 2}", "it must be a frozenset"),
-            ("activations=frozenset({'tanh', None})", "it must be a frozenset"),
-            ("devices=()", "it must be a tuple"),
-            ("devices=('cuda>=' + '9' * 5000 + '.0',)", "it must be a tuple"),
-            ("devices=(object(),)", "it must be a tuple"),
-            ("devices=('CUDA',)", "it must be a tuple"),
-            ("format='standard'", "it must be an ActivationFormat"),
-            ("target='acme'", "it must be 'package.module:Class'"),
-            ("target='.:x'", "it must be 'package.module:Class'"),
-            ("target='a:b:c'", "it must be 'package.module:Class'"),
-            ("target=None", "it must be 'package.module:Class'"),
-            ("check=5", "it must be a function, or None"),
-            ("reduces='no'", "it must be True or False"),
-            ("graph_safe=1", "it must be True or False"),
-            ("install_hint=None", "it must be a string"),
-            ("takes_quantized=False, takes_unquantized=False", "takes neither"),
-            ("speed=9", "speed"),
-        ])
-    },
-    **{
-        f"name_{number}": hook(f"return [spec({name})]", "it must be lower-case letters")
-        for number, name in enumerate(
-            ["'bad name'", "'a:b'", "'a|b'", "''", "5", "None", "'a\\n'", "'ab\\x1b'", "'x' * 99",
-             "'\\u0430cme'", "b'acme'", "type('S', (str,), {'__eq__': None})('acme')"]
-        )
-    },
-    "ids_dtype": dispatcher_fact("'ids_dtype': 'int8'", "it must be one of any, int32, int64"),
-    "wire_schemes": dispatcher_fact("'wire_schemes': {'fp3'}", "it must be a frozenset"),
-    "footprint": dispatcher_fact("'footprint': 5", "it must be a function, or None"),
-    "moves_tokens": dispatcher_fact("'moves_tokens': None", "it must be True or False"),
     # -- its check
     "check_raises": checks("def check(p): 1 / 0", "ZeroDivisionError"),
     "check_exits": checks("import sys\ndef check(p): sys.exit(3)", "SystemExit: 3"),
