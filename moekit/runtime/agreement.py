@@ -71,10 +71,9 @@ class _Sequence:
                 "moekit.plugin.resolve(problem, group) returns"
             )
         with cls._making:
-            found = cls._of.get(group)
-            if found is None:
-                found = cls._of[group] = cls(group)
-            return found
+            if group not in cls._of:
+                cls._of[group] = cls(group)
+            return cls._of[group]
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._name, self._prefix = f"moekit/{group.group_name}", ""
@@ -198,7 +197,8 @@ class _Sequence:
         return [f"{self._prefix}/{step}/{rank}" for rank in range(self._size)]
 
     def _compare(self, said: list[str], what: str, advice: str) -> None:
-        if faults := self._faults(said):
+        faults = dict.fromkeys(filter(None, map(self._fault, range(self._size), said)))
+        if faults:
             raise PeerFailed(f"{'; '.join(faults)}. No rank finished this call; {advice}")
         at = {rank: text[1:].partition("\n")[0] for rank, text in enumerate(said)}
         if other := {rank: text for rank, text in at.items() if text != what}:
@@ -207,31 +207,24 @@ class _Sequence:
                 "and run calls in one order on all ranks, from one thread for each process group"
             )
 
-    def _faults(self, said: list[str]) -> list[str]:
-        """Return a sentence for each rank that failed, and one for ranks that came late."""
-        failed, late = {}, {}
-        for rank, text in enumerate(said):
-            if text.startswith("-"):
-                failed[rank] = text[1:]
-            elif text.startswith("!"):
-                who, _, why = text[1:].partition("|")
-                failed[int(who)] = why
-            elif text.startswith("~"):
-                late[rank] = text[1:].split("|", 2)
-        faults = [f"rank {rank} failed: {why}" for rank, why in failed.items()]
-        if self.rank in late:
-            seconds, who, where = late.pop(self.rank)
-            faults.append(
-                f"rank {who} gave up at '{where}', where it waited {seconds} s for this rank "
-                f"({self.rank})"
-            )
-        elif late:
-            seconds, _, where = next(iter(late.values()))
-            faults.append(
-                f"rank {', '.join(map(str, late))} did not come to '{where}' within {seconds} s: "
-                "it died, hangs, or makes its calls in another order"
-            )
-        return faults
+    def _fault(self, rank: int, text: str) -> str:
+        """Return the fault that a rank's value reports, or ""."""
+        kind, rest = text[:1], text[1:]
+        if kind == "-":
+            return f"rank {rank} failed: {rest}"
+        if kind == "!":
+            who, _, why = rest.partition("|")
+            return f"rank {who} failed: {why}"
+        if kind != "~":
+            return ""
+        seconds, who, where = rest.split("|", 2)
+        if rank == self.rank:
+            waited = f"where it waited {seconds} s for this rank ({rank})"
+            return f"rank {who} gave up at '{where}', {waited}"
+        return (
+            f"rank {rank} did not come to '{where}' within {seconds} s: it died, hangs, or makes "
+            "its calls in another order"
+        )
 
 
 class Agreement:

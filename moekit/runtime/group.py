@@ -125,14 +125,10 @@ def _same(
 
 def _fingerprint(problem: MoEProblem) -> dict[str, str]:
     """Return what all ranks must have in common, by field name."""
-    own = ("parallel", "device")
-    values = {f.name: repr(getattr(problem, f.name)) for f in fields(problem) if f.name not in own}
-    parallel = problem.parallel
-    return values | {
-        "ep_size": str(parallel.ep_size),
-        "tp_size": str(parallel.tp_size),
-        "dp_size": str(parallel.dp_size),
-        "nodes": str(parallel.nodes),
+    own, shared = ("parallel", "device"), ("ep_size", "tp_size", "dp_size", "nodes")
+    return {
+        **{f.name: repr(getattr(problem, f.name)) for f in fields(problem) if f.name not in own},
+        **{name: str(getattr(problem.parallel, name)) for name in shared},
         "device": problem.device.type,
     }
 

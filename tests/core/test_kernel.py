@@ -205,16 +205,6 @@ def test_environment_names_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     assert moekit.explain(PROBLEM, experts="torch").chosen.experts == "torch"
 
 
-def test_a_token_cannot_name_an_expert_twice() -> None:
-    kernel = moekit.compose(PROBLEM, "batched_reference", "torch")
-    packed = kernel.pack(weights())
-    x, routing = tokens()
-    twice = routing.topk_ids.clone()
-    twice[3] = 2
-    with pytest.raises(InvalidInput, match=r"token 3 are \[2, 2\]"):
-        kernel(x, packed, Routing(routing.topk_weights, twice))
-
-
 def test_two_calls_in_flight() -> None:
     kernel, w = moekit.compose(PROBLEM), weights()
     packed = kernel.pack(w)
