@@ -151,15 +151,12 @@ def entry_points(group: str = GROUP) -> Iterator[Source]:
     """
     seen = set()
     for dist in _distributions():
+        mentioned = False
         try:
             with contained():
                 mentioned = group in (dist.read_text("entry_points.txt") or "")
-        except Fault:  # unreadable: it cannot be recognized as a plugin
-            continue
-        if not mentioned:
-            continue
-        try:
-            with contained():
+                if not mentioned:
+                    continue
                 if not dist.name:
                     raise ValueError("it names no distribution")
                 name, version = dist.name, dist.version or "?"
@@ -167,7 +164,8 @@ def entry_points(group: str = GROUP) -> Iterator[Source]:
                 points.sort(key=lambda point: point.name)
         except Fault as fault:  # truncated or hand-edited
             where = printable(str(getattr(dist, "_path", "?")))
-            yield Source.broken(Path(where).stem, "?", "?", f"metadata in {where}: {fault}")
+            if mentioned:  # else nobody knows whether it is a plugin
+                yield Source.broken(Path(where).stem, "?", "?", f"metadata in {where}: {fault}")
             continue
         if _canonical(name) not in seen:
             seen.add(_canonical(name))

@@ -184,38 +184,6 @@ def _problem(d: Draw) -> Call:
     return lambda: moekit.explain(moekit.MoEProblem(**sizes, **given))
 
 
-def _parallel(d: Draw) -> Call:
-    sizes = (1, 2, 3, 8)
-    given = d.some(
-        ep_size=sizes, ep_rank=(0, 1), tp_size=sizes, tp_rank=(0, 1), dp_size=sizes, nodes=sizes
-    )
-    flat = d.some(tp_size=sizes, dp_size=sizes, rank=(0, 1, 2), enable_expert_parallel=_FLAG)
-    if d.random.random() < 0.5:
-        return lambda: moekit.ParallelConfig(**given)
-    return lambda: moekit.parallel_config(**flat)
-
-
-def _parts(d: Draw) -> Call:
-    one, two = d("silu", "swigluoai"), d.some(alpha=(None, 1.5), limit=(None, 7, 1.0))
-    kind = d("cpu", "cuda")
-    spec = d.some(capability=((9, 0), None), name=("x",), arch=("gfx942",))
-    operand = dict(dtype=d("int8"), group=d((1, -1), (128, 128)))
-    operand |= d.some(static=_FLAG, zero_points=_FLAG, act_order=_FLAG, scale_dtype=("float32",))
-    scheme = dict(name=d("none")) | d.some(weight=(None,), activation=(None,))
-    text, device, wanted = d("cpu", "sm90"), d(torch.device("cpu")), d("cpu", "cuda>=9.0")
-    return d.random.choice(
-        (
-            lambda: moekit.Activation(one, **two),
-            lambda: str(moekit.DeviceSpec(kind, **spec)),
-            lambda: moekit.DeviceSpec.parse(text),
-            lambda: moekit.DeviceSpec.of(device),
-            lambda: moekit.DeviceSpec("cuda", (9, 0)).meets(wanted),
-            lambda: moekit.OperandQuant(**operand),
-            lambda: moekit.QuantScheme(**scheme),
-        )
-    )
-
-
 def _route(d: Draw) -> Call:
     given = (d(logits), d(K, 1))
     more = d.some(
@@ -287,14 +255,6 @@ def _kernel(d: Draw) -> Call:
 def _right(given: dict[str, Any], out: torch.Tensor) -> None:
     expected = oracle(given["x"], weights(), given["routing"], PROBLEM)
     assert torch.allclose(out, expected, rtol=1e-4, atol=1e-4), "a wrong number"
-
-
-def _parts_of_kernel(d: Draw) -> Call:
-    given = d(KERNEL.dispatcher), d(KERNEL.experts)
-    more = d.some(
-        workspace=(None,), checked=(None, True, False), peer_timeout=(60.0,), explanation=(None,)
-    )
-    return lambda: moekit.ModularKernel(*given, **more)
 
 
 def _weights(d: Draw) -> Call:
@@ -473,13 +433,10 @@ def _cli(d: Draw) -> Call:
 # Each with its share of the cases.
 SURFACE: dict[str, tuple[Callable[[Draw], Call], int]] = {
     "MoEProblem, explain": (_problem, 5),
-    "ParallelConfig, parallel_config": (_parallel, 20),
-    "Activation, DeviceSpec, OperandQuant, QuantScheme": (_parts, 30),
     "route": (_route, 15),
     "to_physical": (_to_physical, 10),
     "compose, explain": (_compose, 5),
     "ModularKernel's calls": (_kernel, 30),
-    "ModularKernel": (_parts_of_kernel, 5),
     "ExpertWeights": (_weights, 15),
     "FusedMoE": (_layer, 4),
     "FusedMoE's calls": (_layer_calls, 15),
