@@ -34,7 +34,7 @@ from moekit.untrusted.arguments import (
     shown,
     size,
 )
-from moekit.untrusted.code import Fault, contained, printable, watched
+from moekit.untrusted.code import Fault, contained, printable
 
 # A backend's reason begins with this if its `check` raises or returns no list of reasons.
 CHECK_FAILED = "its check failed"
@@ -248,7 +248,7 @@ class BackendSpec:
         module_name, _, attribute = self.target.partition(":")
         what = f"{self.kind} {self.name!r} ({self.target})"
         try:
-            with contained(), watched(lambda: f"loading {what}"):
+            with contained():
                 loaded = getattr(importlib.import_module(module_name), attribute)
                 if not (
                     isinstance(loaded, type)

@@ -23,7 +23,7 @@ from moekit.contract.specs import DispatcherSpec, ExpertsSpec, SpecT
 from moekit.discovery.hooks import GROUP, MoekitSpecs
 from moekit.errors import BackendError
 from moekit.untrusted.arguments import shown
-from moekit.untrusted.code import Fault, contained, printable, watched
+from moekit.untrusted.code import Fault, contained, printable
 from moekit.version import __version__
 
 SWITCHES = ("MOEKIT_PLUGINS", "MOEKIT_BLOCK", "MOEKIT_STRICT")
@@ -222,10 +222,7 @@ def probe(source: Source, strict: bool = False) -> PluginState:
     manager.add_hookspecs(MoekitSpecs)
     _this_thread.probing = True
     try:
-        with (
-            nullcontext() if strict else contained(),
-            watched(lambda: f"loading plugin {source.name} ({source.distribution})"),
-        ):
+        with nullcontext() if strict else contained():
             manager.register(source.load(), name=source.name)
             manager.check_pending()
             plugin = manager.get_plugin(source.name)

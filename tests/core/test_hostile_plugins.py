@@ -6,10 +6,7 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,7 +18,7 @@ import moekit
 from moekit.cli.main import main
 from moekit.discovery import registry as plugins
 from moekit.discovery.entry_points import SWITCHES
-from moekit.selection import judge, select
+from moekit.selection import select
 from moekit.untrusted import code as strangers
 from moekit.untrusted import process as isolate
 
@@ -83,40 +80,6 @@ def test_plugins_prints_what_no_ascii_terminal_shows(tmp_path: Path) -> None:
 def test_interrupts_pass() -> None:
     with pytest.raises(KeyboardInterrupt), strangers.contained():
         raise KeyboardInterrupt
-
-
-class Warned(threading.Event):
-    """Set by a warning of `watched`, whose text it keeps."""
-
-    text = ""
-
-    def warning(self, text: str, *args: object) -> None:
-        self.text = text % args
-        self.set()
-
-
-def test_a_slow_plugin_is_named_while_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    warned = Warned()
-    monkeypatch.setattr(strangers, "logger", warned)
-    with strangers.watched(lambda: "loading plugin slow", seconds=0.05):
-        assert warned.wait(60)
-    assert warned.text.startswith("moekit: loading plugin slow has taken 0.05 s so far")
-    warned.clear()
-    with strangers.watched(lambda: "loading plugin quick", seconds=60):
-        timers = [each for each in threading.enumerate() if isinstance(each, threading.Timer)]
-    for timer in timers:
-        timer.join()
-    assert timers and not warned.is_set()
-
-
-def test_a_check_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    warned, known = Warned(), plugins.registry().copy()
-    monkeypatch.setattr(strangers, "logger", warned)
-    monkeypatch.setattr(judge, "watched", partial(strangers.watched, seconds=0.05))
-    check = lambda problem: [] if warned.wait(60) else ["nobody was told"]  # noqa: E731
-    known.register(replace(known.expert("torch"), name="stuck", check=check))
-    assert moekit.explain(PROBLEM, experts="stuck", backends=known).chosen is not None
-    assert "checking backends (now the experts backend 'stuck') has taken" in warned.text
 
 
 def test_isolated_memory_and_files() -> None:
