@@ -280,9 +280,7 @@ class ModularKernel:
         topk_weights, topk_ids = topk_weights.contiguous(), topk_ids.contiguous()
         if topk_weights is not routing.topk_weights or topk_ids is not routing.topk_ids:
             routing = Routing(topk_weights, topk_ids)
-        quantize: Quantizer | None = None
-        if self._sends_quantized:
-            quantize = lambda rows, valid: self.experts.quantize(rows, weights, valid)  # noqa: E731
+        quantize = _quantizer(self.experts, weights) if self._sends_quantized else None
         return x, routing, out, quantize
 
     def _apply(
@@ -417,6 +415,10 @@ def _tried(
         return function(*args), None
     except BaseException as error:
         return None, error
+
+
+def _quantizer(experts: PermuteExpertsUnpermute, weights: PackedWeights) -> Quantizer:
+    return lambda rows, valid: experts.quantize(rows, weights, valid)
 
 
 def _at(x: Tensor, part: Callable[[], _T]) -> _T:

@@ -38,7 +38,6 @@ from moekit.untrusted.code import Fault, contained, printable
 
 # A backend's reason begins with this if its `check` raises or returns no list of reasons.
 CHECK_FAILED = "its check failed"
-MOST_PRIORITY = 1_000_000
 
 
 def _some_of(known: Collection[str], least: int = 1) -> Kind:
@@ -85,7 +84,7 @@ def _two_multiples(value: Any) -> bool:
 
 _DOTTED = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
 _TEXT = matching("a string", lambda value: type(value) is str)
-_PRIORITY = size(-MOST_PRIORITY, MOST_PRIORITY)
+_PRIORITY = size(-1_000_000, 1_000_000)
 # What the functions of a spec return.
 _REASONS = Kind("a list of reasons", _reasons)
 _MULTIPLES = matching(f"two ints of 1 to {sizes.MOST}", _two_multiples)

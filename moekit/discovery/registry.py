@@ -14,10 +14,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from types import MappingProxyType
 
-from moekit.contract.specs import BackendSpec as BackendSpec
-from moekit.contract.specs import DispatcherSpec as DispatcherSpec
-from moekit.contract.specs import ExpertsSpec as ExpertsSpec
-from moekit.contract.specs import SpecT as SpecT
+from moekit.contract.specs import BackendSpec, DispatcherSpec, ExpertsSpec, SpecT
 from moekit.discovery.entry_points import (
     SWITCHES,
     PluginState,
