@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 import threading
 from collections.abc import Iterator
@@ -40,35 +39,6 @@ def test_a_broken_plugin_stays_alone(fakes: Fakes) -> None:
     for plugin, experts in (("core", "torch"), ("aaa", "good_a"), ("zzz", "good_z")):
         assert state(found, plugin).state == "ok"
         assert_usable(found, experts)
-
-
-@pytest.mark.parametrize(
-    ("entries", "reason"),
-    [
-        ("[moekit]\nbad = fake_nowhere\n", "No module named 'fake_nowhere'"),
-        ("[moekit]\nbad = fake_bad_dist:nothing\n", "no attribute 'nothing'"),
-        ("[moekit]\nbad\n", "bad_dist-1.0.dist-info: "),
-    ],
-)
-def test_a_broken_entry_point(fakes: Fakes, entries: str, reason: str) -> None:
-    fakes.install("bad", offers("a"), entries=entries)
-    fakes.install("good", offers("good"))
-    found = fakes.discover()
-    (bad,) = (s for s in found.plugins if s.name.startswith("bad"))
-    assert bad.state == "broken" and reason in bad.reason
-    assert_usable(found, "good")
-
-
-def test_metadata_without_a_name(fakes: Fakes) -> None:
-    for version in ("1.0", "2.0"):
-        fakes.install("bad", None, distribution="nameless", version=version)
-        (fakes.root / f"nameless-{version}.dist-info" / "METADATA").unlink()
-    fakes.install("good", offers("good"))
-    found = fakes.discover()
-    nameless = [s for s in found.plugins if s.distribution == "?"]
-    assert [s.state for s in nameless] == ["broken", "broken"]
-    assert {s.name for s in nameless} == {"nameless-1.0", "nameless-2.0"}
-    assert_usable(found, "good")
 
 
 def test_other_packages_metadata_does_not_matter(fakes: Fakes) -> None:
@@ -112,19 +82,6 @@ def test_a_switch_is_0_or_1(fakes: Fakes, value: str) -> None:
     says = rf"MOEKIT_STRICT='{value}': expected 0 or 1; set one of them, or unset .* for 0"
     with pytest.raises(InvalidInput, match=says):
         fakes.discover(MOEKIT_STRICT=value)
-
-
-def test_a_plugin_may_not_ask_for_the_registry_at_import(
-    fakes: Fakes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fakes.install("bad", "import moekit; moekit.registry()")
-    fakes.install("good", offers("good"))
-    monkeypatch.setattr(plugins, "_registry", None)
-    importlib.invalidate_caches()
-    found = moekit.registry()
-    assert "call it where the backend is used" in state(found, "bad").reason
-    assert moekit.registry() is found
-    assert_usable(found, "good")
 
 
 def test_a_fork_while_another_thread_discovers() -> None:
