@@ -171,7 +171,8 @@ def not_installed(problem: MoEProblem) -> Iterator[str]:
 
 _lock = threading.RLock()
 # A process that forks while another thread discovers has a lock that nobody releases.
-os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 _registry: Registry | None = None
 
 
