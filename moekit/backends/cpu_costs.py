@@ -29,8 +29,9 @@ from typing import Any
 import torch
 
 from moekit.errors import MoekitError
-from moekit.untrusted.files import cache_folder, read_json, replace_file
-from moekit.untrusted.switches import switch
+from moekit.untrusted.arguments import switch
+from moekit.untrusted.files import cache_folder, read_json
+from moekit.untrusted.writing import replace_file
 
 logger = logging.getLogger("moekit")
 

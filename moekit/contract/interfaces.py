@@ -97,7 +97,7 @@ class PackedWeights:
     backend: str
     experts: Mapping[str, Tensor]
     shared: Mapping[str, Tensor] = field(default_factory=dict)
-    made_for: tuple[object, ...] | None = field(default=None, kw_only=True)
+    made_for: Mapping[str, object] | None = field(default=None, kw_only=True)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.experts[name]
@@ -174,7 +174,7 @@ class PrepareAndFinalize(Backend):
         """
 
     def takes_unreduced(self, dispatched: Dispatched) -> bool:
-        """Return whether `finalize` takes `Unreduced` for these tokens, too, and sums it itself.
+        """Return whether `finalize` also takes `Unreduced` for these tokens, and sums it itself.
 
         Ranks may differ in what they pass.
         """
@@ -243,7 +243,7 @@ class PermuteExpertsUnpermute(Backend):
 
     # Used by `quantize`. A backend may set a faster function of the same arguments.
     quantizer: ClassVar[Callable[..., tuple[Tensor, Tensor]]] = staticmethod(quant.quantize)
-    # Used wherever this backend's rows are weighted and summed, in dispatchers, too. A backend may
+    # Used wherever this backend's rows are weighted and summed, also in dispatchers. A backend may
     # set a faster function of the same arguments and bits.
     weight_and_reduce: Callable[..., Tensor] = staticmethod(weight_and_reduce)
 
