@@ -103,7 +103,7 @@ def test_custom() -> None:
     got = route(torch.randn(3, 8), 2, custom=last)
     assert got.topk_ids.tolist() == [[6, 7]] * 3 and got.topk_ids.dtype == torch.int64
     assert got.topk_weights.dtype == torch.float32
-    with pytest.raises(InvalidInput, match=r"of shape \(3, 3\)"):
+    with pytest.raises(InvalidInput, match=r"must be \(3, 3\) of a float dtype"):
         route(torch.randn(3, 8), 3, custom=lambda logits, k: last(logits, 2))
 
 
