@@ -316,10 +316,10 @@ def _expect(
 ) -> None:
     """Raise InvalidInput for a tensor of another shape (None: any size but 0), dtype or device."""
     check_tensor(name, tensor)
-    sizes = tuple(tensor.shape)
-    if shape[0] is None and sizes and sizes[0]:
-        shape = (sizes[0], *shape[1:])
-    if sizes != shape or not accepts(tensor) or tensor.device != device:
+    fits = tensor.dim() == len(shape) and all(
+        n == m or (m is None and n) for n, m in zip(tensor.shape, shape, strict=True)
+    )
+    if not (fits and accepts(tensor) and tensor.device == device):
         wanted = str(shape).replace("None", "V")
         raise InvalidInput(f"{name} must be {wanted} of {dtypes} on {device} (got {shown(tensor)})")
 

@@ -22,7 +22,7 @@ from layer_cases import (
 from torch import nn
 
 import moekit
-from moekit import Activation, ExpertWeights, ParallelConfig, Routing
+from moekit import Activation, ExpertWeights, ParallelConfig, Routing, SharedExperts
 from moekit.testing import assert_close
 from moekit.testing.cases import random_routing, random_weights, random_x
 
@@ -105,9 +105,9 @@ def test_a_correction_bias_may_be_filled_later() -> None:
         {"activation": Activation("silu", limit=0.7)},
         {"activation": "swigluoai", "has_bias": True},
         {"activation": Activation("swigluoai", alpha=1.2, limit=0.9)},
-        {"is_act_and_mul": False, "has_bias": True},
-        {"activation": "gelu", "is_act_and_mul": False},
-        {"activation": "relu2", "is_act_and_mul": False},
+        {"activation": "silu_no_mul", "has_bias": True},
+        {"activation": "gelu_no_mul"},
+        {"activation": "relu2"},
         {"top_k": 1, "apply_router_weight_on_input": True, "renormalize": False},
         {"params_dtype": torch.bfloat16},
         {"params_dtype": torch.float16, "has_bias": True},
@@ -122,11 +122,6 @@ def test_a_correction_bias_may_be_filled_later() -> None:
 def test_experts(knobs) -> None:
     layer, weights = loaded_layer(**knobs)
     check_logits(layer, weights, renormalize=knobs.get("renormalize", True))
-
-
-def test_is_act_and_mul_names_the_activation() -> None:
-    assert make_layer(is_act_and_mul=False).problem.activation == Activation("silu_no_mul")
-    assert make_layer(is_act_and_mul=True).problem.activation == Activation("silu")
 
 
 @pytest.mark.parametrize("kind", ["random", "one_expert", "hot", "masked", "rows", "none"])
@@ -346,8 +341,9 @@ def test_partial_sums_add_up(ep, tp, shared_partial, placement) -> None:
             has_bias=True,
             reduce_results=False,
             zero_expert_num=2,
-            shared_experts=lambda x, scale=scale: scale * torch.sin(x),
-            shared_experts_partial=shared_partial,
+            shared_experts=SharedExperts(
+                lambda x, scale=scale: scale * torch.sin(x), partial=shared_partial
+            ),
             expert_placement_strategy=placement,
         )
         assert layer.partial
