@@ -34,7 +34,8 @@ class TorchExperts(PermuteExpertsUnpermute):
     def pack(self, weights: ExpertWeights) -> PackedWeights:
         if self.problem.batch_invariant:
             cpu_costs.settle_onednn(self.problem.dtype)
-            row_blocks.sizes_for(self.problem, weights.w13.device)
+            with cpu_costs.onednn_kept():
+                row_blocks.sizes_for(self.problem, weights.w13.device)
         elif self.problem.device.type == "cpu":
             self._choice()  # methods are timed here, before the first call
         return PackedWeights(self.spec.name, *weights.by_expert())
@@ -84,8 +85,9 @@ class TorchExperts(PermuteExpertsUnpermute):
             )
         experts = Experts(self.problem, weights)
         if self.problem.batch_invariant:
-            row_blocks.run(experts, row_blocks.sizes_for(self.problem, x.device), y, x, ids)
-            return
+            with cpu_costs.onednn_kept():
+                sizes = row_blocks.sizes_for(self.problem, x.device)
+                return row_blocks.run(experts, sizes, y, x, ids)
         if x.device.type == "cpu":
             cpu_experts.run(experts, self._choice(), y, x, ids, topk_weights, workspace[0])
         else:
