@@ -230,7 +230,7 @@ def test_a_rebalancer_refuses_wrong_arguments() -> None:
     packed = kernel.pack(random_weights(kernel.problem))
     with pytest.raises(InvalidInput, match="packed must hold the weights of at least one"):
         Rebalancer(kernel, [])
-    with pytest.raises(InvalidInput, match="policy must be a function or one of"):
+    with pytest.raises(InvalidInput, match="policy='best': it must be a function"):
         Rebalancer(kernel, [packed], policy="best")
     kernel.experts.spec = replace(kernel.experts.spec, movable=False)
     with pytest.raises(Unsupported, match="'torch'.*cannot move") as caught:

@@ -388,8 +388,7 @@ def _eplb(d: Draw) -> Call:
     for name, value in window.items():  # a large window takes memory, which is no fault
         window[name] = 3 if type(value) is int and 10**3 < value < 2**31 else value
     options = d.some(
-        policy=("global", "hierarchical", lambda: eplb.Balanced()),
-        options=(None, {"num_groups": 2, "num_nodes": 1}),
+        policy=(None, lambda: eplb.Balanced()),
         window=(1, 3),
         min_gain=(0.0, 0.5),
         staging_bytes=(1, 2**20),
