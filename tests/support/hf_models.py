@@ -29,8 +29,6 @@ VOCAB = 96
 
 RoutedFn = Callable[[int, Tensor], Tensor]
 """(layer, x_TH) -> out_TH, in the model's dtype: the whole MoE block but its shared experts."""
-ExpertsFn = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, x_TH, topk_ids_TK int64, topk_weights_TK) -> out_TH, in the model's dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,17 +101,6 @@ class HFModel:
     router: str = "gate"
     shared: str | None = None
     returns_pair: bool = False  # the block's forward returns (out, something)
-
-    def keys(self, layer: int) -> dict[str, tuple[int, ...]]:
-        """Return every key of this MoE layer in the file, with its shape."""
-        e, h, i = self.num_experts, self.hidden_size, self.intermediate_size
-        s, n = self.shared_intermediate_size, self.names
-        table = [(n.router, (e, h)), (n.router_bias, (e,)), (n.correction_bias, (e,))]
-        table += [(n.shared_gate, (s, h)), (n.shared_up, (s, h)), (n.shared_down, (h, s))]
-        table += [(n.gate_up, (e, h, 2 * i)), (n.gate_up_bias, (e, 2 * i)), (n.down_bias, (e, h))]
-        table += [(n.gate, (i, h)), (n.up, (i, h)), (n.down, (e, i, h) if n.gate_up else (h, i))]
-        rows = [(key, shape, x) for key, shape in table if key for x in range(e)]
-        return {key.format(layer=layer, expert=x): shape for key, shape, x in rows}
 
 
 def _names(block: str, shared: str = "", **roles: str) -> Names:
@@ -268,16 +255,6 @@ def forward(hf: HFModel, model: PreTrainedModel, ids_BS: Tensor) -> tuple[Tensor
         shared_TH = seen[layer, hf.shared][1].view_as(x_TH) if hf.shared else None
         captures[layer] = Capture(x_TH, logits_TE, ids_TK, weights_TK, shared_TH, out_TH)
     return logits_BSV, captures
-
-
-def after_own_router(hf: HFModel, model: PreTrainedModel, experts: ExpertsFn) -> RoutedFn:
-    """Return a `RoutedFn` that uses the model's own router module and then `experts`."""
-
-    def routed(layer: int, x_TH: Tensor) -> Tensor:
-        router = model.get_submodule(f"{hf.block.format(layer=layer)}.{hf.router}")
-        return experts(layer, x_TH, *_read_router(hf, router(x_TH))[1:])
-
-    return routed
 
 
 @torch.no_grad()
