@@ -38,7 +38,7 @@ logger = logging.getLogger("moekit")
 # multiples of a tile, because the rows that a router gives an expert rarely are.
 ROWS = (1, 2, 3, 6, 13, 27, 53, 107, 213)
 MOST_ROWS = 1024  # beyond, time grows with the rows
-CALIBRATE, CACHE_VERSION = "MOEKIT_CALIBRATE", 3
+CALIBRATE, CACHE_VERSION = "MOEKIT_CALIBRATE", 4
 _TURNS, _CELL_SECONDS = 6, 0.06  # most timed rounds; the seconds after which two are enough
 BUSY = 0.1  # share of the time for which threads may wait for cores
 _LEAST_SECONDS = 0.1  # of which that is a share

@@ -27,9 +27,9 @@ from moekit.problem.activation import Activation, apply_activation
 #   left      W @ x.T, feature-major between the GEMMs. oneDNN repacks the right-hand matrix of each
 #             16-bit product, so it repacks a small x and not the weights
 #   native    right with oneDNN switched off: its 16-bit products of one row are slow
-#   onednn    fp32 products by oneDNN, where torch.mm calls MKL: on AMD's AVX-512 twice as fast.
+#   fp32      fp32 products by oneDNN: on AMD's AVX-512 twice as fast as MKL's, which torch.mm calls.
 #             16-bit weights are converted piece by piece in the cache
-LOOPS = ("right", "left", "native", "onednn")
+LOOPS = ("right", "left", "native", "fp32")
 # Methods that run all experts at once: F.grouped_mm, and a padded bmm over the batched layout.
 ALL_AT_ONCE = ("grouped", "batched")
 
@@ -108,9 +108,9 @@ def _most_rows(problem: MoEProblem, assignments: int) -> int:
 def methods_for(problem: MoEProblem) -> tuple[str, ...]:
     """Return the methods that can run this problem's experts on this machine."""
     p, narrow = problem, problem.dtype != torch.float32
-    methods = ["right", "left"]
-    if cpu_costs.onednn_enabled() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        methods += ["onednn"] + ["native"] * narrow
+    methods = ["right", "left"] + ["native"] * (narrow and cpu_costs.onednn_enabled())
+    if narrow or _has_onednn_fp32():
+        methods.append("fp32")
     if p.quant.weight is None:
         methods.append("batched")
         sizes = (p.hidden_size, p.local_intermediate_size)
@@ -254,8 +254,8 @@ def run_expert(method: str, experts: Experts, expert: int, x_nH: Tensor, z_nH: T
     """Run one expert on its rows and write z, fp32 and unweighted."""
     if method == "native":
         cpu_costs.without_onednn(partial(_right, _mm, experts, expert, x_nH, z_nH))
-    elif method == "onednn":
-        _right(_onednn_fp32, experts, expert, x_nH.float(), z_nH)
+    elif method == "fp32":
+        _right(_fp32, experts, expert, x_nH.float(), z_nH)
     elif method == "left":
         _left(experts, expert, x_nH, z_nH)
     else:
@@ -325,18 +325,28 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
     return out
 
 
-def _onednn_fp32(x: Tensor, w: Tensor) -> Tensor:
+def _has_onednn_fp32() -> bool:
+    return cpu_costs.onednn_enabled() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def _fp32(x: Tensor, w: Tensor) -> Tensor:
     """Return x @ w in fp32; a w of 16 bits is converted a few columns at a time."""
-    linear = torch.ops.mkldnn._linear_pointwise
+    linear: Callable[[Tensor, Tensor], Tensor] = F.linear
+    if _has_onednn_fp32():
+        linear = _onednn_linear
     if w.dtype == torch.float32:
-        y: Tensor = linear(x, w.T, None, "none", [], "")
-        return y
+        return linear(x, w.T)
     out = x.new_empty(len(x), w.shape[1])
     step = max(1, _PIECE_BYTES // (4 * len(w)))
     piece = x.new_empty(min(step, w.shape[1]), len(w))
     for rows, columns in zip(torch.split(w.T, step), torch.split(out, step, dim=1), strict=True):
-        columns.copy_(linear(x, piece[: len(rows)].copy_(rows), None, "none", [], ""))
+        columns.copy_(linear(x, piece[: len(rows)].copy_(rows)))
     return out
+
+
+def _onednn_linear(x: Tensor, w: Tensor) -> Tensor:
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
+    return y
 
 
 # -- a call -------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def test_weights_are_converted_in_pieces_of_any_size(monkeypatch, rows) -> None:
     """160 rows are all of w13: a piece that was the whole matrix had no buffer."""
     p, w, x, routing = case(torch.bfloat16, 4, 2, 9)
     monkeypatch.setattr(cpu_experts, "_PIECE_BYTES", 4 * p.hidden_size * rows)
-    monkeypatch.setattr(cpu_experts, "choice", lambda problem: Forced("onednn"))
+    monkeypatch.setattr(cpu_experts, "choice", lambda problem: Forced("fp32"))
     kernel = moekit.compose(p, "local", "torch")
     out = kernel(x, kernel.pack(w), routing)
     assert rms(out, oracle(x, w, routing, p)) < LIMIT[torch.bfloat16]
