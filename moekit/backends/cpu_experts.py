@@ -27,7 +27,7 @@ from moekit.problem.activation import Activation, apply_activation
 #   left      W @ x.T, feature-major between the GEMMs. oneDNN repacks the right-hand matrix of each
 #             16-bit product, so it repacks a small x and not the weights
 #   native    right with oneDNN switched off: its 16-bit products of one row are slow
-#   fp32      fp32 products by oneDNN: on AMD's AVX-512 twice as fast as torch.mm's, which are MKL's.
+#   fp32      fp32 products by oneDNN: on AMD's AVX-512 twice as fast as MKL's, torch.mm's own.
 #             16-bit weights are converted piece by piece in the cache
 LOOPS = ("right", "left", "native", "fp32")
 # Methods that run all experts at once: F.grouped_mm, and a padded bmm over the batched layout.
