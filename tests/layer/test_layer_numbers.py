@@ -140,6 +140,10 @@ def test_all_experts_chosen_and_no_tokens() -> None:
     check_logits(layer, weights, renormalize=True)
     assert layer(torch.empty(0, H), torch.empty(0, E)).shape == (0, H)
     assert layer(torch.empty(2, 0, H), torch.empty(2, 0, E)).shape == (2, 0, H)
+    for knobs in ({"zero_expert_num": 2}, {"num_redundant_experts": 1}):
+        layer = make_layer(**knobs)
+        layer.load_weights(random_weights(layer.problem))
+        assert layer(torch.empty(0, H), torch.empty(0, layer.router.width)).shape == (0, H)
 
 
 def test_batch_and_sequence_and_strides() -> None:
@@ -187,13 +191,6 @@ def test_inputs_are_not_modified_and_outputs_are_new() -> None:
     assert torch.equal(x, before[0]) and torch.equal(logits, before[1])
     assert len({t.untyped_storage().data_ptr() for t in (x, out, again)}) == 3
     assert torch.equal(out, again)
-
-
-@pytest.mark.parametrize("knobs", [{"zero_expert_num": 2}, {"num_redundant_experts": 1}], ids=str)
-def test_no_tokens(knobs) -> None:
-    layer = make_layer(**knobs)
-    layer.load_weights(random_weights(layer.problem))
-    assert layer(torch.empty(0, H), torch.empty(0, layer.router.width)).shape == (0, H)
 
 
 def test_shared_experts_are_added_and_are_no_submodule() -> None:
@@ -353,32 +350,6 @@ def test_partial_sums_add_up(ep, tp, shared_partial, placement) -> None:
     routing = moekit.route(logits, K, renormalize=True)
     want = expected(layer.problem, weights, x, routing, torch.sin)
     assert_close(total, want, layer.problem)
-
-
-def test_wrong_layers_fail_the_comparison() -> None:
-    """A negative control of the tests above."""
-    layer, weights = loaded_layer(shared_experts=lambda x: 0.5 * x)
-    x, logits = random_x(layer.problem, 16), logits_for(layer, 16)
-    routing = moekit.route(logits, K, renormalize=True)
-    want = expected(layer.problem, weights, x, routing, lambda x: 0.5 * x)
-    out = layer(x, logits)
-    assert_close(out, want, layer.problem)
-    routed = out - 0.5 * x
-    doubled = Routing(2 * routing.topk_weights, routing.topk_ids)
-    swapped = weights.select([1, 0, 2, 3, 4, 5])
-    wrong = {
-        "zeros": torch.zeros_like(out),
-        "rows exchanged": out[torch.arange(16).roll(1)],
-        "without the shared experts": routed,
-        "the shared experts twice": out + 0.5 * x,
-        "weights twice": expected(layer.problem, weights, x, doubled, lambda x: 0.5 * x),
-        "two experts exchanged": expected(layer.problem, swapped, x, routing, lambda x: 0.5 * x),
-        "one row lost": torch.where(torch.arange(16)[:, None] == 3, 0.0, out),
-        "TF32": out * (1 + 4e-4 * torch.randn_like(out)),
-    }
-    for what, bad in wrong.items():
-        with pytest.raises(AssertionError):
-            assert_close(bad, want, layer.problem, what)
 
 
 def test_from_checkpoint(tmp_path) -> None:
