@@ -145,17 +145,6 @@ def onednn_kept() -> Iterator[None]:
             _kept -= 1
 
 
-def settle_onednn(dtype: torch.dtype) -> None:
-    """Let torch switch oneDNN off now, if it ever does.
-
-    On ARM without products of bf16 (Graviton2), the first x @ W.T of several rows fails in oneDNN,
-    and torch 2.13 then switches oneDNN off for the whole process: not between measurements.
-    """
-    if dtype == torch.bfloat16:
-        square = torch.ones(64, 64, dtype=dtype, device="cpu")
-        torch.mm(square, square.T)
-
-
 def _forget_threads() -> None:
     """Release what other threads held when this process was forked: they are not in it."""
     global _off, _kept

@@ -172,7 +172,6 @@ def choice(problem: MoEProblem, may_time: bool = True) -> Choice | None:
 
     Returns None if it is not known and the methods must not be timed.
     """
-    cpu_costs.settle_onednn(problem.dtype)
     p, methods = problem, methods_for(problem)
     sizes = p.hidden_size, p.local_intermediate_size
     key = (p.dtype_name, *sizes, p.activation.name, p.has_bias, methods)

@@ -33,7 +33,6 @@ class TorchExperts(PermuteExpertsUnpermute):
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
         if self.problem.batch_invariant:
-            cpu_costs.settle_onednn(self.problem.dtype)
             with cpu_costs.onednn_kept():
                 row_blocks.sizes_for(self.problem, weights.w13.device)
         elif self.problem.device.type == "cpu":

@@ -13,7 +13,7 @@ import torch
 
 import moekit
 from moekit import ExpertWeights, MoEProblem
-from moekit.backends import cpu_costs, cpu_experts, row_blocks
+from moekit.backends import cpu_costs, cpu_experts
 from moekit.backends.reference import oracle
 from moekit.backends.torch_experts import _on_any_device
 
@@ -269,41 +269,6 @@ def test_shipped_tables_have_a_loop_for_every_number_of_rows(
         assert costs.source == f"shipped costs for {table}: disturbed"
         loops = [costs.by_rows(method) for method in cpu_experts.LOOPS]
         assert max(min(seconds) for seconds in zip(*loops, strict=True)) < 10
-
-
-@pytest.mark.parametrize("batch_invariant", [False, True])
-def test_methods_are_timed_once_where_torch_switches_onednn_off(
-    monkeypatch, calibrating, batch_invariant
-) -> None:
-    """As torch 2.13 does at the first product of bf16 on ARM without such instructions."""
-    monkeypatch.setattr(row_blocks, "_known", {})
-    mm, checked, timed = torch.mm, row_blocks.same_bits_sizes, []
-
-    def fails(a, b, **options):
-        if not b.is_contiguous():
-            torch._C._set_mkldnn_enabled(False)
-        return mm(a, b, **options)
-
-    def check(*arguments):
-        timed.append(cpu_costs.capability())
-        return checked(*arguments)
-
-    def measure(methods, call_of):
-        timed.append(cpu_costs.capability())
-        [call_of(method, 1)[0]() for method in methods]
-        return {method: [(n, 1.0) for n in cpu_costs.ROWS] for method in methods}
-
-    monkeypatch.setattr(torch, "mm", fails)
-    monkeypatch.setattr(row_blocks, "same_bits_sizes", check)
-    monkeypatch.setattr(cpu_costs, "measure", measure)
-    p, w, x, routing = case(torch.bfloat16, 4, 2, 9, batch_invariant=batch_invariant)
-    kernel = moekit.compose(p, "local", "torch")
-    try:
-        kernel(x, kernel.pack(w), routing)
-    finally:
-        torch._C._set_mkldnn_enabled(True)
-    assert len(timed) == 1 + batch_invariant  # both GEMMs are checked
-    assert all("oneDNN off" in where for where in timed)
 
 
 def test_a_batch_invariant_call_keeps_onednn_on() -> None:
