@@ -66,7 +66,7 @@ class StandardAsBatched(_Wrapped):
         return self.inner.workspace(self.problem.num_local_experts * rows)
 
     def largest_calls(self, num_tokens: int) -> Sequence[int]:
-        """Return calls with as many rows for the experts: T tokens give them those of L * T."""
+        """Return the token counts whose L * T rows are the experts' own largest calls."""
         L = self.problem.num_local_experts
         calls = {n // L for n in self.inner.largest_calls(L * num_tokens) if n >= L}
         return sorted(calls, reverse=True)

@@ -164,7 +164,7 @@ def waited_for_cores() -> float:
     system does not tell. Format: the kernel's Documentation/scheduler/sched-stats.rst."""
     total = 0
     for file in Path("/proc/self/task").glob("*/schedstat"):
-        with suppress(OSError, ValueError, IndexError):  # a thread may end meanwhile
+        with suppress(OSError, ValueError, IndexError):  # a thread may end
             total += int(file.read_text().split()[1])
     return total * 1e-9
 

@@ -18,7 +18,7 @@ from moekit.problem.weights import ExpertWeights
 
 
 def pad_weights(weights: ExpertWeights, problem: MoEProblem, made: MoEProblem) -> ExpertWeights:
-    """Return canonical weights of ``problem`` as those of ``made``, which has larger sizes."""
+    """Return canonical weights of ``problem`` padded to the larger sizes of ``made``."""
     operand, gated = problem.quant.weight, problem.activation.gated
     hidden, inner = made.hidden_size, made.local_intermediate_size
     halves = 2 if gated and inner != problem.local_intermediate_size else 1
@@ -58,7 +58,7 @@ def _pad(
     shape = operand.scale_shape(rows, columns)
     for field in ("scale", "zero_points"):
         if field in part:
-            # One scale may be that of all rows.
+            # All rows may share one scale.
             split = halves if shape[0] > 1 else 1
             made[field] = _grow(_grow_rows(part[field], shape[0], split), 2, shape[1])
     if "g_idx" in part:

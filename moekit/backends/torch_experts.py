@@ -22,8 +22,8 @@ from moekit.problem.weights import ExpertWeights
 class TorchExperts(PermuteExpertsUnpermute):
     """STANDARD, reducing: rows sorted by expert, one pair of matrix products per expert.
 
-    Quantized weights are dequantized one expert at a time, and activations stay unquantized: the
-    arithmetic is that of the problem's dtype. In float16 an intermediate value above 65504 becomes
+    Quantized weights are dequantized one expert at a time, and activations stay unquantized:
+    products are in the problem's dtype. In float16 an intermediate value above 65504 becomes
     infinite, although its router weight or the sum over K may bring it back into range. So rows
     whose result is not finite are computed again in float32. Batch-invariant problems run in
     `row_blocks`.

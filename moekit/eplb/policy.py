@@ -200,7 +200,7 @@ def _nearest(bins: list[list[int]], held: Sequence[Sequence[int]]) -> list[list[
 
 
 def _in_place(experts: Sequence[int], before: Sequence[int]) -> list[int]:
-    """Reorder ``experts`` so that those of ``before`` keep their place."""
+    """Reorder ``experts`` so that experts of ``before`` keep their index."""
     left = list(experts)
     slots: list[int | None] = []
     for expert in before:

@@ -64,7 +64,7 @@ def unregister(layer: Any, name: str) -> None:
 
 
 def _run(*arguments: Any) -> Tensor:
-    """Run the layer that the last argument names; the others are those of `LayerInputs`."""
+    """Run the layer that the last argument names; the others are the fields of `LayerInputs`."""
     *inputs, layer = arguments
     found = _layers.get(layer)
     if found is None:

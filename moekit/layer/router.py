@@ -53,8 +53,8 @@ class RoutingConfig:
         routed_scaling_factor: Multiplies the weights.
         custom_routing_function: ``(hidden_states, router_logits, top_k, renormalize) -> (weights,
             ids)``, in place of all options above except ``renormalize``.
-        zero_expert_num: Number of identity experts. Their ids and logits follow those of the
-            ``num_experts`` real ones.
+        zero_expert_num: Number of identity experts. Their ids and logits follow the
+            ``num_experts`` real experts'.
         hash_table: (V, K) ids of each vocabulary token's experts, as in `moekit.route`. Calls then
             need ``token_ids``. A Parameter may be filled later.
 

@@ -239,7 +239,7 @@ def test_a_rebalancer_refuses_wrong_arguments() -> None:
 
 
 def test_layers_that_share_weights_are_refused() -> None:
-    """To move the experts of one layer would move those of the other, too."""
+    """Moving the experts of one layer would also move the other's."""
     layer, weights = loaded_layer(experts="torch")
     tied, own = (loaded_layer(experts="torch")[0] for _ in range(2))
     layer.load_weights(weights)
