@@ -64,8 +64,8 @@ def take_rest(keywords: Keywords) -> dict[str, Any]:
 def activation_of(given: Keywords) -> Activation | str:
     """Return ``activation`` of moekit's layer.
 
-    Names that end in "_no_mul" never have a gate. Without any of the
-    keywords of `vllm_activation`, an activation has its usual numbers.
+    Names that end in "_no_mul" never have a gate. Without any of the keywords of `vllm_activation`,
+    an activation has its usual numbers.
 
     Raises:
         InvalidProblem: The name is unknown, or does not go with the numbers.
@@ -85,7 +85,8 @@ def activation_of(given: Keywords) -> Activation | str:
         return activation
     if numbers:
         return vllm_activation(activation, **numbers)
-    return RENAMED.get(activation, activation)
+    name: str = activation
+    return RENAMED.get(name, name)
 
 
 def _without_gate(name: str) -> str:
