@@ -156,15 +156,10 @@ def _has_grouped_mm(problem: MoEProblem) -> bool:
 
 
 def _expert_loop(experts: Experts, x_SH: Tensor, ends: Sequence[int]) -> Tensor:
-    z_SH, start = torch.empty_like(x_SH), 0
+    """Return the experts' outputs in fp32."""
+    z_SH, start = torch.empty_like(x_SH, dtype=torch.float32), 0
     for expert, end in enumerate(ends):
         if end > start:
-            h = x_SH[start:end] @ experts.matrix("w13", expert, x_SH.dtype).T
-            if (bias := experts.bias("w13")) is not None:
-                h += bias[expert]
-            act = activate(h, experts.problem.activation)
-            torch.mm(act, experts.matrix("w2", expert, x_SH.dtype).T, out=z_SH[start:end])
-            if (bias := experts.bias("w2")) is not None:
-                z_SH[start:end] += bias[expert]
+            cpu_experts.run_expert("right", experts, expert, x_SH[start:end], z_SH[start:end])
             start = end
     return z_SH
