@@ -30,20 +30,16 @@ from moekit.problem.weights import ExpertWeights
 from moekit.runtime.checks import check_function, check_tokens
 from moekit.runtime.device import on_device
 from moekit.selection.select import compose
-from moekit.untrusted.arguments import FLAG, FUNCTION, NAME, TIMEOUT, accept, instance, optional
+from moekit.untrusted.arguments import FUNCTION, NAME, accept, instance, optional
 
 if TYPE_CHECKING:
     from moekit.checkpoint import Checkpoint, ExpertNames
 
-# The records and the problem check the other arguments.
+# The records, the problem and `compose` check the other arguments.
 _KINDS = {
     "routing": optional(instance("a RoutingConfig", RoutingConfig)),
     "parallelism": optional(instance("a LayerParallelism", LayerParallelism)),
     "shared_experts": optional(FUNCTION),
-    "dispatcher": optional(NAME),
-    "experts": optional(NAME),
-    "checked": optional(FLAG),
-    "peer_timeout": TIMEOUT,
     "prefix": optional(NAME),
 }
 _SHOWN = 4  # experts of a rank in the layer's repr
