@@ -157,6 +157,7 @@ INPUTS = [
     (lambda: to_physical(ROUTING, [[0]]), "replicas is .*dense torch.Tensor"),
     (lambda: to_physical(ROUTING, torch.arange(E)[:, None] * 1.0), "replicas must .*int32 or"),
     (lambda: to_physical(ROUTING, torch.arange(4)[:, None]), r"topk_ids span \[-1, 4\].*0..3"),
+    (lambda: to_physical(ROUTING, torch.tensor([[0], [-1], [2]])), "expert 1 has no replica"),
     (lambda: to_physical(ROUTING, torch.arange(E)[:, None], "1"), "offset='1'"),
     (lambda: to_physical(None, torch.arange(E)[:, None]), "routing must be .*None"),
     (lambda: loaded().set_replicas([[0]]), "replicas is .*dense torch.Tensor"),
