@@ -332,8 +332,7 @@ class FusedMoE(nn.Module):
             x, router_logits, topk_weights, topk_ids, is_padding, max_tokens, token_ids
         )
         grad_enabled = torch.is_grad_enabled()
-        tracked = grad_enabled and any(isinstance(t, Tensor) and t.requires_grad for t in inputs)
-        if tracked or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or (grad_enabled and ops.tracks(inputs)):
             # torch.compile would replay a rank's graph while another rank runs Python, and waits.
             graphs = self.graph_safe and not self.ranks.moves
             operator = ops.operators.plain if graphs else ops.operators.without_graphs

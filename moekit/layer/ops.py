@@ -76,4 +76,15 @@ def _run(*arguments: Any) -> Tensor:
     return out
 
 
+def tracks(inputs: LayerInputs) -> bool:
+    """Return whether a gradient is asked for, which the operator refuses.
+
+    The operator takes only tensors and an integer; the layer reports arguments of other types.
+    """
+    *tensors, most = (*inputs._replace(max_tokens=None), inputs.max_tokens)
+    tracked = any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+    typed = all(t is None or isinstance(t, Tensor) for t in tensors)
+    return tracked and typed and (most is None or isinstance(most, int))
+
+
 operators = Operators.of("fused_moe", _run, "call FusedMoE under torch.no_grad()", _SCHEMA)
