@@ -23,7 +23,7 @@ def bridge(
     spec = spec.native_to(to)
     if spec.format is to:
         return _created(experts, spec, problem)
-    from moekit.backends.bridges import BatchedAsStandard, StandardAsBatched
+    from moekit.backends.adapters import BatchedAsStandard, StandardAsBatched
 
     if to is ActivationFormat.STANDARD:
         return BatchedAsStandard(_created(experts, spec, problem), problem)
@@ -39,7 +39,7 @@ def _created(
     inner = create(experts, spec, made)
     if made == problem:
         return inner
-    from moekit.backends.bridges import PaddedExperts
+    from moekit.backends.adapters import PaddedExperts
 
     return PaddedExperts(inner, problem)
 

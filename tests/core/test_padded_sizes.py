@@ -15,7 +15,7 @@ from torch import Tensor
 import moekit
 from moekit import ExpertsSpec, MoEProblem, ParallelConfig, Registry, Workspace, registry
 from moekit.backends import padding
-from moekit.backends.bridges import PaddedExperts
+from moekit.backends.adapters import PaddedExperts
 from moekit.backends.padding import pad_weights
 from moekit.errors import Unsupported
 from moekit.problem import ActivationFormat
