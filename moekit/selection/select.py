@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from moekit.backends.bridge import bridge
-from moekit.backends.local import local_spec
+from moekit.backends.bridge import bridge, local_spec
 from moekit.contract import PermuteExpertsUnpermute, PrepareAndFinalize
 from moekit.contract.explanation import Explanation
 from moekit.contract.specs import BackendSpec, DispatcherSpec

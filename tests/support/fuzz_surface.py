@@ -289,10 +289,8 @@ def _layer(d: Draw) -> Call:
         params_dtype=(torch.float32, torch.bfloat16),
         quant=("none", "int8_w8a16"),
         activation=("silu", "gelu"),
-        is_act_and_mul=(None, True, False),
         has_bias=_FLAG,
         shared_experts=(None, lambda: torch.neg),
-        shared_experts_partial=_FLAG,
         max_num_tokens=(None, 2),
         batch_invariant=_FLAG,
         dispatcher=_NAMES,
@@ -361,8 +359,7 @@ def _eplb(d: Draw) -> Call:
     for name, value in window.items():  # a large window takes memory, which is no fault
         window[name] = 3 if type(value) is int and 10**3 < value < 2**31 else value
     options = d.some(
-        policy=("global", "hierarchical", lambda: eplb.Balanced()),
-        options=(None, {"num_groups": 2, "num_nodes": 1}),
+        policy=(None, lambda: eplb.Balanced()),
         window=(1, 3),
         min_gain=(0.0, 0.5),
         staging_bytes=(1, 2**20),

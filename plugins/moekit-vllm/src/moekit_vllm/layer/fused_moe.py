@@ -125,7 +125,6 @@ class FusedMoE(LoadingLayer):
         format, scheme = resolve(
             quant_config, rest.pop("quant", None), dequantize, sizes, prefix or "experts"
         )
-        computed, is_gated = vllm.activation_of(given)
         routing, output_scale = vllm.routing(given)
         if ckpt_names is not None and expert_mapping is None:
             gate, down, up = ckpt_names
@@ -143,12 +142,10 @@ class FusedMoE(LoadingLayer):
             intermediate_size,
             params_dtype=torch.get_default_dtype() if params_dtype is None else params_dtype,
             quant=scheme,
-            activation=computed,
-            is_act_and_mul=is_gated,
+            activation=vllm.activation_of(given),
             has_bias=has_bias,
             apply_router_weight_on_input=apply_router_weight_on_input,
             routing=routing,
-            use_grouped_topk=use_grouped_topk or None,
             parallelism=spread,
             prefix=prefix or None,
             **rest,

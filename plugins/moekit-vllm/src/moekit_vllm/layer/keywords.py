@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -60,18 +61,20 @@ def take_rest(keywords: Keywords) -> dict[str, Any]:
     return {name: value for name, value in keywords.items() if name not in unused}
 
 
-def activation_of(given: Keywords) -> tuple[Activation | str, bool | None]:
-    """Return ``activation`` and ``is_act_and_mul`` of moekit's layer.
+def activation_of(given: Keywords) -> Activation | str:
+    """Return ``activation`` of moekit's layer.
 
-    Names that end in "_no_mul" never have a gate. Without any of the
-    keywords of `vllm_activation`, an activation has its usual numbers.
+    Names that end in "_no_mul" never have a gate. Without any of the keywords of `vllm_activation`,
+    an activation has its usual numbers.
 
     Raises:
         InvalidProblem: The name is unknown, or does not go with the numbers.
     """
     activation: Any = given["activation"]
     if not given["is_act_and_mul"]:  # vLLM's activations without a gate have no numbers
-        return activation, False
+        if isinstance(activation, Activation):
+            return replace(activation, name=_without_gate(activation.name))
+        return _without_gate(activation)
     numbers = {name: given[name] for name in NUMBERS if given[name] is not None}
     if isinstance(activation, Activation):
         if numbers:
@@ -79,11 +82,15 @@ def activation_of(given: Keywords) -> tuple[Activation | str, bool | None]:
                 f"activation={activation} and {', '.join(numbers)} are both given: set them in the "
                 "Activation, or give its name"
             )
-        return activation, None
+        return activation
     if numbers:
-        return vllm_activation(activation, **numbers), None
+        return vllm_activation(activation, **numbers)
     name: str = activation
-    return RENAMED.get(name, name), None
+    return RENAMED.get(name, name)
+
+
+def _without_gate(name: str) -> str:
+    return name if name.startswith("relu2") or name.endswith("_no_mul") else f"{name}_no_mul"
 
 
 def routing(given: Keywords) -> tuple[RoutingConfig, float]:
@@ -116,6 +123,8 @@ def routing(given: Keywords) -> tuple[RoutingConfig, float]:
         config = RoutingConfig(custom_routing_function=_with_vllm_names(custom), **common)
         return config, output_scale
     groups = {name: given[name] for name in ("num_expert_group", "topk_group")}
+    if grouped and groups["num_expert_group"] is None:
+        raise InvalidProblem("use_grouped_topk=True needs num_expert_group and topk_group")
     config = RoutingConfig(
         scoring_func=scoring,
         e_score_correction_bias=given["e_score_correction_bias"] if table is None else None,
