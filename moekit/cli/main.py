@@ -22,7 +22,7 @@ import moekit
 from moekit.cli import commands, explain, plugins
 from moekit.discovery.registry import registry
 from moekit.errors import MoekitError, UnknownBackend
-from moekit.selection.composite import find_experts
+from moekit.selection.judge import find_experts
 
 
 def main(argv: Sequence[str] | None = None, *, owns_stdout: bool = False) -> int:
@@ -185,13 +185,6 @@ def _check(args: argparse.Namespace) -> int:
     known = registry()
     unknown = []
     if "|" in args.name and args.name not in known.experts:
-        if ":" not in args.name:
-            rule = args.name.replace("|", ":64|", 1)
-            raise MoekitError(
-                f"`check` needs a composite with numbers, since no table has the sizes that it "
-                f"tests (got {args.name!r}): name the largest number of tokens that each backend "
-                f"but the last serves, for example {rule!r}"
-            )
         known.register(find_experts(args.name, known))
     for find in (known.dispatcher, known.expert):
         try:

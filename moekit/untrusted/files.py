@@ -12,40 +12,21 @@ import os
 import secrets
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moekit.errors import MoekitError
 from moekit.untrusted.arguments import shown
+from moekit.untrusted.switches import cache_folder as cache_folder
+from moekit.untrusted.switches import home_folder as home_folder
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
 
 MAX_JSON = 1 << 24  # bytes; the largest config.json in use has fewer than a tenth
 _MAX_VALUES = 4_000_000  # in one file; a header has about eight for each tensor
-
-
-def home_folder() -> Path:
-    """Return the user's home; where there is none, a folder that this user cannot make.
-
-    Containers run processes as users without a name, whose home nobody states.
-    """
-    try:
-        return Path.home()
-    except RuntimeError:
-        return Path("/nonexistent")
-
-
-def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """Return the folder where the user's caches are. A relative XDG_CACHE_HOME is ignored.
-
-    The XDG specification calls it invalid: a cache would be in every working directory.
-    """
-    environ = os.environ if environ is None else environ
-    stated = Path(environ.get("XDG_CACHE_HOME", ""))
-    return stated if stated.is_absolute() else home_folder() / ".cache"
 
 
 def open_regular(path: Path) -> int:

@@ -23,7 +23,8 @@ from moekit.discovery.registry import Registry
 from moekit.errors import GroupMismatch, MoekitError
 from moekit.problem import ActivationFormat, ParallelConfig
 from moekit.selection import select
-from moekit.selection.tuned import Key, table
+from moekit.selection.tuned import table
+from moekit.selection.tuned.table import Key
 from moekit.testing.distributed import RankPool
 
 naive = pytest.importorskip("moekit_naive.dispatcher")

@@ -15,8 +15,7 @@ import torch
 
 import moekit
 from moekit.errors import MoekitError
-from moekit.selection.tuned import table
-from moekit.selection.tuned.files import user_path
+from moekit.selection.tuned import table, user_path
 from moekit.untrusted.files import cache_folder, home_folder
 
 _FEW_BYTES = 1 << 30
@@ -88,8 +87,8 @@ def caches(environ: Mapping[str, str]) -> _Found:
     """Yield the folders that keep kernels and tables: named by a variable, or a default."""
     home = home_folder()
     folders = {
-        "tuned tables": user_path(environ),
-        "cache": cache_folder(environ),
+        "tuned tables": user_path(),
+        "cache": cache_folder(),
         "TRITON_CACHE_DIR": Path(environ.get("TRITON_HOME") or home) / ".triton" / "cache",
         "temporary files": Path(tempfile.gettempdir()),
     }

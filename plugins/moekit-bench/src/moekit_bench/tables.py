@@ -9,14 +9,14 @@ from filelock import FileLock
 
 from moekit.plugin import DeviceSpec, MoEProblem, check_writable, device_file, replace_file
 
-from .internals import Key, Record, Table
+from .internals import Key, Record, Table, user_path
 from .internals import table as tuned_tables
 from .records import Result, now
 
 
 def table_file(output: Path | None, device: DeviceSpec) -> Path:
     """Return ``output`` if it is a file, else the device's file in that folder or the user's."""
-    place = output or tuned_tables.user_path()
+    place = output or user_path()
     return place if place.suffix == ".json" else place / device_file(device.name or device.type)
 
 
