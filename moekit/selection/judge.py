@@ -10,55 +10,15 @@ from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
-from moekit.contract.explanation import Combination, Explanation
+from moekit.contract.explanation import Explanation
 from moekit.contract.specs import CHECK_FAILED, BackendSpec, DispatcherSpec, ExpertsSpec, SpecT
-from moekit.contract.sums import Sums
 from moekit.discovery.packages import not_installed
 from moekit.discovery.registry import Registry
 from moekit.errors import NameClash, UnknownBackend
 from moekit.problem import MoEProblem
 from moekit.selection import tuned
+from moekit.selection.candidates import Candidate, Ranking
 from moekit.untrusted.code import watched
-
-# In priority: a bridge costs copies and padded rows, but less than a reference backend (-100).
-_BRIDGE_COST = 50
-# Padding costs copies and computes with zeros.
-_PADDING_COST = 50
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A dispatcher and experts that can do the problem together."""
-
-    dispatcher: DispatcherSpec
-    experts: ExpertsSpec
-
-    def combination(self, problem: MoEProblem) -> Combination:
-        sums = Sums.of(problem, self.experts.bridged_to(self.dispatcher.format))
-        bridged = self.experts.needs_bridge(self.dispatcher.format)
-        return Combination(self.dispatcher.name, self.experts.name, bridged, sums)
-
-    def preference(self, problem: MoEProblem) -> tuple[int, str, str]:
-        """Return what sorts candidates, best first: priorities, then names."""
-        priority = self.dispatcher.priority_for(problem) + self.experts.priority_for(problem)
-        priority -= _BRIDGE_COST if self.experts.needs_bridge(self.dispatcher.format) else 0
-        priority -= _PADDING_COST if self.experts.padding(problem) else 0
-        return -priority, self.dispatcher.name, self.experts.name
-
-
-@dataclass(frozen=True)
-class Ranking:
-    """Candidates in the order of preference, and what decided for dispatchers and for experts.
-
-    note: where measured times come from. expected: returns what tables know of the first of some
-    candidates, as in `Explanation`.
-    """
-
-    candidates: tuple[Candidate, ...]
-    dispatcher_by: str = "by priority"
-    experts_by: str = "by priority"
-    note: str = ""
-    expected: Callable[[Sequence[Candidate]], str] = lambda _: ""
 
 
 class Asked(NamedTuple):

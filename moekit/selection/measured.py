@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from moekit.problem import ActivationFormat, MoEProblem
+from moekit.selection.candidates import Candidate, Ranking
 from moekit.selection.composite import composite
-from moekit.selection.judge import Candidate, Ranking
 from moekit.selection.tuned.choice import Choice, Found, lookup
 from moekit.selection.tuned.plan import join, split
 

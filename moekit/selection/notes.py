@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from moekit.contract.sums import Sums
 from moekit.problem import MoEProblem
 from moekit.runtime.rows import quantized_by
+from moekit.selection.candidates import Candidate
 from moekit.selection.composite import members
-from moekit.selection.judge import Candidate
 
 
 def notes(problem: MoEProblem, candidate: Candidate) -> Iterator[str]:

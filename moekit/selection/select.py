@@ -22,7 +22,8 @@ from moekit.problem import MoEProblem
 from moekit.problem.problem import summary
 from moekit.runtime.group import resolve, same_choice
 from moekit.runtime.workspace import Workspace
-from moekit.selection.judge import Candidate, Selection, judge
+from moekit.selection.candidates import Candidate
+from moekit.selection.judge import Selection, judge
 from moekit.selection.tuned import VARIABLE
 from moekit.untrusted.arguments import FLAG, GROUP, NAME, TIMEOUT, accept, instance, optional
 from moekit.untrusted.code import describe, message
