@@ -15,13 +15,14 @@ import os
 import re
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from moekit.problem import MoEProblem
 from moekit.untrusted.switches import cache_folder
 
 VARIABLE = "MOEKIT_TUNED"
 # A folder for each architecture.
-SHIPPED = resources.files(__package__) / "shipped"
+SHIPPED: Any = resources.files(__package__) / "shipped"
 
 
 def any_for(problem: MoEProblem) -> bool:
