@@ -248,8 +248,6 @@ def test_tune_select_fills_the_table_and_regret_reads_it(tuned: Path, capsys) ->
     before = file.read_text()
     assert moekit_main([*TUNE, "--select", *options]) == 0  # known: not measured again
     assert file.read_text() == before
-    assert moekit_main([*TUNE, "--select", *options, "--again"]) == 0
-    assert file.read_text() != before
 
 
 def test_regret_measures_again(tuned: Path, capsys) -> None:
@@ -257,11 +255,6 @@ def test_regret_measures_again(tuned: Path, capsys) -> None:
     assert moekit_main([*TUNE, "--regret", *options]) == 0
     out = capsys.readouterr().out
     assert "naive + torch" in out and "worst regret 0.0 %" in out
-
-
-def test_tune_wrong_questions(tuned: Path, capsys) -> None:
-    assert moekit_main([*TUNE, "--select", "--gpus", "3"]) == 2
-    assert "--ep 2 measures on 2 devices: leave out --gpus" in capsys.readouterr().err
 
 
 def movers(*experts: str) -> Registry:

@@ -123,8 +123,6 @@ def test_what_is_known_is_not_measured_again(cells: Cells, tuned: Path, capsys) 
     assert "| 1 | " in out and "| 256 | " in out, "the summary has all cells"
     code, _, err = run(capsys, "--select")
     assert code == 0 and "0 cells to measure" in err and len(cells.seen) == 4
-    run(capsys, "--select", "--again", tokens="1")
-    assert len(cells.seen) == 5
     assert first.keys() == table.read(tuned / "cpu.json").keys()
 
 
@@ -245,8 +243,8 @@ def test_errors_say_what_to_do(capsys, argv: list[str], said: str) -> None:
 
 @pytest.mark.parametrize(
     "argv",
-    [["--select", "--regret"], ["--select", "--frob"], ["--select", "--gpus", "0"],
-     ["--select", "--ep", "two"], ["--select", "--seconds", "soon"], ["--limit=much"]],
+    [["--select", "--regret"], ["--select", "--frob"], ["--select", "--ep", "two"],
+     ["--select", "--seconds", "soon"], ["--limit=much"]],
 )  # fmt: skip
 def test_bad_arguments(capsys, argv: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -357,30 +355,6 @@ def test_a_killed_run_leaves_a_whole_table(tuned: Path) -> None:
     again = times(file)["local", "torch"]
     assert len(again) == last + 2
     assert all(again[t] == record for t, record in kept.items())
-
-
-def test_one_process_a_device(tuned: Path) -> None:
-    """The CPU replaces both devices; a group that fails makes the whole run fail."""
-    args, environ = command("--tokens", "1,4", "--quant", "none,int8_w8a16", "--gpus", "2")
-    done = subprocess.run(args, env=environ, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr
-    assert "4 cells to measure" in done.stderr and "[4/4, " in done.stderr
-    assert "cpu: [1/2" in done.stderr and "worst regret" in done.stdout
-    for scheme in ("none", "int8_w8a16"):
-        found = times(tuned / "cpu.json", PROBLEM.replace(quant=scheme))
-        assert [len(found["local", name]) for name in ("torch", "reference")] == [2, 2]
-
-
-def test_a_process_that_fails_fails_the_run(
-    cells: Cells, capsys, monkeypatch, tmp_path: Path
-) -> None:
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho it broke >&2\nexit 3\n")
-    python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
-    code, _, err = run(capsys, "--select", "--quant", "none,int8_w8a16", "--gpus", "3")
-    assert code == 1 and err.count("cpu: it broke") == 2 and err.count("exit code 3") == 2
-    assert not cells.seen, "nothing is measured in this process"
 
 
 # -- tune --regret -----------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def _ceilings(run: Run) -> str:
     if run.mode != "experts":
         return ""
     if run.ceilings is None:
-        return " No ceilings are known for this device (--ceilings gives them), so no fractions."
+        return " No ceilings are known for this device (see --measure-ceilings), so no fractions."
     rates = ", ".join(f"{k} {v / 1e12:.4g} TFLOP/s" for k, v in run.ceilings.flops.items())
     read = f"{run.ceilings.read / 1e12:.3g} TB/s"
     return f" Roofline fractions in brackets are of {rates}, and {read} of reads."

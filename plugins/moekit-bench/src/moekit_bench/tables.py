@@ -33,13 +33,10 @@ class TunedTable:
 
     Args:
         made_with: (dispatcher, experts) -> the versions that a time depends on.
-        again: Measure also what the table has.
     """
 
-    def __init__(
-        self, file: Path, made_with: Mapping[tuple[str, str], str], *, again: bool = False
-    ) -> None:
-        self.file, self.made_with, self._again = file, made_with, again
+    def __init__(self, file: Path, made_with: Mapping[tuple[str, str], str]) -> None:
+        self.file, self.made_with = file, made_with
         add_to(file, {})  # a file that cannot be read or written ends the run before it begins
         self._known = self.read()
 
@@ -49,8 +46,7 @@ class TunedTable:
     def knows(self, problem: MoEProblem, names: tuple[str, str], tokens: int) -> bool:
         """Return whether the table had a measurement of the same versions when the run began."""
         record = self._known.get(Key.of(problem), {}).get(names, {}).get(tokens)
-        known = record is not None and record.made_with == self.made_with[names]
-        return known and not self._again
+        return record is not None and record.made_with == self.made_with[names]
 
     def add(
         self,

@@ -23,7 +23,6 @@ from .implementations import AUTO, Implementation, backends
 from .internals import Key
 from .layers import LayersSweep
 from .options import names, names_if_given, positive
-from .processes import on_devices
 from .records import Cell, Result
 from .tables import TunedTable, table_file
 
@@ -54,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         return _on_ranks(args)
     if args.regret:
         return _regret(args)
-    return _select(args, argv) if args.select else _all(args, argv)
+    return _select(args) if args.select else _all(args)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -82,18 +81,10 @@ def _parser() -> argparse.ArgumentParser:
         "--output", type=Path, metavar="FILE",
         help="--select: the table; default: by device, in MOEKIT_TUNED or the user's cache",
     )  # fmt: skip
-    add("--again", action="store_true", help="--select: also measure what the table has")
     add(
         "--seconds", type=float, metavar="S",
         help="begin no cell after S seconds; the same command continues",
     )  # fmt: skip
-    add(
-        "--gpus",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="--select: measure on the first N devices at once",
-    )
     add(
         "--ep", type=positive, default=1, metavar="N",
         help="--select, --regret: measure combinations of dispatcher and experts on N ranks, one "
@@ -101,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         "(default: all that move tokens)",
     )  # fmt: skip
     # The other options of `bench`.
-    parser.set_defaults(routing="uniform", no_graph=False, ceilings=None, batch_invariant=False)
+    parser.set_defaults(routing="uniform", measure_ceilings=False, batch_invariant=False)
     return parser
 
 
@@ -115,16 +106,15 @@ def _own_tuner(name: str, argv: Sequence[str]) -> int:
     return int(loaded.tune(list(argv)))
 
 
-def _all(args: argparse.Namespace, argv: Sequence[str]) -> int:
+def _all(args: argparse.Namespace) -> int:
     """Run the backends' own tuners, then fill the table of the choice among them."""
-    begin, argv = time.monotonic(), [*argv, "--select"]
+    begin = time.monotonic()
     # Tiles take half of the time: the choice is measured with them.
     half = None if args.seconds is None else args.seconds / 2
     codes = [_tiles(args, name, tune, half) for name, tune in _tuners(args).items()]
     if args.seconds is not None:
         args.seconds = max(1e-3, args.seconds - (time.monotonic() - begin))
-        argv += ["--seconds", str(args.seconds)]
-    return max(_select(args, argv), *codes, 0)
+    return max(_select(args), *codes, 0)
 
 
 def _tuners(args: argparse.Namespace) -> dict[str, Tuner]:
@@ -185,7 +175,7 @@ def _backends(args: argparse.Namespace) -> list[Implementation]:
     return backends(names_if_given(args.experts), args.dispatcher)
 
 
-def _select(args: argparse.Namespace, argv: Sequence[str]) -> int:
+def _select(args: argparse.Namespace) -> int:
     found = _backends(args)
     _check_single([i.name for i in found])
     sweep = experts_sweep(args, found, "")
@@ -197,7 +187,7 @@ def _select(args: argparse.Namespace, argv: Sequence[str]) -> int:
         if any(i.name in names for names in able.values())
     }
     file = table_file(args.output, DeviceSpec.of(sweep.device))
-    table = TunedTable(file, made, again=args.again)
+    table = TunedTable(file, made)
 
     def wanted(cell: Cell) -> bool:
         group = cell.shape, cell.scheme
@@ -213,18 +203,14 @@ def _select(args: argparse.Namespace, argv: Sequence[str]) -> int:
     sweep.cells = [cell for cell in sweep.cells if wanted(cell)]
     sweep.keep, sweep.end = keep, options.end(args)
     print(f"{len(sweep.cells)} cells to measure for {table.file}", file=sys.stderr)
-    if args.gpus > 1:
-        complete = on_devices(args.gpus, sweep.device.type, sweep.cells, table.file, argv)
-    else:
-        sweep.measure()
-        complete = sweep.complete
+    sweep.measure()
     choices = [
         choice
         for group, problem in problems.items()
         for choice in _choices(table, " ".join(group), problem, {args.dispatcher: able[group]})
     ]
     _report(args, f"Tuned table {table.file.name}", choices)
-    return int(not complete)
+    return int(not sweep.complete)
 
 
 def _able(problem: MoEProblem, dispatcher: str, found: Sequence[Implementation]) -> list[str]:
@@ -281,8 +267,6 @@ def _on_ranks(args: argparse.Namespace) -> int:
 
 
 def _check_ranks(args: argparse.Namespace) -> None:
-    if args.gpus not in (1, args.ep):
-        raise MoekitError(f"--ep {args.ep} measures on {args.ep} devices: leave out --gpus")
     if torch.cuda.is_available() and args.device is None and torch.cuda.device_count() < args.ep:
         raise MoekitError(
             f"--ep {args.ep} needs as many devices, and this machine has "
@@ -299,7 +283,7 @@ def _layers_table(args: argparse.Namespace, sweep: LayersSweep) -> TunedTable:
         for d in sweep.dispatchers
         for i in backends(sweep.experts)
     }
-    table = TunedTable(table_file(args.output, sweep.device), made, again=args.again)
+    table = TunedTable(table_file(args.output, sweep.device), made)
     sweep.wanted = lambda problem, dispatcher, experts: (
         not table.knows(problem, (dispatcher, experts), problem.max_num_tokens or 0)
     )
