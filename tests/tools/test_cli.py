@@ -12,10 +12,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 from fake_plugins import Fakes, offers, only_named
 from json_keys import actual, documented
 
@@ -164,7 +162,7 @@ def test_commands_that_are_not_installed_say_what_to_install(
     assert f"({wanted})" in " ".join(capsys.readouterr().out.split())
 
 
-# -- check, demo, version --------------------------------------------------------------------------
+# -- check, version --------------------------------------------------------------------------------
 
 
 def test_check(only, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,46 +185,6 @@ def test_check(only, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert main(["check", "torch"]) == 2
     assert "pip install 'moekit[testing]'" in capsys.readouterr().err
-
-
-def test_demo_gets_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    demo = SimpleNamespace(run=lambda folder: folder == "x")
-    monkeypatch.setitem(sys.modules, "moekit.cli.demo", demo)
-    assert main(["demo", "--model-dir", "x"]) == 1
-
-
-def test_demo_without_transformers(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It says so before it prints its first step."""
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    assert main(["demo"]) == 2
-    out, err = capsys.readouterr()
-    assert not out and "the demo needs transformers: pip install 'moekit[hf]'" in err
-
-
-def test_the_demo_takes_no_nan_for_a_small_error() -> None:
-    demo = importlib.import_module("moekit.cli.demo")
-    wrong = torch.tensor([1.0, float("nan")])
-    assert max(0.0, demo._relative_rms(wrong, torch.ones(2))) == float("inf")
-    assert demo._relative_rms(torch.ones(2), torch.ones(2)) == 0.0
-
-
-def test_demo_in_a_folder_that_cannot_be_written(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Model:
-        to = eval = lambda self, *_: self
-
-        def save_pretrained(self, folder: Path) -> None:
-            raise PermissionError(13, "Permission denied", str(folder))
-
-    fake = SimpleNamespace(
-        Qwen3MoeConfig=SimpleNamespace, Qwen3MoeForCausalLM=lambda config: Model()
-    )
-    monkeypatch.setitem(sys.modules, "transformers", fake)
-    assert main(["demo", "--model-dir", "/no"]) == 2
-    assert "--model-dir /no cannot be written (Permission denied)" in capsys.readouterr().err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,7 +44,6 @@ def refused(argv: Sequence[str], stdout: str, **environ: str) -> str:
             (["plugins", "--json"], ""),
             (PROBLEM, "1"),
             (["bench", "--list-shapes"], ""),
-            (["demo"], "1"),
         )
         for unbuffered in ("", "1")
     ],
