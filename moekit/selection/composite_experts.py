@@ -40,15 +40,14 @@ _MAX_LAYOUTS = 1024
 class CompositeWeights(PackedWeights):
     """The members' packed weights.
 
-    ``experts`` and ``shared`` list each piece of memory once, so that moving experts moves those of
-    all members.
+    ``experts`` and ``shared`` list each piece of memory once, so that experts move in all members.
     """
 
     members: tuple[PackedWeights, ...] = ()
 
     @property
     def extra_bytes(self) -> int:
-        """The bytes beyond those of the largest member."""
+        """Return by how many bytes they exceed the largest member's."""
         return self.nbytes - max(member.nbytes for member in self.members)
 
 
