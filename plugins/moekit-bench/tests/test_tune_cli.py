@@ -106,7 +106,7 @@ def test_the_choice_follows_the_measurements(cells: Cells, tuned: Path, capsys) 
             assert record.us == pytest.approx(CURVES[name](tokens), abs=1e-3)
             assert record.copied == 0 and f"torch {torch.__version__}" in record.made_with
     assert ("local", "reference") not in times(file)
-    assert "| 256 | " in out and "worst regret 0.0 %; 0 above 5 %." in out
+    assert out == ""
     explanation = moekit.explain(PROBLEM)
     assert explanation.why == "by measurement (cpu, T=1..256)"
     assert explanation.chosen.experts == "steep:100|flat"
@@ -120,7 +120,6 @@ def test_what_is_known_is_not_measured_again(cells: Cells, tuned: Path, capsys) 
     code, out, err = run(capsys, "--select")
     assert code == 0 and "2 cells to measure" in err
     assert [tokens for tokens, _ in cells.seen] == [1, 16, 64, 256]
-    assert "| 1 | " in out and "| 256 | " in out, "the summary has all cells"
     code, _, err = run(capsys, "--select")
     assert code == 0 and "0 cells to measure" in err and len(cells.seen) == 4
     assert first.keys() == table.read(tuned / "cpu.json").keys()
@@ -164,8 +163,7 @@ def test_failures_and_wrong_outputs_are_recorded_and_not_chosen(
     found = times(tuned / "cpu.json")
     for name in ("steep", "tired", "unloadable"):
         assert {r.us for r in found["local", name].values()} == {None}, name
-    assert code == 0 and "| flat | 10 | 0.0 % |" in out
-    assert moekit.explain(PROBLEM).chosen.experts == "flat"
+    assert code == 0 and moekit.explain(PROBLEM).chosen.experts == "flat"
     assert "0 cells to measure" in run(capsys, "--select")[2]
 
 
@@ -183,7 +181,7 @@ def test_copies_and_libraries_are_recorded(cells: Cells, tuned: Path, capsys) ->
 
 @pytest.mark.parametrize("where", ["new.json", "folder", "MOEKIT_TUNED"])
 def test_where_the_table_goes(cells: Cells, tmp_path: Path, capsys, monkeypatch, where) -> None:
-    argv = ["--select", "--markdown", str(tmp_path / "out" / "summary.md")]
+    argv = ["--select"]
     if where == "MOEKIT_TUNED":
         monkeypatch.setenv("MOEKIT_TUNED", str(tmp_path / "x" / "mine.json"))
         file = tmp_path / "x" / "mine.json"
@@ -192,7 +190,6 @@ def test_where_the_table_goes(cells: Cells, tmp_path: Path, capsys, monkeypatch,
         file = tmp_path / where if where == "new.json" else tmp_path / where / "cpu.json"
     code, out, _ = run(capsys, *argv, tokens="1")
     assert code == 0 and out == "" and times(file)
-    assert (tmp_path / "out" / "summary.md").read_text().startswith("# Tuned table ")
 
 
 @pytest.mark.parametrize(
@@ -287,7 +284,7 @@ def test_all_tuners_and_then_the_choice(cells: Cells, tuned: Path, capsys, monke
     code, out, err = run(capsys, "--quant", "none,int8_w8a16", tokens="1,16")
     assert asked == [["--shapes", SIZES, "--quant", "none,int8_w8a16"]]
     assert code == 0 and "4 cells to measure" in err and "moekit tune copying --shapes" in err
-    assert len(cells.seen) == 4 and out.startswith("# Tuned table ")
+    assert len(cells.seen) == 4 and out == ""
     monkeypatch.setattr(Copying, "tune", staticmethod(lambda argv: 1))
     assert run(capsys, tokens="1")[0] == 1, "a tuner with something left to do"
 

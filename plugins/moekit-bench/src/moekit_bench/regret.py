@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import moekit
 from moekit.plugin import MoEProblem
 
 from .implementations import AUTO
-from .internals import Found, Key, Table, serving, split
+from .internals import serving, split
 from .records import Cell, combination
 
 
@@ -39,37 +39,6 @@ class Choice:
         """Return how many percent slower than the fastest the choice is; infinite if it fails."""
         best = self.times.get(self.fastest)
         return math.inf if self.us is None or best is None else 100 * (self.us / best - 1)
-
-
-def of_combinations(
-    title: str, key: Key, table: Table, able: Mapping[str, Collection[str]]
-) -> list[Choice]:
-    """Return what is chosen from a table, by the table's own times.
-
-    Over several ranks that is for kernels whose ``max_num_tokens`` is each of the table's T.
-
-    Args:
-        able: The experts that may be chosen behind each dispatcher.
-    """
-    times = table.get(key, {})
-    records = {names: r for names, r in times.items() if names[1] in able.get(names[0], ())}
-    several = key.ranks > 1
-
-    def name(dispatcher: str, experts: str) -> str:
-        return combination(dispatcher, experts) if several else experts
-
-    choices = []
-    for tokens in sorted({t for r in records.values() for t in r}):
-        found = Found(key, 0.0, times, tokens if several else None, False)
-        us = {name(*names): r[tokens].us for names, r in records.items() if tokens in r}
-        made = {d: found.choose(d, experts) for d, experts in able.items()}
-        plans = {d: choice.plan for d, choice in made.items() if choice is not None}
-        pick = ""
-        if plans:
-            best = min(plans, key=lambda d: plans[d].cost)
-            pick = name(best, serving(plans[best].buckets, tokens))
-        choices.append(Choice(title, tokens, us, pick, us.get(pick)))
-    return choices
 
 
 def of_layer(problem: MoEProblem, cell: Cell) -> Choice:

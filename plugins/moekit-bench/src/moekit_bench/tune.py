@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from . import options, regret, report
 from .bench import add_experts_sweep, experts_sweep, layers_sweep
 from .environment import made_with
 from .implementations import AUTO, Implementation, backends
-from .internals import Key
 from .layers import LayersSweep
 from .options import names, names_if_given, positive
 from .records import Cell, Result
@@ -76,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         "--limit", type=float, default=5.0, metavar="%",
         help="of regret; default: %(default)s",
     )  # fmt: skip
-    add("--markdown", type=Path, metavar="FILE", help="default: standard output")
+    add("--markdown", type=Path, metavar="FILE", help="--regret: default: standard output")
     add(
         "--output", type=Path, metavar="FILE",
         help="--select: the table; default: by device, in MOEKIT_TUNED or the user's cache",
@@ -151,23 +150,6 @@ def _check_single(names: Sequence[str]) -> None:
         raise MoekitError(f"--experts {', '.join(bad)}: name the backends themselves")
 
 
-def _choices(
-    table: TunedTable, title: str, problem: MoEProblem, able: Mapping[str, Sequence[str]]
-) -> list[regret.Choice]:
-    """Return what is chosen from the table.
-
-    Args:
-        able: By dispatcher, the experts that were measured with it; experts of negative priority
-            are never chosen.
-    """
-    known = registry().experts
-    chosen = {
-        dispatcher: [e for e in names if e not in known or known[e].priority_for(problem) >= 0]
-        for dispatcher, names in able.items()
-    }
-    return regret.of_combinations(title, Key.of(problem), table.read(), chosen)
-
-
 # -- one rank ---------------------------------------------------------------------------------
 
 
@@ -204,12 +186,6 @@ def _select(args: argparse.Namespace) -> int:
     sweep.keep, sweep.end = keep, options.end(args)
     print(f"{len(sweep.cells)} cells to measure for {table.file}", file=sys.stderr)
     sweep.measure()
-    choices = [
-        choice
-        for group, problem in problems.items()
-        for choice in _choices(table, " ".join(group), problem, {args.dispatcher: able[group]})
-    ]
-    _report(args, f"Tuned table {table.file.name}", choices)
     return int(not sweep.complete)
 
 
@@ -234,7 +210,7 @@ def _regret(args: argparse.Namespace) -> int:
 def _on_ranks(args: argparse.Namespace) -> int:
     _check_ranks(args)
     args.ranks = None if "RANK" in os.environ else args.ep
-    choices, complete, heading, end = list[regret.Choice](), True, "The choice", options.end(args)
+    choices, complete, heading, end = list[regret.Choice](), True, "", options.end(args)
     args.dispatchers = None if args.dispatcher == "local" else args.dispatcher
     if args.experts is None:
         unnamed = [s.name for s in registry().experts.values() if s.priority >= 0]
@@ -254,13 +230,7 @@ def _on_ranks(args: argparse.Namespace) -> int:
             sweep.measure()
             results = (r for cell in sweep.run.cells for r in cell.results)
             complete &= sweep.complete and not any(r.reason for r in results)
-            able = {d.name: sweep.experts for d in sweep.dispatchers}
-            for scheme in sweep.schemes:
-                problem = sweep.problem(scheme, 1)
-                title = f"{layer} {scheme} on {sweep.num_ranks} ranks"
-                choices += _choices(table, title, problem, able)
-            heading = f"Tuned table {table.file.name}"
-    if os.environ.get("RANK", "0") == "0":
+    if args.regret and os.environ.get("RANK", "0") == "0":
         _report(args, heading, choices)
     missed = args.regret and regret.worst(choices) > args.limit
     return int(not complete or missed)
