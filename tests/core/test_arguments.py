@@ -5,7 +5,6 @@ A row is a call and the words of its error. tests/fuzz_surface.py draws such cal
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +27,6 @@ from moekit import (
     route,
     to_physical,
 )
-from moekit.cli.main import main
 from moekit.eplb import Balanced, LoadWindow, Placement, Rebalancer, improve, migrate
 from moekit.errors import InvalidInput, InvalidProblem, MoekitError, WeightsError
 
@@ -228,10 +226,8 @@ def name_of(row: Any) -> str | None:
 
 @pytest.mark.parametrize(("make", "said"), PARTS, ids=name_of)
 def test_a_part_of_another_type_is_an_invalid_problem(make, said) -> None:
-    begin = time.monotonic()
     with pytest.raises(InvalidProblem, match=said):
         make()
-    assert time.monotonic() - begin < 2
 
 
 @pytest.mark.parametrize(("make", "said"), INPUTS, ids=name_of)
@@ -335,27 +331,14 @@ def test_a_token_cannot_name_an_expert_twice(tokens, backends) -> None:
     assert (kernel(x, packed, Routing(torch.ones(tokens, K), ids))[-1] == 0).all()
 
 
-# -- the command line, and another default device ---------------------------------------------
+# -- another default device ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ("--device gpu", "device 'gpu' is not understood; expected a torch device ('cpu', 'cuda')"),
-        ("--ep 1099511627776", "--ep 1099511627776: it must be an integer"),
-        ("--num-experts 1000000000", "--num-experts 1000000000: it must be"),
-        ("--activation-limit nan", "limit=nan"),
-        ("--max-num-tokens 0", "--max-num-tokens 0: it must be"),
-    ],
-)
-def test_the_command_line_refuses(capsys, more, said) -> None:
-    sizes = "--num-experts 8 --top-k 2 --hidden-size 64 --intermediate-size 64 --device cpu"
-    assert main(["explain", *sizes.split(), *more.split()]) == 2
-    out, err = capsys.readouterr()
-    assert not out and said in err
-
-
-@pytest.mark.parametrize("scheme", sorted(moekit.SCHEMES))
+    "scheme",
+    ["none", "fp8_tensor_static", "fp8_block", "int8_channel_token", "int8_w8a16",
+     "int4_w4a16_g32_zp", "int4_w4a16_g64_act_order", "int4_w4a8_g128", "mxfp4_w4a8", "nvfp4"],
+)  # fmt: skip
 def test_everything_allocated_names_its_device(scheme) -> None:
     """A default device of another type changes no result of a call on the CPU."""
     torch.manual_seed(1)
