@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from moekit_bench import layers, regret
+from moekit_bench import layers, report
 from moekit_bench.layers import measure_layers
 from moekit_bench.ranks import Task
 from moekit_bench.records import Cell, Result, Settings, merge
@@ -301,7 +301,7 @@ def test_regret_of_a_cell(tuned: Path, monkeypatch) -> None:
         for e, us, right in (("a", 15.0, True), ("b", 10.0, True), ("torch", 1.0, False))
     )
     cell = Cell(shape="x", scheme="none", routing="uniform", tokens=16, results=results)
-    choice = regret.of_layer(MOVING.replace(max_num_tokens=16), cell)
+    choice = report.of_layer(MOVING.replace(max_num_tokens=16), cell)
     assert (choice.pick, choice.us) == ("rows + a", 15.0)
     assert choice.regret == pytest.approx(50.0)
     assert choice.title == "x none on 4 ranks"

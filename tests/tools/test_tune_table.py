@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from moekit_bench.tables import add_to
+from moekit_bench.tune import add_to
 from tuned_tables import MADE, PROBLEM, fakes, make_table, no_tables, write_table
 
 import moekit
@@ -311,7 +311,7 @@ WRITERS = """
 import os, sys
 from pathlib import Path
 from tuned_tables import make_table
-from moekit_bench.tables import add_to
+from moekit_bench.tune import add_to
 
 def write(name):
     if pid := os.fork():

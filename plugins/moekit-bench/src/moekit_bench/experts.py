@@ -19,7 +19,6 @@ from .implementations import Implementation, KernelCall
 from .internals import DTYPES, benchmark_bound, oracle
 from .limits import Ceilings, Work, bytes_per_expert, limit_us, work
 from .records import BASELINE, Cell, Result, Run, copied_share
-from .regret import Choice, of_experts
 from .shapes import Inputs, Shape, inputs, random_weights
 from .sweep import Sweep
 from .timer import Call, Prepared, attempt, release, take_turns
@@ -156,11 +155,11 @@ class ExpertsSweep(Sweep):
         """Return whether every measured cell has a right result."""
         return all(any(r.right for r in cell.results) for cell in self.run.cells)
 
-    def choices(self) -> list[Choice]:
+    def choices(self) -> list[report.Choice]:
         """Return what `moekit.compose` would choose now in each measured cell."""
         dispatcher = self.settings.dispatcher or "local"
         cells = self.run.cells
-        return [of_experts(self.problems[c.shape, c.scheme], dispatcher, c) for c in cells]
+        return [report.of_experts(self.problems[c.shape, c.scheme], dispatcher, c) for c in cells]
 
     def report(self) -> str:
         return report.markdown(self.run)

@@ -33,7 +33,6 @@ from .implementations import asked_of, backends
 from .internals import benchmark_bound, find_experts
 from .ranks import RanksSweep, Task, cause, local_device
 from .records import Cell, Result, combination, copied_share, merge
-from .regret import Choice, of_layer
 from .shapes import random_weights
 from .timer import Prepared, Timer, first_fault, from_all_ranks, release, time_one
 
@@ -234,9 +233,9 @@ class LayersSweep(RanksSweep):
         self.implementations = backends(self.experts)
         super().__post_init__()
 
-    def choices(self) -> list[Choice]:
+    def choices(self) -> list[report.Choice]:
         """Return what `moekit.compose` would choose now in each measured cell."""
-        return [of_layer(self.problem(c.scheme, c.tokens), c) for c in self.run.cells]
+        return [report.of_layer(self.problem(c.scheme, c.tokens), c) for c in self.run.cells]
 
     def report(self) -> str:
         return report.markdown(self.run, self.choices())

@@ -6,24 +6,33 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 
 import moekit
 from moekit.errors import MoekitError
-from moekit.plugin import DeviceSpec, MoEProblem, check_writable, registry, replace_file
+from moekit.plugin import (
+    DeviceSpec,
+    MoEProblem,
+    check_writable,
+    device_file,
+    registry,
+    replace_file,
+)
 
-from . import options, regret, report
+from . import options, report
 from .bench import add_experts_sweep, experts_sweep, layers_sweep
 from .environment import made_with
 from .implementations import AUTO, Implementation, backends
+from .internals import Key, Record, Table, user_path
+from .internals import table as tuned_tables
 from .layers import LayersSweep
 from .options import names, names_if_given, positive
-from .records import Cell, Result
-from .tables import TunedTable, table_file
+from .records import Cell, Result, now
 
 Tuner = Callable[[Sequence[str]], int]
 """Takes --shapes, --quant and --seconds, as `tune` does, and returns an exit code."""
@@ -136,7 +145,7 @@ def _tiles(args: argparse.Namespace, name: str, tune: Tuner, seconds: float | No
     return int(tune(argv))
 
 
-def _report(args: argparse.Namespace, title: str, choices: Sequence[regret.Choice]) -> None:
+def _report(args: argparse.Namespace, title: str, choices: Sequence[report.Choice]) -> None:
     text = report.regret(title, choices, args.limit)
     if args.markdown is None:
         print(text, end="")
@@ -201,7 +210,7 @@ def _regret(args: argparse.Namespace) -> int:
     sweep.measure()
     choices = sweep.choices()
     _report(args, f"The choice on {sweep.run.device['name']}", choices)
-    return int(not (sweep.complete and regret.worst(choices) <= args.limit))
+    return int(not (sweep.complete and report.worst(choices) <= args.limit))
 
 
 # -- over ranks -------------------------------------------------------------------------------
@@ -210,7 +219,7 @@ def _regret(args: argparse.Namespace) -> int:
 def _on_ranks(args: argparse.Namespace) -> int:
     _check_ranks(args)
     args.ranks = None if "RANK" in os.environ else args.ep
-    choices, complete, heading, end = list[regret.Choice](), True, "", options.end(args)
+    choices, complete, heading, end = list[report.Choice](), True, "", options.end(args)
     args.dispatchers = None if args.dispatcher == "local" else args.dispatcher
     if args.experts is None:
         unnamed = [s.name for s in registry().experts.values() if s.priority >= 0]
@@ -232,7 +241,7 @@ def _on_ranks(args: argparse.Namespace) -> int:
             complete &= sweep.complete and not any(r.reason for r in results)
     if args.regret and os.environ.get("RANK", "0") == "0":
         _report(args, heading, choices)
-    missed = args.regret and regret.worst(choices) > args.limit
+    missed = args.regret and report.worst(choices) > args.limit
     return int(not complete or missed)
 
 
@@ -266,3 +275,51 @@ def _add(table: TunedTable, sweep: LayersSweep) -> None:
     measured = {(r.dispatcher or "", r.experts or ""): r for r in cell.in_default_mode}
     if measured:
         table.add(sweep.problem(cell.scheme, cell.tokens), cell.tokens, measured)
+
+
+# -- the table --------------------------------------------------------------------------------
+
+
+def table_file(output: Path | None, device: DeviceSpec) -> Path:
+    """Return ``output`` if it is a file, else the device's file in that folder or the user's."""
+    place = output or user_path()
+    return place if place.suffix == ".json" else place / device_file(device.name or device.type)
+
+
+def add_to(file: Path, table: Table) -> None:
+    """Merge ``table`` into ``file`` atomically; other writers wait."""
+    check_writable(file)
+    with FileLock(file.with_name(f".{file.name}.lock")):
+        old = tuned_tables.read(file) if file.exists() else {}
+        replace_file(file, tuned_tables.encode(tuned_tables.merge([old, table])))
+
+
+class TunedTable:
+    """The table that a run fills.
+
+    Args:
+        made_with: (dispatcher, experts) -> the versions that a time depends on.
+    """
+
+    def __init__(self, file: Path, made_with: Mapping[tuple[str, str], str]) -> None:
+        self.file, self.made_with = file, made_with
+        add_to(file, {})  # a file that cannot be read or written ends the run before it begins
+        self._known = tuned_tables.read(file)
+
+    def knows(self, problem: MoEProblem, combination: tuple[str, str], tokens: int) -> bool:
+        """Return whether the table had a measurement of the same versions when the run began."""
+        record = self._known.get(Key.of(problem), {}).get(combination, {}).get(tokens)
+        return record is not None and record.made_with == self.made_with[combination]
+
+    def add(
+        self,
+        problem: MoEProblem,
+        tokens: int,
+        measured: Mapping[tuple[str, str], Result],
+    ) -> None:
+        """Write one row per combination; a wrong result has no time."""
+        times = {}
+        for combination, r in measured.items():
+            us = round(r.us, 3) if r.right and r.us is not None else None
+            times[combination] = {tokens: Record(us, r.copied, now(), self.made_with[combination])}
+        add_to(self.file, {Key.of(problem): times})
