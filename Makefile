@@ -21,7 +21,7 @@ PYTEST := -n $(WORKERS) --dist worksteal tests examples plugins
 .PHONY: demo test test-all test-vllm lint docs dist install-test gpu-test clean
 
 demo: $(VENV)/.demo
-	$(BIN)/python -m moekit demo
+	$(BIN)/python examples/hf_generate.py
 
 test: $(VENV)/.dev
 	$(CACHING) $(BIN)/python -m pytest $(PYTEST) --durations=20

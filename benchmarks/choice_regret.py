@@ -14,9 +14,10 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from moekit.selection.tuned import SHIPPED
 from moekit.selection.tuned.choice import _RIDGE
 from moekit.selection.tuned.files import size_distance
-from moekit.selection.tuned.table import SHIPPED, Key, read
+from moekit.selection.tuned.table import Key, read
 
 Times = Mapping[str, float]  # backend -> microseconds
 Curve = Sequence[tuple[float, float]]  # (log rows per expert, log time over the fastest one's)
@@ -96,7 +97,7 @@ def other_device(held: Shape, tokens: int, table: Sequence[Shape]) -> str:
 def tables() -> dict[str, list[Shape]]:
     """Return the shapes of each shipped table that were measured on one rank, by device."""
     found: dict[str, list[Shape]] = {}
-    for file in sorted(SHIPPED.glob("*.json")):
+    for file in sorted(SHIPPED.glob("*/*.json")):
         for key, times in read(file).items():
             if key.ranks == 1:
                 cells: dict[int, dict[str, float]] = defaultdict(dict)

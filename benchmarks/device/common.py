@@ -101,14 +101,6 @@ def routings_of(problem: moekit.MoEProblem, tokens: int, count: int = 3) -> list
     ]
 
 
-def with_holes(given: moekit.Routing, share: float) -> moekit.Routing:
-    """Return the routing with ``share`` of its entries, and its last token, without an expert."""
-    ids = given.topk_ids.clone()
-    ids[torch.rand(ids.shape, device=ids.device) < share] = -1
-    ids[-1:] = -1
-    return moekit.Routing(given.topk_weights.masked_fill(ids < 0, NAN), ids)
-
-
 def normal(*sizes: int, dtype: torch.dtype = torch.bfloat16, std: float = 1.0) -> Tensor:
     return torch.randn(sizes, device=DEVICE).mul(std).to(dtype)
 

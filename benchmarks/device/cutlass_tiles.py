@@ -20,10 +20,11 @@ from unittest import mock
 
 import torch
 from common import DEVICE, normal, part, problem_of, routings_of, run_parts, say, tflops, us_of
-from cutlass_libraries import sorted_groups
 from moekit_bench import Prepared, random_weights, take_turns
 from moekit_cutlass import providers
+from moekit_cutlass.kernels import Groups, sort_assignments
 from moekit_cutlass.providers import Quack, QuackPlan, Tile, quack_plans
+from moekit_kernels.align import align_scratch
 
 import moekit
 from moekit.plugin import Workspace
@@ -37,6 +38,19 @@ FIRST_TILES = [
     for cluster in ((2, 1), (1, 1), (1, 2))
 ]  # fmt: skip
 SECOND_TILES = [*FIRST_TILES, *(Tile(m, 208, m == 128, (2, 1)) for m in (128, 256))]
+
+
+def sorted_groups(ids_RK: torch.Tensor, experts: int) -> Groups:
+    """Return expert-sorted rows, with the index of each row's source."""
+    n = ids_RK.numel()
+
+    def ints(size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.int32, device=DEVICE)
+
+    groups = Groups(ids_RK, ints(n).view(ids_RK.shape), ints(experts + 1), ints(n))
+    sort_assignments(groups, ints(align_scratch(n, experts)))
+    return groups
+
 
 # Tiles that `plans` tries in place of the plan's own, for a wide GEMM 1 and for others.
 WIDE_FIRST = (

@@ -30,7 +30,8 @@ import torch
 
 from moekit.errors import MoekitError
 from moekit.untrusted.arguments import switch
-from moekit.untrusted.files import cache_folder, read_json
+from moekit.untrusted.files import read_json
+from moekit.untrusted.folders import cache_folder
 from moekit.untrusted.writing import replace_file
 
 logger = logging.getLogger("moekit")

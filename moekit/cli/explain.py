@@ -4,7 +4,7 @@ The problem is given by its sizes, by a checkpoint (``--model DIR``), or by an o
 package, which says what the problem is there: ``--vllm DIR`` of moekit-vllm, for example. Such a
 package declares an entry point of group ``moekit.problems``. Its name is the option, its value a
 function ``(folder, parallel, **fields) -> (MoEProblem, notes)`` as ``"package.module:function"``;
-fields are those of `MoEProblem`, and notes are lines to print.
+fields are `MoEProblem`'s, and notes are lines to print.
 """
 
 from __future__ import annotations

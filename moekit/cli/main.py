@@ -1,6 +1,6 @@
 """The command line: ``python -m moekit COMMAND``.
 
-moekit's own commands are plugins, explain, check, doctor and demo; other packages add theirs
+moekit's own commands are plugins, explain, check and doctor; other packages add theirs
 (`moekit.cli.commands`). Exit codes: 0 yes, 1 no, 2 the arguments are wrong. docs/cli.md documents
 the ``--json`` output.
 """
@@ -22,7 +22,7 @@ import moekit
 from moekit.cli import commands, explain, plugins
 from moekit.discovery.registry import registry
 from moekit.errors import MoekitError, UnknownBackend
-from moekit.selection.composite import find_experts
+from moekit.selection.judge import find_experts
 
 
 def main(argv: Sequence[str] | None = None, *, owns_stdout: bool = False) -> int:
@@ -150,15 +150,6 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     )
     doctor.set_defaults(run=_doctor, answers=True)
 
-    demo = verbs.add_parser(
-        "demo",
-        help="a Hugging Face model's MoE layer through moekit",
-        description="Run a small Hugging Face Qwen3-MoE with and without moekit, and print the "
-        "choice, the errors and the times. Exit code 0: the numbers agree; 1: they do not.",
-    )
-    demo.add_argument("--model-dir", metavar="FOLDER", help="keep the generated model here")
-    demo.set_defaults(run=_demo, answers=False)
-
     if not given or given[0] not in _OWN:
         for name, line in commands.helps().items():
             added = verbs.add_parser(name, help=line.replace("%", "%%"))
@@ -166,7 +157,7 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     return parser
 
 
-_OWN = ("plugins", "explain", "check", "doctor", "demo")
+_OWN = ("plugins", "explain", "check", "doctor")
 
 
 def _seconds(text: str) -> float:
@@ -185,13 +176,6 @@ def _check(args: argparse.Namespace) -> int:
     known = registry()
     unknown = []
     if "|" in args.name and args.name not in known.experts:
-        if ":" not in args.name:
-            rule = args.name.replace("|", ":64|", 1)
-            raise MoekitError(
-                f"`check` needs a composite with numbers, since no table has the sizes that it "
-                f"tests (got {args.name!r}): name the largest number of tokens that each backend "
-                f"but the last serves, for example {rule!r}"
-            )
         known.register(find_experts(args.name, known))
     for find in (known.dispatcher, known.expert):
         try:
@@ -215,7 +199,3 @@ def _doctor(args: argparse.Namespace) -> int:
 
 def _added(name: str, args: argparse.Namespace) -> int:
     return commands.run(name, []) or 0
-
-
-def _demo(args: argparse.Namespace) -> int:
-    return int(importlib.import_module("moekit.cli.demo").run(args.model_dir))

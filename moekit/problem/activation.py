@@ -71,9 +71,8 @@ class Activation:
     ``swiglustep`` (Step): ``min(silu(gate), limit) * clamp(up, -limit, limit)``; limit defaults to
     7.0. ``situ`` (Kimi): ``alpha * tanh(gate / alpha) * sigmoid(gate) * up``, and with a ``limit``
     up becomes ``limit * tanh(up / limit)``; alpha defaults to 1.0. vLLM calls these two numbers
-    beta and linear_beta. ``relu2_and_mul``: ``relu(gate) ** 2 * up``, vLLM's relu2. (The
-    definitions are those of vLLM 0.33, model_executor/layers/activation.py and
-    layers/fused_moe/activation.py.)
+    beta and linear_beta. ``relu2_and_mul``: ``relu(gate) ** 2 * up``, vLLM's relu2. (All as in
+    vLLM 0.33, model_executor/layers/activation.py and layers/fused_moe/activation.py.)
     ``silu_no_mul``, ``gelu_no_mul``, ``gelu_tanh_no_mul``, ``relu2``: without a gate.
     ``gelu_pytorch_tanh`` is another name of gelu_tanh, and ``relu2_no_mul`` of relu2.
 

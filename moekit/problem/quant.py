@@ -27,23 +27,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from moekit.errors import InvalidProblem
-from moekit.untrusted.arguments import (
-    FLAG,
-    NAME,
-    Kind,
-    accept_fields,
-    instance,
-    optional,
-    shown,
-    size,
-)
+from moekit.untrusted.arguments import shown
 
 _QMAX = {"float8_e4m3fn": 448.0, "int8": 127.0, "int4": 7.0, "float4_e2m1": 6.0}
 _TORCH_DTYPE = {
@@ -56,23 +46,8 @@ INT4_ZERO = 8
 """The stored integer of value 0 in int4 weights without zero points."""
 # Values of the codes 0..7; code + 8 is the negative value.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_SMALLEST_AMAX = 1e-12
+SMALLEST_AMAX = 1e-12
 _SMALLEST_E4M3 = 2.0**-9
-
-
-def _extents(value: Any) -> tuple[int, int]:
-    rows, columns = value if isinstance(value, tuple) else ()
-    if 0 in (rows, columns):
-        raise ValueError
-    return size(-1).keep(rows), size(-1).keep(columns)
-
-
-_OPERAND = {
-    "dtype": NAME,
-    "group": Kind("a tuple (rows, columns), -1 for the whole extent", _extents),
-    **dict.fromkeys(("static", "zero_points", "act_order"), FLAG),
-    "scale_dtype": NAME,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +69,6 @@ class OperandQuant:
     zero_points: bool = False
     act_order: bool = False
     scale_dtype: str = "float32"
-
-    def __post_init__(self) -> None:
-        accept_fields(self, _OPERAND)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -127,11 +99,6 @@ class OperandQuant:
         return (1 if gr < 0 else -(-rows // gr), 1 if gc < 0 else -(-columns // gc))
 
 
-_SCHEME = {"name": NAME} | dict.fromkeys(
-    ("weight", "activation"), optional(instance("an OperandQuant", OperandQuant))
-)
-
-
 @dataclass(frozen=True, kw_only=True)
 class QuantScheme:
     """Weights x activations. ``activation`` None means 16-bit (or fp32) activations."""
@@ -139,9 +106,6 @@ class QuantScheme:
     name: str
     weight: OperandQuant | None = None
     activation: OperandQuant | None = None
-
-    def __post_init__(self) -> None:
-        accept_fields(self, _SCHEME)
 
     @property
     def weight_only(self) -> QuantScheme:
@@ -166,76 +130,61 @@ class QuantScheme:
         return operand.per_tensor or operand.scale_dtype == "float8_e4m3fn"
 
 
-def _scheme(
-    name: str,
-    dtype: str,
-    weight: tuple[int, int],
-    act: tuple[int, int] | None,
-    static: bool = False,
-) -> QuantScheme:
-    activation = None if act is None else OperandQuant(dtype=dtype, group=act, static=static)
-    weight_quant = OperandQuant(dtype=dtype, group=weight, static=True)
-    return QuantScheme(name=name, weight=weight_quant, activation=activation)
-
-
-def _int4(columns: int, zero_points: bool, act_order: bool) -> QuantScheme:
-    weight = OperandQuant(
-        dtype="int4",
-        group=(1, columns),
-        static=True,
-        zero_points=zero_points,
-        act_order=act_order,
-    )
-    group = "channel" if columns < 0 else f"g{columns}"
-    name = f"int4_w4a16_{group}" + "_zp" * zero_points + "_act_order" * act_order
-    return QuantScheme(name=name, weight=weight)
-
-
-def _small_groups(name: str, weight: OperandQuant, activation: OperandQuant | None) -> QuantScheme:
-    return QuantScheme(name=name, weight=replace(weight, static=True), activation=activation)
-
-
 _TENSOR, _ROW, _BLOCK, _GROUP = (-1, -1), (1, -1), (128, 128), (1, 128)
 _FP8, _INT8, _FP4 = "float8_e4m3fn", "int8", "float4_e2m1"
 _MXFP8 = OperandQuant(dtype=_FP8, group=(1, 32), scale_dtype="float8_e8m0fnu")
 _MXFP4 = replace(_MXFP8, dtype=_FP4)
 _NVFP4 = OperandQuant(dtype=_FP4, group=(1, 16), scale_dtype="float8_e4m3fn")
 
-SCHEMES: Mapping[str, QuantScheme] = MappingProxyType(
-    {
-        scheme.name: scheme
-        for scheme in (
-            QuantScheme(name="none"),
-            _scheme("fp8_tensor", _FP8, _TENSOR, _TENSOR),
-            _scheme("fp8_tensor_static", _FP8, _TENSOR, _TENSOR, static=True),
-            _scheme("fp8_channel_token", _FP8, _ROW, _ROW),
-            _scheme("fp8_block", _FP8, _BLOCK, _GROUP),
-            _scheme("int8_channel_token", _INT8, _ROW, _ROW),
-            _scheme("fp8_w8a16_tensor", _FP8, _TENSOR, None),
-            _scheme("fp8_w8a16_channel", _FP8, _ROW, None),
-            _scheme("fp8_w8a16_block", _FP8, _BLOCK, None),
-            _scheme("int8_w8a16", _INT8, _ROW, None),
-            _scheme("int8_w8a16_g32", _INT8, (1, 32), None),
-            *(
-                _int4(columns, zero_points, act_order)
-                for act_order in (False, True)
-                for columns in (-1, 32, 64, 128)
-                for zero_points in (False, True)
-                if columns > 0 or not act_order  # one group has no order
-            ),
-            QuantScheme(
-                name="int4_w4a8_g128",
-                weight=OperandQuant(dtype="int4", group=_GROUP, static=True),
-                activation=OperandQuant(dtype=_FP8, group=_ROW),
-            ),
-            _small_groups("mxfp4_w4a16", _MXFP4, None),
-            _small_groups("mxfp4_w4a8", _MXFP4, _MXFP8),
-            _small_groups("mxfp8", _MXFP8, _MXFP8),
-            _small_groups("nvfp4_w4a16", _NVFP4, None),
-            _small_groups("nvfp4", _NVFP4, _NVFP4),
-        )
-    }
+
+def _operand(dtype: str, group: tuple[int, int], *, static: bool = False) -> OperandQuant:
+    return OperandQuant(dtype=dtype, group=group, static=static)
+
+
+def _scheme(
+    name: str, weight: OperandQuant | None = None, activation: OperandQuant | None = None
+) -> QuantScheme:
+    """Return a scheme; weights' scales are in the checkpoint."""
+    weight = None if weight is None else replace(weight, static=True)
+    return QuantScheme(name=name, weight=weight, activation=activation)
+
+
+def _int4(columns: int, zero_points: bool, act_order: bool) -> QuantScheme:
+    group = "channel" if columns < 0 else f"g{columns}"
+    name = f"int4_w4a16_{group}" + "_zp" * zero_points + "_act_order" * act_order
+    weight = OperandQuant(
+        dtype="int4", group=(1, columns), zero_points=zero_points, act_order=act_order
+    )
+    return _scheme(name, weight)
+
+
+_ALL = (
+    _scheme("none"),
+    _scheme("fp8_tensor", _operand(_FP8, _TENSOR), _operand(_FP8, _TENSOR)),
+    _scheme("fp8_tensor_static", _operand(_FP8, _TENSOR), _operand(_FP8, _TENSOR, static=True)),
+    _scheme("fp8_channel_token", _operand(_FP8, _ROW), _operand(_FP8, _ROW)),
+    _scheme("fp8_block", _operand(_FP8, _BLOCK), _operand(_FP8, _GROUP)),
+    _scheme("int8_channel_token", _operand(_INT8, _ROW), _operand(_INT8, _ROW)),
+    _scheme("fp8_w8a16_tensor", _operand(_FP8, _TENSOR)),
+    _scheme("fp8_w8a16_channel", _operand(_FP8, _ROW)),
+    _scheme("fp8_w8a16_block", _operand(_FP8, _BLOCK)),
+    _scheme("int8_w8a16", _operand(_INT8, _ROW)),
+    _scheme("int8_w8a16_g32", _operand(_INT8, (1, 32))),
+    *(
+        _int4(columns, zero_points, act_order)
+        for act_order in (False, True)
+        for columns in (-1, 32, 64, 128)
+        for zero_points in (False, True)
+        if columns > 0 or not act_order  # one group has no order
+    ),
+    _scheme("int4_w4a8_g128", _operand("int4", _GROUP), _operand(_FP8, _ROW)),
+    _scheme("mxfp4_w4a16", _MXFP4),
+    _scheme("mxfp4_w4a8", _MXFP4, _MXFP8),
+    _scheme("mxfp8", _MXFP8, _MXFP8),
+    _scheme("nvfp4_w4a16", _NVFP4),
+    _scheme("nvfp4", _NVFP4, _NVFP4),
 )
+SCHEMES: Mapping[str, QuantScheme] = MappingProxyType({scheme.name: scheme for scheme in _ALL})
 """The quantization schemes by name."""
 
 WIRE_SCHEMES = frozenset(
@@ -254,7 +203,7 @@ def scheme(name: str) -> QuantScheme:
     return SCHEMES[name]
 
 
-def _expand(scale: Tensor, group: tuple[int, int], rows: int, columns: int) -> Tensor:
+def expand(scale: Tensor, group: tuple[int, int], rows: int, columns: int) -> Tensor:
     """Expand a scale (..., SR, SC) so that it broadcasts against (..., rows, columns)."""
     for dim, (g, n) in ((-2, (group[0], rows)), (-1, (group[1], columns))):
         if g > 1:
@@ -282,7 +231,7 @@ def compute_scale(x: Tensor, quant: OperandQuant, valid_rows: Tensor | None = No
             continue
         pad = (0, -n % g) if dim == -1 else (0, 0, 0, -n % g)
         magnitude = torch.unflatten(F.pad(magnitude, pad), dim, (-1, g)).amax(dim)
-    magnitude = magnitude.clamp(min=_SMALLEST_AMAX)
+    magnitude = magnitude.clamp(min=SMALLEST_AMAX)
     if quant.microscaled:
         fp4 = quant.dtype == _FP4  # its largest value comes to [4, 8)
         mantissa, exponent = torch.frexp(magnitude if fp4 else magnitude / quant.qmax)
@@ -305,7 +254,7 @@ def quantize(
     """Quantize ``x`` (..., rows, columns), rounding to nearest even and saturating.
 
     Groups are runs of columns, so the result needs no ``g_idx`` in act-order schemes. For zero
-    points see `quantize_with_zeros`.
+    points see `moekit.problem.convert`.
 
     Args:
         scale: a static scale, which broadcasts to the scheme's shape.
@@ -317,7 +266,7 @@ def quantize(
     assert not quant.zero_points
     if scale is None:
         scale = compute_scale(x, quant, valid_rows)
-    q = x.float() / _expand(scale.float(), quant.group, *x.shape[-2:])
+    q = x.float() / expand(scale.float(), quant.group, *x.shape[-2:])
     q = q.clamp(-quant.qmax, quant.qmax)
     if quant.dtype == _FP4:
         return pack_int4(_to_e2m1(q)), scale
@@ -326,24 +275,6 @@ def quantize(
     if quant.packed:
         return pack_int4((q + INT4_ZERO).to(torch.uint8)), scale
     return q.to(quant.torch_dtype), scale
-
-
-def quantize_with_zeros(x: Tensor, quant: OperandQuant) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize ``x`` (..., rows, columns) to (packed int4, scale, zero points).
-
-    Each group's range, extended to include zero, is spread over 0..15.
-    """
-    rows, columns = x.shape[-2:]
-    group = columns if quant.group[1] < 0 else quant.group[1]
-    x = x.float()
-    # Padding with zeros does not change a group's range, which includes zero.
-    grouped = torch.unflatten(F.pad(x, (0, -columns % group)), -1, (-1, group))
-    low, high = grouped.amin(-1).clamp(max=0.0), grouped.amax(-1).clamp(min=0.0)
-    scale = (high - low).clamp(min=_SMALLEST_AMAX) / 15
-    zeros = (-low / scale).round().clamp(0, 15)
-    q = x / _expand(scale, quant.group, rows, columns)
-    q = (q.round() + _expand(zeros, quant.group, rows, columns)).clamp(0, 15)
-    return pack_int4(q.to(torch.uint8)), scale, zeros.to(torch.uint8)
 
 
 def _to_e2m1(x: Tensor) -> Tensor:
@@ -391,7 +322,7 @@ def dequantize(
 
     def each(x: Tensor) -> Tensor:
         if g_idx is None:
-            return _expand(x.float(), quant.group, *values.shape[-2:])
+            return expand(x.float(), quant.group, *values.shape[-2:])
         return x.float().gather(-1, g_idx.long().unsqueeze(-2).expand(values.shape))
 
     if quant.dtype == "int4":

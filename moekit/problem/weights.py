@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +13,25 @@ from moekit.errors import WeightsError
 from moekit.problem import quant
 from moekit.problem.problem import DTYPES, MoEProblem
 from moekit.problem.quant import OperandQuant, QuantScheme
-from moekit.untrusted.arguments import Kind, accept, instance, shown
+from moekit.untrusted.arguments import FLAG, accept_fields, matching, optional, shown
 from moekit.untrusted.code import first_line
 
 _QUANTIZED = (torch.float8_e4m3fn, torch.int8, torch.uint8)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_SCHEME = instance("a QuantScheme of moekit.SCHEMES", QuantScheme)
-_DEVICE = Kind("a device that torch sees here", lambda value: torch.empty(0, device=value).device)
+
+
+def _dense(value: Any) -> bool:
+    return value.layout is torch.strided and not (value.is_nested or value.is_quantized)
+
+
+_TENSOR = optional(matching("a dense tensor", _dense))
+_STACK = matching("a dense tensor of several dimensions", lambda t: _dense(t) and t.dim() > 0)
+_PARTS = ("bias", "scale", "input_scale", "zero_points", "g_idx")
+_FIELDS = {
+    **dict.fromkeys(("w13", "w2"), _STACK),
+    **{f"{name}_{part}": _TENSOR for name in ("w13", "w2") for part in _PARTS},
+    "interleaved": FLAG,
+}
 
 
 @dataclass(frozen=True)
@@ -62,19 +73,8 @@ class ExpertWeights:
     interleaved: bool = False
 
     def __post_init__(self) -> None:
+        accept_fields(self, _FIELDS, WeightsError)
         problems = []
-        for name, value in vars(self).items():
-            if name == "interleaved" or (value is None and name not in ("w13", "w2")):
-                continue
-            if not isinstance(value, Tensor):
-                problems.append(f"{name} is a {type(value).__name__}, expected a tensor")
-            elif value.layout is not torch.strided or value.is_nested or value.is_quantized:
-                problems.append(f"{name} is {shown(value)}, expected a dense tensor")
-        if not isinstance(self.interleaved, bool):
-            problems.append(f"interleaved={shown(self.interleaved)}: expected True or False")
-        if not problems and not self.w13.dim():
-            problems.append("w13 is a scalar, expected three dimensions")
-        _raise(problems)
         for name in ("w13", "w2"):
             weight, scale = getattr(self, name), getattr(self, f"{name}_scale")
             if weight.dtype in _QUANTIZED and scale is None:
@@ -110,11 +110,6 @@ class ExpertWeights:
 
     def to(self, device: torch.device | str) -> ExpertWeights:
         """Return the weights on ``device``."""
-        accept({"device": _DEVICE}, {"device": device})
-        if meta := [name for name, t in self.tensors().items() if t.is_meta]:
-            raise WeightsError(
-                f"{', '.join(meta)} are meta tensors, which hold no values: load them"
-            )
         return self._map(lambda t: t.to(device))
 
     def tensors(self) -> dict[str, Tensor]:
@@ -138,35 +133,18 @@ class ExpertWeights:
 
     def check(self, problem: MoEProblem) -> None:
         """Raise WeightsError listing everything that does not fit ``problem``."""
-        accept({"problem": instance("a MoEProblem", MoEProblem)}, {"problem": problem})
         if self.w13.is_meta:
             raise WeightsError("the weights are meta tensors, which hold no values: load them")
         L, H, scheme = problem.num_local_experts, problem.hidden_size, problem.quant
         rows, inner = problem.w13_rows, problem.local_intermediate_size
-        shapes = {"w13": (L, rows, H), "w2": (L, H, inner)}
-        biases = {"w13_bias": (L, rows), "w2_bias": (L, H)}
-        dtype = problem.dtype if scheme.weight is None else scheme.weight.torch_dtype
         found = [
             f"{name} is on {tensor.device}, w13 on {self.w13.device}"
             for name, tensor in self.tensors().items()
             if tensor.device != self.w13.device
         ]
         _raise(found)  # before any value is read
-        for name, want in shapes.items():
-            tensor = getattr(self, name)
-            stored = want
-            if scheme.weight is not None and scheme.weight.packed:
-                stored = (*want[:2], -(-want[2] // 2))
-                if want[2] % 2:
-                    found.append(f"{name} has {want[2]} columns, and 4 bits pack two in a byte")
-            found += _int4_faults(self, name, want, scheme)
-            if tuple(tensor.shape) != stored:
-                found.append(f"{name} has shape {tuple(tensor.shape)}, expected {stored}")
-            elif tensor.dtype != dtype:
-                found.append(f"{name} is {tensor.dtype}, expected {dtype} for scheme {scheme.name}")
-            elif scheme.weight is not None:
-                gated = problem.activation.gated
-                found += _scale_faults(self, name, want, scheme.weight, gated)
+        for name, want in (("w13", (L, rows, H)), ("w2", (L, H, inner))):
+            found += _matrix_faults(self, name, want, problem)
         if self.num_experts == problem.num_experts != L:
             found.append(
                 f"this rank holds {L} of the {self.num_experts} experts: pass "
@@ -179,7 +157,7 @@ class ExpertWeights:
                 f"neurons {held.start} to {held.stop} of {problem.intermediate_size}, padded with "
                 f"zeros to {inner} before they are quantized"
             )
-        for name, shape in biases.items():
+        for name, shape in (("w13_bias", (L, rows)), ("w2_bias", (L, H))):
             bias = getattr(self, name)
             if (bias is not None) != problem.has_bias:
                 state = "given" if bias is not None else "missing"
@@ -188,14 +166,13 @@ class ExpertWeights:
                 found.append(f"{name} has shape {tuple(bias.shape)}, expected {shape}")
             elif bias is not None and not bias.is_floating_point():
                 found.append(f"{name} is {bias.dtype}, expected {problem.dtype}")
-        static = scheme.activation is not None and scheme.activation.static
         for name in ("w13_input_scale", "w2_input_scale"):
             scale = getattr(self, name)
-            if static and scale is None:
+            if scale is None and _static(scheme):
                 found.append(f"{name} is missing: scheme {scheme.name} has static activations")
             elif scale is not None and scale.numel() not in (1, L):
                 found.append(f"{name} has shape {tuple(scale.shape)}, expected a scalar or ({L},)")
-            elif scale is not None and not _positive(scale):
+            elif scale is not None and not bool((scale.isfinite() & (scale > 0)).all()):
                 found.append(f"{name} holds values that are not finite and positive")
         if self.interleaved and not problem.activation.gated:
             found.append(f"interleaved w13, but {problem.activation.name} has no gate")
@@ -209,114 +186,58 @@ class ExpertWeights:
         up share one per-tensor scale, the larger, and the other half is requantized. Static input
         scales are (1, 1).
         """
-        weights = self
-        if weights.interleaved:
-            weights = _deinterleave(weights, problem.quant)
-        if weights.w2_bias is not None and problem.parallel.tp_rank > 0:
-            weights = replace(weights, w2_bias=torch.zeros_like(weights.w2_bias))
-        biases: dict[str, Any] = {
-            name: bias.to(problem.dtype)
-            for name in ("w13_bias", "w2_bias")
-            if (bias := getattr(weights, name)) is not None
-        }
-        weights = replace(weights, **biases)
-        scheme = problem.quant
-        if scheme.weight is not None:
-            w13, w13_scale = _merge_gate_up(weights, scheme.weight)
-            weights = replace(
-                weights,
-                w13=w13,
-                w13_scale=w13_scale,
-                w2_scale=_three_dims(weights.w2_scale, weights.w2, scheme.weight),
-            )
-        scales: dict[str, Any] = {}
-        static = scheme.activation is not None and scheme.activation.static
+        made = _deinterleave(self, problem.quant) if self.interleaved else self
+        changes: dict[str, Any] = {}
+        for name in ("w13_bias", "w2_bias"):
+            if (bias := getattr(made, name)) is not None:
+                changes[name] = bias.to(problem.dtype)
+        if made.w2_bias is not None and problem.parallel.tp_rank > 0:
+            changes["w2_bias"] = torch.zeros_like(changes["w2_bias"])
         for name in ("w13_input_scale", "w2_input_scale"):
-            scale = getattr(weights, name)
-            scales[name] = scale.float().max().view(1, 1) if static else None
-        return replace(weights, **scales)
+            static = getattr(made, name) if _static(problem.quant) else None
+            changes[name] = None if static is None else static.float().max().view(1, 1)
+        if (operand := problem.quant.weight) is not None:
+            changes["w13"], changes["w13_scale"] = _merge_gate_up(made, operand)
+            changes["w2_scale"] = _three_dims(made.w2_scale, made.w2, operand)
+        return replace(made, **changes)
 
     def quantize(self, scheme: QuantScheme) -> ExpertWeights:
         """Quantize these 16-bit or fp32 weights to ``scheme`` by the reference arithmetic.
 
         Weights do not determine static activation scales: set those with dataclasses.replace.
-        Groups are runs of columns, for act-order schemes, too.
+        Groups are runs of columns, also for act-order schemes.
         """
-        accept({"scheme": _SCHEME}, {"scheme": scheme})
+        from moekit.problem.convert import quantized
+
         if scheme.weight is None:
             return self
-        faults = [
-            f"{name} is {shown(weight)}, expected (L, N, K) of {', '.join(DTYPES)}"
-            for name, weight in (("w13", self.w13), ("w2", self.w2))
-            if weight.dim() != 3 or weight.dtype not in DTYPES.values()
-        ]
-        faults += [
-            f"{name} has {weight.shape[2]} columns, and 4 bits pack two in a byte"
-            for name, weight in (("w13", self.w13), ("w2", self.w2))
-            if not faults and scheme.weight.packed and weight.shape[2] % 2
-        ]
-        _raise(faults)
-        quantize = quant.quantize_with_zeros if scheme.weight.zero_points else quant.quantize
-        convert = partial(quantize, quant=scheme.weight)
         made: dict[str, Any] = {}
         for name, weight in (("w13", self.w13), ("w2", self.w2)):
-            results = _few_experts_at_a_time(convert, weight)
+            if weight.dim() != 3 or weight.dtype not in DTYPES.values():
+                wanted = f"(L, N, K) of {', '.join(DTYPES)}"
+                raise WeightsError(f"{name} is {shown(weight)}, expected {wanted}")
+            _raise(_odd_columns(name, weight.shape[2], scheme.weight))
+            results = quantized(weight, scheme.weight)
             made |= dict(zip((name, f"{name}_scale", f"{name}_zero_points"), results, strict=False))
         return replace(self, **made)
 
     def dequantize(self, scheme: QuantScheme, dtype: torch.dtype = torch.float32) -> ExpertWeights:
         """Return canonical weights with both matrices in ``dtype`` and without scales."""
-        if scheme.weight is None:
+        from moekit.problem.convert import dequantized
+
+        if (operand := scheme.weight) is None:
             return replace(self, w13=self.w13.to(dtype), w2=self.w2.to(dtype))
-        assert self.w13_scale is not None and self.w2_scale is not None
-        none: dict[str, Any] = dict.fromkeys(_OF_QUANTIZED)
-        operand = scheme.weight
-
-        def convert(w: Tensor, scale: Tensor, zeros: Tensor | None, g_idx: Tensor | None) -> Any:
-            more = {"zero_points": zeros, "g_idx": g_idx}
-            return (quant.dequantize(w, scale, operand, dtype, **more),)
-
-        of_w13 = self.w13, self.w13_scale, self.w13_zero_points, self.w13_g_idx
-        of_w2 = self.w2, self.w2_scale, self.w2_zero_points, self.w2_g_idx
-        (w13,) = _few_experts_at_a_time(convert, *of_w13)
-        (w2,) = _few_experts_at_a_time(convert, *of_w2)
-        return replace(self, w13=w13, w2=w2, **none)
+        changes: dict[str, Any] = {}
+        for name in ("w13", "w2"):
+            parts = {part: getattr(self, f"{name}_{part}") for part in _OF_QUANTIZED}
+            changes[name] = dequantized(getattr(self, name), operand, dtype, **parts)
+            changes |= {f"{name}_{part}": None for part in parts}
+        return replace(self, **changes)
 
 
-# Fields that only quantized weights have.
-_OF_QUANTIZED = tuple(
-    f"{name}_{what}" for name in ("w13", "w2") for what in ("scale", "zero_points", "g_idx")
-)
-
-
+# Parts that only quantized matrices have.
+_OF_QUANTIZED = ("scale", "zero_points", "g_idx")
 _TINY = torch.finfo(torch.float32).tiny
-# Elements of weights that are converted at once: temporaries take up to 32 bytes each.
-_AT_ONCE = 2**24
-
-
-def _few_experts_at_a_time(
-    convert: Callable[..., Sequence[Tensor]], *stacks: Tensor | None
-) -> Sequence[Tensor]:
-    """Return what ``convert`` makes of the (L, ...) stacks, with little memory beside the results.
-
-    Args:
-        convert: takes the same experts of each stack, and returns (experts, ...) tensors, which do
-            not depend on the other experts.
-        stacks: the weights (L, N, K), then their scales, zero points and so on, or None.
-    """
-    weight = stacks[0]
-    assert weight is not None
-    L = len(weight)
-    step = max(1, _AT_ONCE // max(1, weight[:1].numel()))
-    whole: list[Tensor] = []
-    for first in range(0, max(1, L), step):
-        part = convert(*(None if s is None else s[first : first + step] for s in stacks))
-        if step >= L:
-            return part
-        whole = whole or [made.new_empty((L, *made.shape[1:])) for made in part]
-        for all_experts, made in zip(whole, part, strict=True):
-            all_experts[first : first + step] = made
-    return whole
 
 
 def _raise(faults: list[str]) -> None:
@@ -324,8 +245,34 @@ def _raise(faults: list[str]) -> None:
         raise WeightsError("expert weights do not fit: " + "; ".join(faults))
 
 
-def _positive(scale: Tensor) -> bool:
-    return bool((torch.isfinite(scale) & (scale > 0)).all())
+def _static(scheme: QuantScheme) -> bool:
+    return scheme.activation is not None and scheme.activation.static
+
+
+def _odd_columns(name: str, columns: int, operand: OperandQuant) -> list[str]:
+    if not operand.packed or columns % 2 == 0:
+        return []
+    return [f"{name} has {columns} columns, and 4 bits pack two in a byte"]
+
+
+def _matrix_faults(
+    weights: ExpertWeights, name: str, want: tuple[int, int, int], problem: MoEProblem
+) -> list[str]:
+    """Return the faults of a matrix and of what belongs to it, but for its bias."""
+    scheme, tensor = problem.quant, getattr(weights, name)
+    found, stored, dtype = [], want, problem.dtype
+    if (operand := scheme.weight) is not None:
+        dtype = operand.torch_dtype
+        stored = (*want[:2], -(-want[2] // 2)) if operand.packed else want
+        found += _odd_columns(name, want[2], operand)
+    found += _int4_faults(weights, name, want, scheme)
+    if tuple(tensor.shape) != stored:
+        found.append(f"{name} has shape {tuple(tensor.shape)}, expected {stored}")
+    elif tensor.dtype != dtype:
+        found.append(f"{name} is {tensor.dtype}, expected {dtype} for scheme {scheme.name}")
+    elif operand is not None:
+        found += _scale_faults(weights, name, want, operand, problem.activation.gated)
+    return found
 
 
 def _scale_faults(
@@ -335,25 +282,25 @@ def _scale_faults(
     operand: OperandQuant,
     gated: bool,
 ) -> list[str]:
-    scale = getattr(weights, f"{name}_scale")
-    L, rows, columns = shape
-    full: tuple[int, ...] = (L, *operand.scale_shape(rows, columns))
-    allowed = {full}
-    while len(full) > 1 and full[-1] == 1:
-        full = full[:-1]
-        allowed.add(full)
+    scale, full = getattr(weights, f"{name}_scale"), _full_scale(shape, operand)
+    allowed = [full[:n] for n in (3, 2, 1) if full[n:] == (1,) * (3 - n)]
     if name == "w13" and operand.per_tensor and gated:
-        allowed.add((L, 2))
+        allowed.insert(2, (full[0], 2))
     if tuple(scale.shape) not in allowed:
-        wanted = " or ".join(str(s) for s in sorted(allowed, key=len, reverse=True))
+        wanted = " or ".join(map(str, allowed))
         return [f"{name}_scale has shape {tuple(scale.shape)}, expected {wanted}"]
     if scale.dtype not in DTYPES.values():
         return [f"{name}_scale is {scale.dtype}, expected fp32 numbers"]
-    if not bool(torch.isfinite(scale).all()):
+    if not bool(scale.isfinite().all()):
         return [f"{name}_scale holds values that are not finite"]
     if operand.microscaled and not bool((torch.frexp(scale.float()).mantissa == 0.5).all()):
         return [f"{name}_scale holds values that are not powers of two, which the scheme requires"]
     return []
+
+
+def _full_scale(shape: tuple[int, int, int], operand: OperandQuant) -> tuple[int, int, int]:
+    """Return the shape of the scale of an (L, N, K) weight, with all three dimensions."""
+    return (shape[0], *operand.scale_shape(*shape[1:]))
 
 
 def _int4_faults(
@@ -368,7 +315,7 @@ def _int4_faults(
         state = "given" if zeros is not None else "missing"
         found.append(f"{name}_zero_points are {state} for scheme {scheme.name}")
     elif zeros is not None and operand is not None:
-        full = (L, *operand.scale_shape(rows, columns))
+        full = _full_scale(shape, operand)
         if tuple(zeros.shape) != full or zeros.dtype != torch.uint8:
             state = f"{tuple(zeros.shape)} {zeros.dtype}"
             found.append(f"{name}_zero_points are {state}, expected {full} torch.uint8")

@@ -1,9 +1,8 @@
 """Composites: several experts backends as one, each serving a range of call sizes.
 
 The name is the rule: ``triton:64|deepgemm:2048|triton`` gives calls of up to 64 tokens to triton,
-calls of up to 2048 tokens to deepgemm, and larger ones to triton again. Without numbers
-(``triton|deepgemm``) the tuned table divides the sizes. Tokens are those of one rank: the rows of
-the call (STANDARD: R, BATCHED: C) over ``ep_size``. The host knows them, so nothing is
+calls of up to 2048 tokens to deepgemm, and larger ones to triton again. One rank's tokens count:
+the rows of the call (STANDARD: R, BATCHED: C) over ``ep_size``. The host knows them, so nothing is
 synchronized, and a captured graph keeps its backend. `moekit.selection.composite_experts` runs the
 members.
 """
@@ -14,24 +13,25 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from moekit.contract import PermuteExpertsUnpermute
 from moekit.contract.specs import ExpertsSpec
-from moekit.discovery.registry import Registry
 from moekit.errors import UnknownBackend
 from moekit.problem import ActivationFormat, MoEProblem
-from moekit.selection import tuned as tune
+from moekit.selection.tuned.choice import lookup
+from moekit.selection.tuned.plan import Buckets, split
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompositeSpec(ExpertsSpec):
     """A composite's spec, which declares what all members can do.
 
-    buckets: which member serves which sizes; empty if the tuned table divides them.
+    buckets: which member serves which sizes.
     """
 
     members: tuple[ExpertsSpec, ...]
-    buckets: tune.Buckets
+    buckets: Buckets
 
     def __post_init__(self) -> None:
         """Skip validation: members were validated, and the name is no identifier here."""
@@ -58,17 +58,6 @@ class CompositeSpec(ExpertsSpec):
         """Return the composite in ``format``: it bridges members that have another one itself."""
         return self.bridged_to(format)
 
-    def divide(self, problem: MoEProblem) -> tune.Buckets:
-        """Return which member serves which sizes; empty if no measurement divides them."""
-        if self.buckets:
-            return self.buckets
-        found, names = tune.lookup(problem), [member.name for member in self.members]
-        curves = {} if found is None else found.curves("local", names)
-        if found is None or len(curves) < len(names):
-            return ()
-        made = tune.plan(curves, found.high)
-        return () if made is None else made.buckets
-
     def unsupported(self, problem: MoEProblem) -> list[str]:
         if problem.batch_invariant:
             return [
@@ -76,15 +65,7 @@ class CompositeSpec(ExpertsSpec):
                 f"bits depend on it; name one of {', '.join(m.name for m in self.members)}"
             ]
         reasons = [f"{why} ({m.name})" for m in self.members for why in m.unsupported(problem)]
-        reasons += self.unsupported_behind(self.format)
-        if not reasons and not self.divide(problem):
-            names = "|".join(f"{m.name}:{64 << 2 * i}" for i, m in enumerate(self.members[:-1]))
-            reasons.append(
-                "its members were not all measured, so the sizes cannot be divided among them: run "
-                "`python -m moekit tune --select`, or give numbers, as in "
-                f"{names}|{self.members[-1].name}"
-            )
-        return reasons
+        return reasons + self.unsupported_behind(self.format)
 
     def unsupported_behind(self, format: ActivationFormat) -> list[str]:
         if len({member.bridged_to(format).reduces for member in self.members}) == 1:
@@ -92,7 +73,7 @@ class CompositeSpec(ExpertsSpec):
         return ["some of its members sum over top-k, and some do not"]
 
     def notes(self, problem: MoEProblem) -> list[str]:
-        found = tune.lookup(problem)
+        found = lookup(problem)
         held = math.inf if found is None else found.held([m.name for m in self.members])
         if held == math.inf:
             memory = "how often the weights are held is known when they are packed (extra_bytes)"
@@ -112,12 +93,6 @@ def members(experts: ExpertsSpec) -> tuple[ExpertsSpec, ...]:
     return experts.members if isinstance(experts, CompositeSpec) else (experts,)
 
 
-def find_experts(name: str, backends: Registry) -> ExpertsSpec:
-    """Return the backend or composite of that name. Raises UnknownBackend or NameClash."""
-    rule = "|" in name or ":" in name
-    return composite(name, backends.expert) if rule else backends.expert(name)
-
-
 def composite(name: str, find: Callable[[str], ExpertsSpec]) -> CompositeSpec:
     """Return the composite of that name, in its first member's format.
 
@@ -125,10 +100,10 @@ def composite(name: str, find: Callable[[str], ExpertsSpec]) -> CompositeSpec:
         name: the rule, as in ``triton:64|deepgemm``.
         find: returns the spec of a member's name.
 
-    Raises UnknownBackend for a name that is no rule, and whatever ``find`` raises.
+    Raises UnknownBackend for a name that is not a rule, and what ``find`` raises.
     """
-    buckets, names = _parse(name)
-    members = tuple(find(member) for member in names)
+    buckets = _parse(name)
+    members = tuple(find(member) for member in dict.fromkeys(name for _, name in buckets))
 
     def common(what: str) -> frozenset[str]:
         return frozenset.intersection(*(frozenset(getattr(m, what)) for m in members))
@@ -156,20 +131,13 @@ def composite(name: str, find: Callable[[str], ExpertsSpec]) -> CompositeSpec:
     return made.bridged_to(made.format)
 
 
-def _parse(name: str) -> tuple[tune.Buckets, list[str]]:
-    """Return the buckets, empty if the name has no numbers, and each member's name once."""
-    parts = [re.fullmatch(r"([a-z][a-z0-9_]*)(?::(\d{1,12}))?", part) for part in name.split("|")]
-    matches = [part for part in parts if part is not None]
-    bounds = [int(part[2]) for part in matches if part[2]]
-    rising = all(a < b for a, b in zip([0, *bounds], bounds, strict=False))
-    complete = len(bounds) == len(parts) - 1 and matches[-1:] and not matches[-1][2]
-    names = [part[1] for part in matches]
-    once = len(set(names)) == len(parts)
-    if len(matches) < max(2, len(parts)) or not rising or not (complete if bounds else once):
-        raise UnknownBackend(
-            f"experts {name!r} is no composite: give backends with the largest number of tokens "
-            "that each but the last serves, in rising order, as in 'triton:64|deepgemm'; or give "
-            "no numbers and each backend once, and the tuned table divides the sizes"
-        )
-    buckets = tuple(zip((*bounds, None), names, strict=True)) if bounds else ()
-    return buckets, list(dict.fromkeys(names))
+def _parse(name: str) -> Buckets:
+    """Return the buckets of a name, whose bounds must rise."""
+    if re.fullmatch(r"([a-z][a-z0-9_]*:\d{1,12}\|)+[a-z][a-z0-9_]*", name):
+        bounds = [most or 0 for most, _ in split(name)[:-1]]
+        if all(a < b for a, b in pairwise([0, *bounds])):
+            return split(name)
+    raise UnknownBackend(
+        f"experts {name!r} is not a composite: give backends with the largest number of tokens "
+        "that each but the last serves, in rising order, for example 'triton:64|deepgemm'"
+    )

@@ -40,15 +40,14 @@ _MAX_LAYOUTS = 1024
 class CompositeWeights(PackedWeights):
     """The members' packed weights.
 
-    ``experts`` and ``shared`` list each piece of memory once, so that moving experts moves those of
-    all members.
+    ``experts`` and ``shared`` list each piece of memory once, so that experts move in all members.
     """
 
     members: tuple[PackedWeights, ...] = ()
 
     @property
     def extra_bytes(self) -> int:
-        """The bytes beyond those of the largest member."""
+        """Return by how many bytes they exceed the largest member's."""
         return self.nbytes - max(member.nbytes for member in self.members)
 
 
@@ -60,12 +59,10 @@ class CompositeExperts(PermuteExpertsUnpermute):
     def __init__(self, spec: ExpertsSpec, problem: MoEProblem) -> None:
         assert isinstance(spec, CompositeSpec)
         super().__init__(spec, problem)
-        buckets = spec.divide(problem)
-        used = [m for m in spec.members if any(name == m.name for _, name in buckets)]
-        self.members = [bridge(m.load(), m, problem, spec.format) for m in used]
-        index = {m.name: i for i, m in enumerate(used)}
-        self._serving = [index[name] for _, name in buckets]
-        self._most = [most for most, _ in buckets if most is not None]
+        self.members = [bridge(m.load(), m, problem, spec.format) for m in spec.members]
+        index = {m.name: i for i, m in enumerate(spec.members)}
+        self._serving = [index[name] for _, name in spec.buckets]
+        self._most = [most for most, _ in spec.buckets if most is not None]
         self._own = _Views()
         for member in self.members:
             if member.weight_and_reduce is not weight_and_reduce:  # the same bits, faster

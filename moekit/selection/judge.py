@@ -1,4 +1,4 @@
-"""Judging: which backends can do a problem, in which order, and why the others cannot."""
+"""Judge backends: which can do a problem, in which order, and why the others cannot."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from itertools import chain
 from typing import NamedTuple
 
 from moekit.contract.explanation import Explanation
-from moekit.contract.specs import CHECK_FAILED, BackendSpec, DispatcherSpec, SpecT
+from moekit.contract.specs import CHECK_FAILED, BackendSpec, DispatcherSpec, ExpertsSpec, SpecT
 from moekit.discovery.registry import Registry, not_installed
 from moekit.errors import NameClash, UnknownBackend
 from moekit.problem import MoEProblem
-from moekit.selection.composite import find_experts
-from moekit.selection.policy import Candidate, Ranking, expected, rank
+from moekit.selection import tuned
+from moekit.selection.candidates import Candidate, Ranking
 
 
 class Asked(NamedTuple):
-    """A name that is insisted on, and by whom; no name leaves the choice to the policy."""
+    """A name that someone requires, and who; without a name the order decides."""
 
     name: str | None
     by: str
@@ -59,7 +59,7 @@ class Selection:
     rejected: Mapping[tuple[str, str], tuple[str, ...]]
 
     def explanation(self) -> Explanation:
-        ranking = self.ranking
+        ranking, asked = self.ranking, {"dispatcher": self.dispatcher, "experts": self.experts}
         why = dispatcher_by = self.dispatcher.by or ranking.dispatcher_by
         if (experts_by := self.experts.by or ranking.experts_by) != dispatcher_by:
             why = f"dispatcher {dispatcher_by}, experts {experts_by}"
@@ -69,15 +69,11 @@ class Selection:
             why,
             {name: why for (kind, name), why in self.rejected.items() if kind == "dispatcher"},
             {name: why for (kind, name), why in self.rejected.items() if kind != "dispatcher"},
-            frozenset(
-                f"{kind} {asked.name}"
-                for kind, asked in (("dispatcher", self.dispatcher), ("experts", self.experts))
-                if asked.name is not None
-            ),
-            expected(self.problem, ranking.candidates),
+            frozenset(f"{kind} {each.name}" for kind, each in asked.items() if each.name),
+            ranking.expected(ranking.candidates),
             frozenset(filter(_is_fault, chain(*self.rejected.values()))),
             partial(not_installed, self.problem),
-            partial(_notes, self.problem, ranking.note, ranking.candidates[:1]),
+            partial(_notes, self.problem, ranking),
         )
 
     def without(self, spec: BackendSpec, reason: str) -> Selection:
@@ -91,7 +87,7 @@ class Selection:
         return replace(self, ranking=replace(self.ranking, candidates=left), rejected=rejected)
 
     def named(self, spec: BackendSpec) -> bool:
-        return (self.dispatcher if spec.kind == "dispatcher" else self.experts).name is not None
+        return bool((self.dispatcher if spec.kind == "dispatcher" else self.experts).name)
 
     def why_not(self) -> str:
         """Return a line for each rejected backend and each plugin at fault, and what is missing."""
@@ -111,9 +107,8 @@ def judge(
     find = partial(find_experts, backends=backends)
     dispatchers = asked[0].specs(backends.dispatchers, backends.dispatcher)
     every = [spec.made_for(problem) for spec in asked[1].specs(backends.experts, find)]
-    specs: list[BackendSpec] = [*dispatchers, *every]
     rejected: dict[tuple[str, str], tuple[str, ...]] = {}
-    for spec, reasons in _checked(specs, problem):
+    for spec, reasons in _checked([*dispatchers, *every], problem):
         if not asked[0].name and isinstance(spec, DispatcherSpec):
             reasons = [*_nothing_to_move(spec, problem), *reasons]
         if reasons:
@@ -127,8 +122,26 @@ def judge(
         candidates += [Candidate(each, spec) for each in able if not behind[each.name]]
         if behind and all(behind.values()):
             rejected[spec.kind, spec.name] = tuple(dict.fromkeys(chain(*behind.values())))
-    ranking = rank(problem, candidates)
-    return Selection(problem, backends, *asked, ranking, rejected)
+    return Selection(problem, backends, *asked, rank(problem, candidates), rejected)
+
+
+def find_experts(name: str, backends: Registry) -> ExpertsSpec:
+    """Return the backend or composite of that name. Raises UnknownBackend or NameClash."""
+    if "|" not in name and ":" not in name:
+        return backends.expert(name)
+    from moekit.selection.composite import composite
+
+    return composite(name, backends.expert)
+
+
+def rank(problem: MoEProblem, candidates: Sequence[Candidate]) -> Ranking:
+    """Rank the candidates by measurement if tables have any, else by declared priorities."""
+    ordered = sorted(candidates, key=lambda each: each.preference(problem))
+    if not ordered or not tuned.any_for(problem):
+        return Ranking(tuple(ordered))
+    from moekit.selection.measured import by_measurement
+
+    return by_measurement(problem, ordered)
 
 
 def _checked(
@@ -146,8 +159,11 @@ def _nothing_to_move(spec: DispatcherSpec, problem: MoEProblem) -> list[str]:
     return ["moves tokens between ranks, and in this problem every token stays on its rank"]
 
 
-def _notes(problem: MoEProblem, measured: str, best: Sequence[Candidate]) -> list[str]:
-    return [*filter(None, [measured]), *(note for each in best for note in each.notes(problem))]
+def _notes(problem: MoEProblem, ranking: Ranking) -> list[str]:
+    from moekit.selection.notes import notes
+
+    about_best = (notes(problem, best) for best in ranking.candidates[:1])
+    return [*filter(None, [ranking.note]), *chain(*about_best)]
 
 
 def _is_fault(reason: str) -> bool:

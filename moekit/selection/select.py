@@ -1,4 +1,4 @@
-"""Selection: candidates, rejected with reasons, ranked by a policy, composed to a kernel."""
+"""Selection: judge the backends for a problem, and compose the best to a kernel."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from moekit.kernel import ModularKernel
 from moekit.problem import MoEProblem
 from moekit.problem.problem import summary
 from moekit.runtime.workspace import Workspace
+from moekit.selection.candidates import Candidate
 from moekit.selection.judge import Selection, judge
-from moekit.selection.policy import Candidate
 from moekit.selection.tuned import VARIABLE
 from moekit.untrusted.arguments import FLAG, GROUP, NAME, TIMEOUT, accept, instance, optional
 from moekit.untrusted.code import describe, message
@@ -52,7 +52,7 @@ def explain(
 
     Args:
         problem: what is to be computed, and where.
-        dispatcher, experts: names to insist on; default: MOEKIT_DISPATCHER and MOEKIT_EXPERTS.
+        dispatcher, experts: names; default: MOEKIT_DISPATCHER and MOEKIT_EXPERTS.
         backends: the backends to choose from; default: all that are installed.
 
     Raises UnknownBackend or NameClash for a name of no backend, or of more than one.
@@ -81,7 +81,7 @@ def compose(
 
     Args:
         problem: what is to be computed, and where.
-        dispatcher, experts: names to insist on; default: MOEKIT_DISPATCHER and MOEKIT_EXPERTS.
+        dispatcher, experts: names; default: MOEKIT_DISPATCHER and MOEKIT_EXPERTS.
         group: the ranks that the layer is spread over; default: the default process group.
         workspace: the arena for scratch memory; default: one that kernels share.
         checked: see `ModularKernel`.
@@ -217,7 +217,7 @@ def _make(candidate: Candidate, selection: Selection, group: dist.ProcessGroup |
 
 
 def _require_named(selection: Selection) -> None:
-    """Raise Unsupported if a backend that is insisted on cannot do the problem."""
+    """Raise Unsupported if a named backend cannot do the problem."""
     explanation = selection.explanation()
     reasons = {n: why for n, why in explanation.reasons().items() if n in explanation.named}
     if not reasons:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -52,6 +51,8 @@ def test_repr_round_trips(changes: dict) -> None:
         (dict(parallel=ParallelConfig(ep_size=9)), "a rank would hold none"),
         (dict(parallel=ParallelConfig(tp_size=5)), "tp_size=5 must divide"),
         (dict(num_redundant_experts=-1), "must be an integer of at least 0"),
+        (dict(has_bias="no"), "has_bias='no': it must be True or False"),
+        (dict(device=0), "device=0: it must be a DeviceSpec"),
     ],
 )
 def test_contradictions_are_refused(changes: dict, said: str) -> None:
@@ -140,23 +141,6 @@ def test_device_spec_of_another_machine() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(InvalidProblem, match="name the capability instead"):
             DeviceSpec.parse("cuda")
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"has_bias": "no"}, "has_bias='no': it must be True or False"),
-        ({"apply_router_weight_on_input": 1}, "apply_router_weight_on_input=1"),
-        ({"num_redundant_experts": 1.5}, "num_redundant_experts=1.5: it must be an integer"),
-        ({"device": 0}, "device=0: it must be a DeviceSpec"),
-        ({"dtype": "bfloat16"}, "dtype='bfloat16': it must be one of torch.bfloat16"),
-    ],
-)
-def test_values_of_another_type(changes, said) -> None:
-    with pytest.raises(InvalidProblem, match=re.escape(said)):
-        MoEProblem(
-            **{"num_experts": 4, "top_k": 2, "hidden_size": 8, "intermediate_size": 8, **changes}
-        )
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 import moekit
 from moekit import SCHEMES, ExpertWeights, MoEProblem, ParallelConfig
 from moekit.errors import InvalidProblem, WeightsError
-from moekit.problem import weights
+from moekit.problem import convert
 from moekit.problem.quant import E2M1, OperandQuant, compute_scale, dequantize, quantize
 from moekit.testing.calls import QUANTIZED_WIRE, kit_registry
 from moekit.testing.memory import measure
@@ -261,7 +261,7 @@ def test_weights_are_converted_a_few_experts_at_a_time(name, monkeypatch):
     given = ExpertWeights(torch.randn(E, N, H).bfloat16(), torch.randn(E, H, N // 2).bfloat16())
     at_once = given.quantize(scheme)
     back = at_once.dequantize(scheme, torch.bfloat16)
-    monkeypatch.setattr(weights, "_AT_ONCE", 5 * N * H)  # and 10 of w2
+    monkeypatch.setattr(convert, "_AT_ONCE", 5 * N * H)  # and 10 of w2
     made = given.quantize(scheme)
     for field, tensor in at_once.tensors().items():
         assert torch.equal(getattr(made, field).view(torch.uint8), tensor.view(torch.uint8)), field

@@ -10,7 +10,7 @@ import pytest
 
 from moekit.errors import MoekitError
 from moekit.plugin import check_writable, replace_file
-from moekit.untrusted.files import cache_folder
+from moekit.untrusted.folders import cache_folder
 
 
 def test_a_pipe_is_written_and_not_replaced(tmp_path: Path) -> None:

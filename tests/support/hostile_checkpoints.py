@@ -533,13 +533,13 @@ def load(path: Path) -> None:
 def run(case: Case, bases: Path, folder: Path) -> str:
     """Return what is wrong with moekit's error for the case; "" if nothing is."""
     from moekit.errors import MoekitError
-    from moekit.selection import tuned as tune
+    from moekit.selection.tuned import table
 
     shutil.copytree(bases / case.base, folder)
     case.change(folder)
     try:
         if case.table:
-            tune.read(folder / "config.json")
+            table.read(folder / "config.json")
         else:
             load(folder)
     except MoekitError as error:

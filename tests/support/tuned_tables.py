@@ -12,6 +12,7 @@ import moekit
 from moekit.contract.specs import ExpertsSpec
 from moekit.discovery.registry import Registry, registry
 from moekit.problem import ActivationFormat
+from moekit.selection import tuned
 from moekit.selection.tuned import VARIABLE, table
 from moekit.selection.tuned.table import Key, Record, Table
 
@@ -58,7 +59,7 @@ def no_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     """Body of the fixture ``tuned``: the folder that holds the only tables."""
     for variable in ("MOEKIT_EXPERTS", "MOEKIT_DISPATCHER"):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(table, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "shipped")
     monkeypatch.setenv(VARIABLE, str(tmp_path / "tuned"))
     yield tmp_path / "tuned"
 

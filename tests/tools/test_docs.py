@@ -104,7 +104,7 @@ def test_every_hook_and_verb_is_documented() -> None:
     for hook in (name for name in vars(MoekitSpecs) if name.startswith("moekit_")):
         assert hook in guide, hook
     cli = (ROOT / "docs" / "cli.md").read_text()
-    for verb in ("plugins", "explain", "check", "demo", "bench", "tune", "doctor"):
+    for verb in ("plugins", "explain", "check", "bench", "tune", "doctor"):
         assert f"python -m moekit {verb}" in README and verb in cli, verb
 
 

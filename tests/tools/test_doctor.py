@@ -173,22 +173,6 @@ def test_checks_that_fail(
     assert found["acme"][0] == "bad" and said in found["acme"][1]
 
 
-def test_network_cards(tmp_path: Path) -> None:
-    folder, modules = tmp_path / "infiniband", tmp_path / "modules"
-
-    def cards() -> list[tuple[str, str, str]]:
-        return list(system._cards(folder, modules))
-
-    assert [state for _, state, _ in cards()] == ["no"]
-    port = folder / "mlx5_0" / "ports" / "1"
-    port.mkdir(parents=True)
-    (port / "state").write_text("1: DOWN\n")
-    assert cards()[0] == ("RDMA cards", "no", "mlx5_0 DOWN") and cards()[1][1] == "no"
-    (port / "state").write_text("4: ACTIVE\n")
-    modules.write_text("nvidia_peermem 16384 0 - Live\n")
-    assert cards() == [("RDMA cards", "ok", "mlx5_0 ACTIVE"), ("GPUDirect", "ok", "nvidia_peermem")]
-
-
 def test_network_variables(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,18 +8,26 @@ import random
 
 import pytest
 
-from moekit.selection import tuned as tune
-from moekit.selection.tuned.plan import TOLERANCE, best_plan, join, plan, serving, split, time_at
+from moekit.selection.tuned.plan import (
+    TOLERANCE,
+    Curve,
+    best_plan,
+    join,
+    plan,
+    serving,
+    split,
+    time_at,
+)
 
 TOKENS = (1, 16, 64, 256, 1024, 4096, 16384)
 INF = math.inf
 
 
-def power(a: float, b: float, tokens=TOKENS) -> tune.Curve:
+def power(a: float, b: float, tokens=TOKENS) -> Curve:
     return [(t, a * t**b) for t in tokens]
 
 
-def roofline(overhead: float, read: float, flop: float, tokens=TOKENS) -> tune.Curve:
+def roofline(overhead: float, read: float, flop: float, tokens=TOKENS) -> Curve:
     return [(t, overhead + max(read * min(1, t / 16), flop * t)) for t in tokens]
 
 
@@ -150,8 +158,8 @@ def test_memory_counts_before_speed():
     assert best_plan({}, {}) is None
 
 
-def random_curves(draw: random.Random) -> dict[str, tune.Curve]:
-    def one() -> tune.Curve:
+def random_curves(draw: random.Random) -> dict[str, Curve]:
+    def one() -> Curve:
         tokens = sorted(draw.sample(range(1, 20000), draw.randint(1, 7)))
         if draw.random() < 0.5:
             tokens = list(TOKENS)

@@ -17,7 +17,7 @@ import moekit
 from moekit.cli.main import main
 from moekit.contract.specs import DispatcherSpec
 from moekit.discovery import registry as plugins
-from moekit.errors import BackendBroken, Unsupported
+from moekit.errors import BackendBroken
 from moekit.problem import ActivationFormat
 from moekit.selection import select
 from moekit.selection.composite_experts import CompositeExperts
@@ -192,21 +192,6 @@ def test_members_that_do_not_agree_on_summing_are_not_composed(tuned: Path) -> N
         "steep",
     ]
     check_call(moekit.compose(PROBLEM, backends=found), make_case(PROBLEM, 5))
-
-
-def test_a_composite_without_numbers_is_divided_by_the_table(tuned: Path) -> None:
-    found = fakes("flat", "steep", "third")
-    with pytest.raises(Unsupported, match="as in flat:64|steep"):
-        moekit.compose(PROBLEM, experts="flat|steep", backends=found)
-    write_table(tuned / "x.json", make_table({**CROSSING, "torch": (0.1, 0.1)}))
-    kernel = moekit.compose(PROBLEM, experts="flat|steep", backends=found)
-    assert kernel.experts.spec.name == "flat|steep"
-    assert [kernel.experts.member(r).spec.name for r in (100, 101)] == ["steep", "flat"]
-    check_call(kernel, make_case(PROBLEM, 9))
-    sole = moekit.compose(PROBLEM.replace(max_num_tokens=50), experts="flat|steep", backends=found)
-    assert [m.spec.name for m in sole.experts.members] == ["steep"]
-    with pytest.raises(Unsupported, match="its members were not all measured"):
-        moekit.compose(PROBLEM, experts="flat|third", backends=found)
 
 
 def test_a_composite_with_a_member_that_does_not_load_is_skipped(tuned: Path, caplog) -> None:

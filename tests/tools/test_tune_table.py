@@ -12,21 +12,22 @@ import threading
 from pathlib import Path
 
 import pytest
-from moekit_bench.tables import add_to
+from moekit_bench.tune import add_to
 from tuned_tables import MADE, PROBLEM, fakes, make_table, no_tables, write_table
 
 import moekit
 from moekit.plugin import TableFiles, device_file, nearest, size_distance
-from moekit.selection import tuned as tune
+from moekit.selection import tuned as tables
 from moekit.selection.tuned import files as tuned_files
 from moekit.selection.tuned import table
+from moekit.selection.tuned.choice import lookup
 from moekit.selection.tuned.table import Key, Record
 
 tuned = pytest.fixture(no_tables, name="tuned")
 
 
 def time(problem=PROBLEM, experts: str = "a", tokens: int = 1) -> float | None:
-    found = tune.lookup(problem)
+    found = lookup(problem)
     return None if found is None else found.times["local", experts][tokens].us
 
 
@@ -49,7 +50,7 @@ def test_moekit_tuned_names_a_file_or_a_folder(tuned: Path, monkeypatch, where: 
 
 
 def test_an_empty_moekit_tuned_reads_no_table(tuned: Path, monkeypatch) -> None:
-    write_table(tuned.parent / "shipped" / "x.json", make_table({"a": {1: 5.0}}))
+    write_table(tuned.parent / "shipped" / "cpu" / "x.json", make_table({"a": {1: 5.0}}))
     assert time() == 5.0
     monkeypatch.setenv("MOEKIT_TUNED", "")
     assert time() is None
@@ -58,39 +59,46 @@ def test_an_empty_moekit_tuned_reads_no_table(tuned: Path, monkeypatch) -> None:
 
 
 def test_a_moekit_tuned_that_does_not_exist_is_said_once(tuned: Path, monkeypatch, caplog) -> None:
-    for kind in (table, TableFiles(tuned, dict, list, "tune again", owner="acme")):
+    of_plugin = TableFiles(tuned, dict, list, "tune again", owner="acme").known
+    for known, name in ((time, "no-tables"), (of_plugin, "no-tables-of-a-plugin")):
         caplog.clear()
-        missing = tuned / ("no-tables" if kind is table else "no-tables-of-a-plugin")
+        missing = tuned / name
         monkeypatch.setenv("MOEKIT_TUNED", str(missing))
-        kind.known()
-        kind.known()
+        known()
+        known()
         (warning,) = caplog.messages
         assert f"MOEKIT_TUNED={missing}: there is no such file or folder" in warning
         assert "expected a folder of tuned tables" in warning and "unset the variable" in warning
     caplog.clear()
     for value in ("", str(tuned), str(write_table(tuned / "x.json", make_table({"a": {1: 5.0}})))):
         monkeypatch.setenv("MOEKIT_TUNED", value)
-        table.known()
+        time()
     monkeypatch.delenv("MOEKIT_TUNED")
-    table.known()
+    time()
     assert not caplog.messages
 
 
 def test_the_users_folder(monkeypatch) -> None:
-    assert tuned_files.user_path({"XDG_CACHE_HOME": "/c"}) == Path("/c/moekit/tuned")
-    assert tuned_files.user_path({"MOEKIT_TUNED": "/t.json"}) == Path("/t.json")
+    monkeypatch.setenv("MOEKIT_TUNED", "/t.json")
+    assert tables.user_path() == Path("/t.json")
+    monkeypatch.delenv("MOEKIT_TUNED")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/c")
+    assert tables.user_path() == Path("/c/moekit/tuned")
+    monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/me")
-    assert tuned_files.user_path({}) == Path("/home/me/.cache/moekit/tuned")
+    assert tables.user_path() == Path("/home/me/.cache/moekit/tuned")
 
 
 def test_shipped_tables_are_readable() -> None:
-    assert table.SHIPPED == Path(table.__file__).parent / "shipped" and table.SHIPPED.is_dir()
-    for file in table.SHIPPED.glob("*.json"):
-        assert table.read(file)
+    files = list(tables.SHIPPED.glob("*/*.json"))
+    assert files
+    for file in files:
+        (arch,) = {tables.slug(key.arch) for key in table.read(file)}
+        assert arch == file.parent.name
 
 
 def test_later_files_and_user_tables_win(tuned: Path) -> None:
-    shipped = tuned.parent / "shipped"
+    shipped = tuned.parent / "shipped" / "cpu"
     write_table(shipped / "z.json", make_table({"a": {1: 1.0}}))
     write_table(shipped / "b.json", make_table({"a": {1: 2.0, 4: 2.0}, "b": {1: 2.0}}))
     assert (time(), time(tokens=4), time(experts="b")) == (1.0, 2.0, 2.0)
@@ -217,9 +225,9 @@ def test_the_nearest_shape_within_reach(tuned: Path) -> None:
     assert time(PROBLEM.replace(hidden_size=256)) == 2.0, "twice one size is in reach"
     assert time(PROBLEM.replace(hidden_size=260)) is None
     assert time(PROBLEM.replace(hidden_size=32, top_k=1)) is None, "twice two sizes is not"
-    found = tune.lookup(PROBLEM.replace(hidden_size=80))
+    found = lookup(PROBLEM.replace(hidden_size=80))
     assert 0 < found.distance < 1 and "nearest shape E 4 K 2 H 64 I 48" in str(found)
-    assert "nearest" not in str(tune.lookup(PROBLEM))
+    assert "nearest" not in str(lookup(PROBLEM))
 
 
 @pytest.mark.parametrize(
@@ -238,7 +246,7 @@ def test_devices_go_by_name_and_nameless_ones_by_architecture(tuned: Path) -> No
     write_table(tuned / "x.json", make_table({"a": {1: 1.0}}, on("NVIDIA H200")))
     assert time(on("NVIDIA H200")) == time(on("")) == 1.0
     assert time(on("", (8, 0))) is None and time(on("NVIDIA A100", (8, 0))) is None
-    assert str(tune.lookup(on(""))) == "NVIDIA H200, T=1..1"
+    assert str(lookup(on(""))) == "NVIDIA H200, T=1..1"
 
 
 def test_a_device_that_was_not_measured_borrows_from_its_architecture(tuned: Path) -> None:
@@ -246,14 +254,14 @@ def test_a_device_that_was_not_measured_borrows_from_its_architecture(tuned: Pat
         return PROBLEM.replace(device=moekit.DeviceSpec("cuda", (9, 0), name))
 
     write_table(tuned / "x.json", make_table({"a": {100: 1.0}}, on("NVIDIA H200")))
-    found = tune.lookup(on("NVIDIA H20"))
+    found = lookup(on("NVIDIA H20"))
     assert str(found) == "NVIDIA H200, T=100..100, the nearest device to NVIDIA H20"
     assert found.curves("local", ["a"]) == {"a": [(100, 1.0)]}
     # An H100 reads 3.11 TB/s where an H200 reads 4.49: experts stay bound by memory for longer.
-    found = tune.lookup(on("NVIDIA H100 80GB HBM3"))
+    found = lookup(on("NVIDIA H100 80GB HBM3"))
     assert found.curves("local", ["a"]) == {"a": [(144, 1.0)]}
     write_table(tuned / "y.json", make_table({"a": {100: 2.0}}, on("NVIDIA H20")))
-    found = tune.lookup(on("NVIDIA H20"))
+    found = lookup(on("NVIDIA H20"))
     assert str(found) == "NVIDIA H20, T=100..100" and found.curves("local", ["a"])["a"][0][1] == 2.0
 
 
@@ -263,16 +271,16 @@ def test_numbers_of_ranks(tuned: Path) -> None:
     write_table(tuned / "x.json", make_table({"a": {1: 1.0}}, alone))
     moving = moekit.ParallelConfig(ep_size=4, ep_rank=1)
     spread = PROBLEM.replace(num_experts=15, parallel=moving, max_num_tokens=10)
-    found = tune.lookup(spread)
+    found = lookup(spread)
     assert Key.of(spread).experts == 4 == spread.replace(num_experts=16).num_local_experts
     assert found.borrowed and found.distance == 0 and found.high == 10
     assert "experts on one rank" in str(found)
     same_tokens = moekit.ParallelConfig(ep_size=4, dp_size=1)
-    found = tune.lookup(spread.replace(parallel=same_tokens))
+    found = lookup(spread.replace(parallel=same_tokens))
     assert not found.borrowed and found.high == 3, "a quarter of 10 tokens' choices are here"
     write_table(tuned / "x.json", make_table({"a": {1: 1.0}}, alone),
                 make_table({"naive+a": {1: 9.0}}, spread))  # fmt: skip
-    found = tune.lookup(spread)
+    found = lookup(spread)
     assert not found.borrowed and found.times["naive", "a"][1].us == 9.0
     assert "on each of 4 ranks" in str(found.key)
 
@@ -303,7 +311,7 @@ WRITERS = """
 import os, sys
 from pathlib import Path
 from tuned_tables import make_table
-from moekit_bench.tables import add_to
+from moekit_bench.tune import add_to
 
 def write(name):
     if pid := os.fork():
@@ -380,7 +388,6 @@ def test_plugins_tables_lie_in_a_subfolder_by_device(tmp_path: Path, monkeypatch
     assert "acme-x1.json cannot be used: TypeError" in caplog.text and "tune again" in caplog.text
     monkeypatch.setenv("MOEKIT_TUNED", "")
     assert kind.known("Acme X1") == [1]
-    assert tiles(tmp_path, owner="acme", optional=True).known("Acme X1") == []
 
 
 def test_names_and_distances() -> None:

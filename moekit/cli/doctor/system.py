@@ -15,9 +15,8 @@ import torch
 
 import moekit
 from moekit.errors import MoekitError
-from moekit.selection.tuned import table
-from moekit.selection.tuned.files import user_path
-from moekit.untrusted.files import cache_folder, home_folder
+from moekit.selection.tuned import table, user_path
+from moekit.untrusted.folders import cache_folder, home_folder
 
 _FEW_BYTES = 1 << 30
 _PREFIXES = ("MOEKIT_", "NCCL_", "NVSHMEM_", "GLOO_", "TRITON_", "CUDA_", "TORCH_NCCL_")
@@ -50,7 +49,6 @@ def network(environ: Mapping[str, str]) -> _Found:
     distributions = ("nvidia-nvshmem-cu12", "nvidia-nvshmem-cu13")
     nvshmem = [f"{name} {_installed(name)}" for name in distributions if _installed(name)]
     yield "NVSHMEM", "ok" if nvshmem else "no", ", ".join(nvshmem) or "none"
-    yield from _cards(Path("/sys/class/infiniband"), Path("/proc/modules"))
     shared = Path("/dev/shm")
     if shared.is_dir():
         free = shutil.disk_usage(shared).free
@@ -64,32 +62,12 @@ def network(environ: Mapping[str, str]) -> _Found:
         yield name, *(("bad", f"{value} does not exist") if lost else ("ok", value or "(empty)"))
 
 
-def _cards(folder: Path, modules: Path) -> _Found:
-    """Yield the RDMA network cards, which ranks on several hosts need."""
-    cards = sorted(folder.iterdir()) if folder.is_dir() else []
-    if not cards:
-        text = "none: ranks on several hosts would communicate over TCP"
-        yield "RDMA cards", "no", text
-        return
-    states = {}
-    for card in cards:
-        ports = sorted(card.glob("ports/*/state"))
-        states[card.name] = ", ".join(port.read_text().split(":")[-1].strip() for port in ports)
-    active = any("ACTIVE" in state for state in states.values())
-    text = "; ".join(f"{name} {state}" for name, state in states.items())
-    yield "RDMA cards", "ok" if active else "no", text
-    loaded = modules.read_text() if modules.is_file() else ""
-    peer = [name for name in ("nvidia_peermem", "gdrdrv") if name in loaded]
-    text = ", ".join(peer) or "neither nvidia_peermem nor gdrdrv: cards cannot read GPU memory"
-    yield "GPUDirect", "ok" if peer else "no", text
-
-
 def caches(environ: Mapping[str, str]) -> _Found:
     """Yield the folders that keep kernels and tables: named by a variable, or a default."""
     home = home_folder()
     folders = {
-        "tuned tables": user_path(environ),
-        "cache": cache_folder(environ),
+        "tuned tables": user_path(),
+        "cache": cache_folder(),
         "TRITON_CACHE_DIR": Path(environ.get("TRITON_HOME") or home) / ".triton" / "cache",
         "temporary files": Path(tempfile.gettempdir()),
     }

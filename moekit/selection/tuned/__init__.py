@@ -1,26 +1,50 @@
 """Choice by measurement: tuned tables, and what is chosen from them.
 
-    table.py   measured times, and the files that keep them
+    files.py   files of tables, and which measured sizes are near
+    table.py   measured times by problem and combination
     choice.py  a problem's times, or the nearest shape's, and what follows from them
     plan.py    from times over tokens to a choice for each range of tokens
 
-`moekit.selection.policy` uses them; nothing here imports a backend. moekit-bench measures and
-writes the tables (``python -m moekit tune``). docs/bench.md documents the files.
+moekit-bench measures and writes the tables (``python -m moekit tune``). docs/bench.md documents the
+files.
 """
 
-from moekit.selection.tuned.choice import Choice as Choice
-from moekit.selection.tuned.choice import Found as Found
-from moekit.selection.tuned.choice import lookup as lookup
-from moekit.selection.tuned.files import VARIABLE as VARIABLE
-from moekit.selection.tuned.plan import TOLERANCE as TOLERANCE
-from moekit.selection.tuned.plan import Buckets as Buckets
-from moekit.selection.tuned.plan import Curve as Curve
-from moekit.selection.tuned.plan import Plan as Plan
-from moekit.selection.tuned.plan import join as join
-from moekit.selection.tuned.plan import plan as plan
-from moekit.selection.tuned.plan import serving as serving
-from moekit.selection.tuned.plan import split as split
-from moekit.selection.tuned.plan import time_at as time_at
-from moekit.selection.tuned.table import Key as Key
-from moekit.selection.tuned.table import Record as Record
-from moekit.selection.tuned.table import read as read
+from __future__ import annotations
+
+import os
+import re
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from moekit.problem import MoEProblem
+from moekit.untrusted.folders import cache_folder
+
+VARIABLE = "MOEKIT_TUNED"
+# A folder for each architecture.
+SHIPPED: Any = resources.files(__package__) / "shipped"
+
+
+def any_for(problem: MoEProblem) -> bool:
+    """Return whether there may be tables for a problem; most processes need not read any.
+
+    Tables say nothing of batch-invariant problems: no backend was measured in that mode, and the
+    choice must not depend on sizes.
+    """
+    named = os.environ.get(VARIABLE)
+    if problem.batch_invariant or named == "":
+        return False
+    folder = SHIPPED / slug(str(problem.device))
+    return bool(named) or folder.is_dir() or os.path.exists(user_path())
+
+
+def user_path() -> Path:
+    """Return the file or folder of the user's tables."""
+    if named := os.environ.get(VARIABLE):
+        return Path(named)
+    return cache_folder() / "moekit" / "tuned"
+
+
+def slug(name: str) -> str:
+    """Return a device's name as a file's: ``nvidia-h200`` for ``NVIDIA H200``."""
+    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")

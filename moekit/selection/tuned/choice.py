@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from moekit.problem import MoEProblem
+from moekit.selection.tuned import any_for
 from moekit.selection.tuned.files import nearest
 from moekit.selection.tuned.plan import (
     Curve,
@@ -169,9 +170,11 @@ def _listed(words: Sequence[str]) -> str:
 def lookup(problem: MoEProblem) -> Found | None:
     """Return the times of ``problem`` or of the nearest shape; None if none is near.
 
-    Where its device was not measured, those of another device of its architecture count.
+    Where its device was not measured, another device of its architecture serves.
     """
-    table, wanted = known(), Key.of(problem)
+    if not any_for(problem):
+        return None
+    table, wanted = known(str(problem.device)), Key.of(problem)
     by_name = sorted(table, key=lambda key: (key.device, str(key)))
     parallel, high = problem.parallel, problem.max_num_tokens
     if high is not None:  # the table counts tokens that bring all of their choices to this rank

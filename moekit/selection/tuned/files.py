@@ -11,8 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import lru_cache
@@ -20,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from moekit.errors import MoekitError
-from moekit.untrusted.files import cache_folder, read_json
+from moekit.selection.tuned import VARIABLE, slug, user_path
+from moekit.untrusted.files import read_json
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
@@ -30,14 +30,13 @@ logger = logging.getLogger("moekit")
 T = TypeVar("T")
 M = TypeVar("M")
 
-VARIABLE = "MOEKIT_TUNED"
 # The nearest sizes count up to this `size_distance`. 1: one size is twice as large.
 REACH = 1.0
 
 
 def device_file(device: str) -> str:
     """Return the name of a device's table: ``nvidia-h200.json`` for ``NVIDIA H200``."""
-    return re.sub(r"[^a-z0-9.]+", "-", device.lower()).strip("-") + ".json"
+    return f"{slug(device)}.json"
 
 
 def size_distance(sizes: Iterable[float], others: Iterable[float]) -> float:
@@ -54,26 +53,17 @@ def nearest(keys: Iterable[T], distance_to: Callable[[T], float]) -> tuple[T, fl
     return min(found, key=lambda item: item[1], default=None)
 
 
-def user_path(environ: Mapping[str, str] | None = None) -> Path:
-    """Return the file or folder of the user's tables."""
-    environ = os.environ if environ is None else environ
-    if environ.get(VARIABLE):
-        return Path(environ[VARIABLE])
-    return cache_folder(environ) / "moekit" / "tuned"
-
-
 @dataclass(frozen=True)
 class TableFiles(Generic[T, M]):
     """The tables of one kind.
 
-    shipped: the package's folder of tables; `importlib.resources` finds it in a zip file, too.
+    shipped: the package's folder of tables; `importlib.resources` also finds it in a zip file.
     parse: makes a table of a file's JSON; raises ValueError, TypeError, LookupError or
-        AttributeError for JSON that is no table.
+        AttributeError for JSON that is not a table.
     merge: makes one table of several. Later ones count more: the user's come after the shipped
-        ones, and those of a folder in the order of their names.
+        ones, and a folder's tables in the order of their names.
     remedy: how to make a table, as in ``measure again with `...` ``; for error messages.
     owner: the subfolder of the user's tables; empty: the folder itself, which may be a file.
-    optional: no table is read if MOEKIT_TUNED is empty; else only the user's are left out.
     """
 
     shipped: Path | Traversable
@@ -81,30 +71,23 @@ class TableFiles(Generic[T, M]):
     merge: Callable[[Sequence[T]], M]
     remedy: str
     owner: str = ""
-    optional: bool = False
 
-    def user_folder(self, environ: Mapping[str, str] | None = None) -> Path:
+    def user_folder(self) -> Path:
         """Return where the user's tables are, and a tuner writes."""
-        place = user_path(environ)
-        return place / self.owner if self.owner else place
+        return user_path() / self.owner if self.owner else user_path()
 
-    def known(self, device: str = "", environ: Mapping[str, str] | None = None) -> M:
+    def known(self, device: str = "") -> M:
         """Return all tables merged. Files that cannot be used are skipped with a warning.
 
-        Files are read again only when they change. device: its file alone; default: all files.
+        Files are read again only when they change. The user's do not count if MOEKIT_TUNED is
+        empty. device: its file alone; default: all files.
         """
-        environ = os.environ if environ is None else environ
-        named = environ.get(VARIABLE)
-        off = named == ""
+        named = os.environ.get(VARIABLE)
         if named and not os.path.exists(named):
             _warn_missing(named)
         pattern = device_file(device) if device else "[!.]*.json"
-        place = self.user_folder(environ)
-        merged: M = _merged(
-            self,
-            () if off and self.optional else _files(self.shipped, pattern),
-            () if off else _files(place, pattern),
-        )
+        users = () if named == "" else _files(self.user_folder(), pattern)
+        merged: M = _merged(self, (*_files(self.shipped, pattern), *users))
         return merged
 
     def read(self, file: Path | Traversable) -> T:
@@ -129,8 +112,7 @@ def _warn_missing(named: str) -> None:
     )  # fmt: skip
 
 
-# A file and its identity: device, inode, size and time of change. Mypy takes no Traversable for
-# hashable.
+# A file and its identity: device, inode, size and time of change.
 _Signature = tuple[Any, int, int, int, int]
 
 
@@ -149,15 +131,15 @@ def _files(path: Any, pattern: str) -> tuple[_Signature, ...]:
 @lru_cache(maxsize=64)
 def _zipped(folder: Any, pattern: str) -> tuple[_Signature, ...]:
     """Return the files in a folder of a zip file, which does not change."""
+    if not folder.is_dir():
+        return ()
     files = (file for file in folder.iterdir() if fnmatch(file.name, pattern))
     return tuple((file, 0, 0, 0, 0) for file in sorted(files, key=lambda file: file.name))
 
 
 @lru_cache(maxsize=64)
-def _merged(
-    kind: TableFiles[Any, Any], shipped: tuple[_Signature, ...], user: tuple[_Signature, ...]
-) -> Any:
-    tables = [_read_or_warn(kind, *file) for file in (*shipped, *user)]
+def _merged(kind: TableFiles[Any, Any], files: tuple[_Signature, ...]) -> Any:
+    tables = [_read_or_warn(kind, *file) for file in files]
     return kind.merge([table for table in tables if table is not None])
 
 

@@ -8,18 +8,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
-from importlib import resources
+from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from moekit.problem import MoEProblem
+from moekit.selection import tuned
 from moekit.selection.tuned.files import TableFiles, size_distance
-from moekit.selection.tuned.files import user_path as user_path
+from moekit.untrusted.arguments import FLAG, accept, instance, matching, optional, real, size
 
 FORMAT = 1
-_MOST = 1 << 40  # of experts, tokens ...
-SHIPPED = resources.files(__package__) / "shipped"
+_SIZE = size(1, 1 << 40)  # of experts, tokens ...
+_TEXT = instance("a text", str)
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,16 @@ class Record:
     made_with: str = ""
 
 
+_KEY = dict.fromkeys(("device", "arch", "scheme", "dtype"), _TEXT) | {
+    "gated": FLAG,
+    **dict.fromkeys(("experts", "top_k", "hidden", "inner", "ranks"), _SIZE),
+}
+_RECORD = {
+    "us": optional(real(above=0.0)),
+    "copied": optional(matching("a number of at least 0", lambda share: 0 <= share < math.inf)),
+    **dict.fromkeys(("date", "made_with"), _TEXT),
+}
+
 # (dispatcher, experts) -> tokens -> record
 Times = Mapping["tuple[str, str]", Mapping[int, Record]]
 Table = Mapping[Key, Times]
@@ -102,34 +113,35 @@ Table = Mapping[Key, Times]
 
 def read(file: Path) -> Table:
     """Return the table in ``file``. Raises MoekitError, which names the first fault in it."""
-    return _tables().read(file)
+    return _files(tuned.SHIPPED, "").read(file)
 
 
-def known() -> Table:
-    """Return the user's and the shipped tables as one; empty if MOEKIT_TUNED is empty.
+def known(arch: str) -> Table:
+    """Return the user's tables and the ones that are shipped for an architecture as one.
 
     Files that cannot be used are skipped with a warning.
     """
-    return _tables().known()
+    return _files(tuned.SHIPPED, arch).known()
 
 
-def _tables() -> TableFiles[Table, Table]:
+@lru_cache(maxsize=64)  # one folder in a zip file is one object
+def _files(shipped: Any, arch: str) -> TableFiles[Table, Table]:
     remedy = "measure again with `python -m moekit tune --select`"
-    return TableFiles(SHIPPED, parse, merge, remedy, optional=True)
+    return TableFiles(shipped / tuned.slug(arch), parse, merge, remedy)
 
 
 def parse(data: Any) -> Table:
     """Return the table that a file's JSON holds. Raises ValueError, TypeError or LookupError."""
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise ValueError(f"this is no tuned table of format {FORMAT}")
+        raise ValueError(f"this is not a tuned table of format {FORMAT}")
     table: dict[Key, dict[tuple[str, str], dict[int, Record]]] = {}
     for cell in data["cells"]:
-        key, tokens = Key(**{f.name: cell[f.name] for f in fields(Key)}), cell["tokens"]
-        _check(key, tokens)
+        key = Key(**accept(_KEY, cell, ValueError))
+        tokens = accept({"tokens": _SIZE}, cell, ValueError)["tokens"]
         for combination, values in cell["times"].items():
             dispatcher, experts = combination.split("+")
             record = Record(**values)
-            _check_record(record)
+            accept(_RECORD, vars(record), ValueError)
             times = table.setdefault(key, {}).setdefault((dispatcher, experts), {})
             times[tokens] = record
     return table
@@ -157,23 +169,3 @@ def merge(tables: Iterable[Table]) -> Table:
             for combination, records in times.items():
                 merged.setdefault(key, {}).setdefault(combination, {}).update(records)
     return merged
-
-
-def _check(key: Key, tokens: object) -> None:
-    sizes = (key.experts, key.top_k, key.hidden, key.inner, key.ranks, tokens)
-    if any(type(n) is not int or not 1 <= n <= _MOST for n in sizes) or type(key.gated) is not bool:
-        raise ValueError(f"{key!r} with {tokens!r} tokens: sizes must be from 1 to {_MOST}")
-    words = (key.device, key.arch, key.scheme, key.dtype)
-    if any(not isinstance(word, str) for word in words):
-        raise ValueError(f"{key!r}: device, arch, scheme and dtype must be strings")
-
-
-def _check_record(record: Record) -> None:
-    for what, least in (("us", 1e-3), ("copied", 0.0)):
-        value = getattr(record, what)
-        if value is None:
-            continue
-        if type(value) not in (int, float) or not least <= value < math.inf:
-            raise ValueError(f"{what} must be at least {least:g} and finite (got {value!r})")
-    if not (isinstance(record.date, str) and isinstance(record.made_with, str)):
-        raise ValueError(f"{record!r}: date and made_with must be strings")

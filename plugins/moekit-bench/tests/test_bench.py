@@ -11,8 +11,8 @@ import moekit_bench as bench
 import pytest
 import torch
 from moekit_bench import Case, Ceilings, Work, experts, take_turns
-from moekit_bench.accuracy import oracle_rows, relative_error, sampled_rows
-from moekit_bench.limits import arithmetic, bytes_per_expert, parse_ceilings
+from moekit_bench.experts import oracle_rows, relative_error, sampled_rows
+from moekit_bench.limits import arithmetic, bytes_per_expert
 
 import moekit
 from moekit.backends.reference import oracle
@@ -100,13 +100,6 @@ def test_scales_count_and_arithmetic_follows_the_activations():
     assert done.bytes == 4 * (3 * 32 * 128 + 4 * 3) + 2 * 64 * 32 * 2
     names = [arithmetic(problem(quant=q)) for q in ("fp8_block", "int8_w8a16", "none")]
     assert names == ["fp8", "bf16", "bf16"]
-
-
-def test_ceilings_are_parsed():
-    assert parse_ceilings("bf16=2,read=3") == Ceilings({"bf16": 2e12}, 3e9)
-    for wrong in ("bf16=2", "read=3", "bf16=x,read=3", "bf16=0,read=1"):
-        with pytest.raises(moekit.MoekitError, match="bf16=791"):
-            parse_ceilings(wrong)
 
 
 def test_named_shapes_have_the_models_sizes():
@@ -257,11 +250,13 @@ def baselines(tmp_path: Path) -> Path:
     return folder
 
 
-def test_json_has_the_documented_keys(capsys, tmp_path, baselines):
+def test_json_has_the_documented_keys(capsys, tmp_path, baselines, monkeypatch):
+    ceilings = Ceilings({"bf16": 2e12}, 10e9)
+    monkeypatch.setattr("moekit_bench.bench.measure_ceilings", lambda device: ceilings)
     file, text = tmp_path / "out" / "run.json", tmp_path / "run.md"
     code, out, err = run(
         capsys, "--experts", "torch", "--baselines", str(baselines), "--json", str(file),
-        "--markdown", str(text), "--ceilings", "bf16=2,read=10", "--routing", "uniform,hot",
+        "--markdown", str(text), "--measure-ceilings", "--routing", "uniform,hot",
     )  # fmt: skip
     assert code == 0 and out == "" and "4/4" in err
     data = json.loads(file.read_text())
@@ -373,14 +368,12 @@ def test_a_cell_without_a_right_result_is_exit_code_1(capsys, baselines):
         ["--experts", "nobody"],
         ["--experts", ""],
         ["--baselines", "/no/such/folder"],
-        ["--ceilings", "fast"],
         ["--device", "warp"],
         ["--device", "meta"],
         ["--tokens", "²"],
         ["--shapes", "²:2:32:48"],
         ["--json", str(ROOT)],
         ["--markdown", "/dev/null/x.md"],
-        ["--ceilings", "bf16=nan,read=1"],
         ["--baselines", str(BASELINES / "quack.py"), "--only-baselines", "quark"],
     ],
     ids=lambda w: " ".join(w)[-30:],

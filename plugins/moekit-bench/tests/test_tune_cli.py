@@ -106,7 +106,7 @@ def test_the_choice_follows_the_measurements(cells: Cells, tuned: Path, capsys) 
             assert record.us == pytest.approx(CURVES[name](tokens), abs=1e-3)
             assert record.copied == 0 and f"torch {torch.__version__}" in record.made_with
     assert ("local", "reference") not in times(file)
-    assert "| 256 | " in out and "worst regret 0.0 %; 0 above 5 %." in out
+    assert out == ""
     explanation = moekit.explain(PROBLEM)
     assert explanation.why == "by measurement (cpu, T=1..256)"
     assert explanation.chosen.experts == "steep:100|flat"
@@ -120,11 +120,8 @@ def test_what_is_known_is_not_measured_again(cells: Cells, tuned: Path, capsys) 
     code, out, err = run(capsys, "--select")
     assert code == 0 and "2 cells to measure" in err
     assert [tokens for tokens, _ in cells.seen] == [1, 16, 64, 256]
-    assert "| 1 | " in out and "| 256 | " in out, "the summary has all cells"
     code, _, err = run(capsys, "--select")
     assert code == 0 and "0 cells to measure" in err and len(cells.seen) == 4
-    run(capsys, "--select", "--again", tokens="1")
-    assert len(cells.seen) == 5
     assert first.keys() == table.read(tuned / "cpu.json").keys()
 
 
@@ -166,8 +163,7 @@ def test_failures_and_wrong_outputs_are_recorded_and_not_chosen(
     found = times(tuned / "cpu.json")
     for name in ("steep", "tired", "unloadable"):
         assert {r.us for r in found["local", name].values()} == {None}, name
-    assert code == 0 and "| flat | 10 | 0.0 % |" in out
-    assert moekit.explain(PROBLEM).chosen.experts == "flat"
+    assert code == 0 and moekit.explain(PROBLEM).chosen.experts == "flat"
     assert "0 cells to measure" in run(capsys, "--select")[2]
 
 
@@ -185,7 +181,7 @@ def test_copies_and_libraries_are_recorded(cells: Cells, tuned: Path, capsys) ->
 
 @pytest.mark.parametrize("where", ["new.json", "folder", "MOEKIT_TUNED"])
 def test_where_the_table_goes(cells: Cells, tmp_path: Path, capsys, monkeypatch, where) -> None:
-    argv = ["--select", "--markdown", str(tmp_path / "out" / "summary.md")]
+    argv = ["--select"]
     if where == "MOEKIT_TUNED":
         monkeypatch.setenv("MOEKIT_TUNED", str(tmp_path / "x" / "mine.json"))
         file = tmp_path / "x" / "mine.json"
@@ -194,7 +190,6 @@ def test_where_the_table_goes(cells: Cells, tmp_path: Path, capsys, monkeypatch,
         file = tmp_path / where if where == "new.json" else tmp_path / where / "cpu.json"
     code, out, _ = run(capsys, *argv, tokens="1")
     assert code == 0 and out == "" and times(file)
-    assert (tmp_path / "out" / "summary.md").read_text().startswith("# Tuned table ")
 
 
 @pytest.mark.parametrize(
@@ -245,8 +240,8 @@ def test_errors_say_what_to_do(capsys, argv: list[str], said: str) -> None:
 
 @pytest.mark.parametrize(
     "argv",
-    [["--select", "--regret"], ["--select", "--frob"], ["--select", "--gpus", "0"],
-     ["--select", "--ep", "two"], ["--select", "--seconds", "soon"], ["--limit=much"]],
+    [["--select", "--regret"], ["--select", "--frob"], ["--select", "--ep", "two"],
+     ["--select", "--seconds", "soon"], ["--limit=much"]],
 )  # fmt: skip
 def test_bad_arguments(capsys, argv: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -289,7 +284,7 @@ def test_all_tuners_and_then_the_choice(cells: Cells, tuned: Path, capsys, monke
     code, out, err = run(capsys, "--quant", "none,int8_w8a16", tokens="1,16")
     assert asked == [["--shapes", SIZES, "--quant", "none,int8_w8a16"]]
     assert code == 0 and "4 cells to measure" in err and "moekit tune copying --shapes" in err
-    assert len(cells.seen) == 4 and out.startswith("# Tuned table ")
+    assert len(cells.seen) == 4 and out == ""
     monkeypatch.setattr(Copying, "tune", staticmethod(lambda argv: 1))
     assert run(capsys, tokens="1")[0] == 1, "a tuner with something left to do"
 
@@ -357,30 +352,6 @@ def test_a_killed_run_leaves_a_whole_table(tuned: Path) -> None:
     again = times(file)["local", "torch"]
     assert len(again) == last + 2
     assert all(again[t] == record for t, record in kept.items())
-
-
-def test_one_process_a_device(tuned: Path) -> None:
-    """The CPU replaces both devices; a group that fails makes the whole run fail."""
-    args, environ = command("--tokens", "1,4", "--quant", "none,int8_w8a16", "--gpus", "2")
-    done = subprocess.run(args, env=environ, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr
-    assert "4 cells to measure" in done.stderr and "[4/4, " in done.stderr
-    assert "cpu: [1/2" in done.stderr and "worst regret" in done.stdout
-    for scheme in ("none", "int8_w8a16"):
-        found = times(tuned / "cpu.json", PROBLEM.replace(quant=scheme))
-        assert [len(found["local", name]) for name in ("torch", "reference")] == [2, 2]
-
-
-def test_a_process_that_fails_fails_the_run(
-    cells: Cells, capsys, monkeypatch, tmp_path: Path
-) -> None:
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho it broke >&2\nexit 3\n")
-    python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
-    code, _, err = run(capsys, "--select", "--quant", "none,int8_w8a16", "--gpus", "3")
-    assert code == 1 and err.count("cpu: it broke") == 2 and err.count("exit code 3") == 2
-    assert not cells.seen, "nothing is measured in this process"
 
 
 # -- tune --regret -----------------------------------------------------------------------------

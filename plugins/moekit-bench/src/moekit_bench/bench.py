@@ -19,7 +19,7 @@ from .environment import command
 from .experts import ExpertsSweep
 from .implementations import Implementation, backends, baselines, beside
 from .layers import LayersSweep
-from .limits import Ceilings, known_ceilings, measure_ceilings, parse_ceilings
+from .limits import known_ceilings, measure_ceilings
 from .options import names, names_if_given, numbers, positive
 from .shapes import ROUTINGS, SHAPES, Shape, shape
 from .sweep import Sweep
@@ -84,7 +84,6 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     routings = f"of {', '.join(ROUTINGS)}; default: %(default)s"
     add("--routing", default="uniform", metavar="LIST", help=routings)
-    add("--no-graph", action="store_true", help="no CUDA graphs: eager times only")
     add("--markdown", type=Path, metavar="FILE", help="the report; default: standard output")
     add("--json", type=Path, metavar="FILE", help="everything, rewritten after every cell")
 
@@ -123,9 +122,8 @@ def _add_experts(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--only-baselines", metavar="LIST", help="of --baselines, these names only")
     add(
-        "--ceilings", metavar="WHAT",
-        help="bf16=791,fp8=1424,read=4490 (TFLOP/s, GB/s), or `measure`; default: what is known "
-        "for the device",
+        "--measure-ceilings", action="store_true",
+        help="measure the roofline's rates; default: what is known for the device",
     )  # fmt: skip
     add("--batch-invariant", action="store_true", help=_IN_MODE)
     add("--list-shapes", action="store_true", help="print the named shapes, and stop")
@@ -143,10 +141,11 @@ def _experts(args: argparse.Namespace, command: str) -> ExpertsSweep:
 def experts_sweep(
     args: argparse.Namespace, implementations: Sequence[Implementation], command: str
 ) -> ExpertsSweep:
-    """Return the sweep that the options of `add_experts_sweep`, --routing, --ep and --ceilings
-    describe."""
+    """Return the sweep that the options of `add_experts_sweep`, --routing, --ep and
+    --measure-ceilings describe."""
     registry().dispatcher(args.dispatcher)  # raises an error that lists the names
     device = options.torch_device(args.device)
+    ceilings = known_ceilings(DeviceSpec.of(device).name)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)
     shapes = [shape(text) for text in names(args.shapes)]
@@ -156,15 +155,9 @@ def experts_sweep(
         shapes=shapes,
         implementations=implementations,
         device=device,
-        ceilings=_ceilings(args.ceilings, device),
+        ceilings=measure_ceilings(device) if args.measure_ceilings else ceilings,
         **_swept(args, command),
     )
-
-
-def _ceilings(text: str | None, device: torch.device) -> Ceilings | None:
-    if text is None:
-        return known_ceilings(DeviceSpec.of(device).name)
-    return measure_ceilings(device) if text == "measure" else parse_ceilings(text)
 
 
 def _shape_list() -> str:

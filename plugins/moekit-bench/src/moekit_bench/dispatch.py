@@ -25,7 +25,7 @@ from moekit.plugin import (
 )
 
 from . import report
-from .accuracy import relative_error
+from .experts import relative_error
 from .ranks import RanksSweep, Task, cause, local_device
 from .records import Cell, Result, merge
 from .timer import Prepared, Timer, time_one
@@ -66,8 +66,7 @@ class _RoundTrips:
         task = self.task
         error = max(self._error(index) for index in range(len(self.inputs)))
         indices = [(index,) for index in range(len(self.inputs))]
-        graph = not task.settings.no_graph
-        prepared = Prepared(self, indices, self.device, graph, timer=self.timer)
+        prepared = Prepared(self, indices, self.device, timer=self.timer)
         timing = time_one(prepared, task.settings.replays)
         dispatch, combine = self._phases(timing.host_us or 0.0)
         q, scale = self.sent[0]

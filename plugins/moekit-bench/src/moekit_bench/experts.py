@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moekit.errors import MoekitError
-from moekit.plugin import DeviceSpec, ExpertWeights, MoEProblem, reason_of
+from moekit.plugin import DeviceSpec, ExpertWeights, MoEProblem, Routing, reason_of
 
 from . import report
-from .accuracy import oracle_rows, relative_error, sampled_rows
 from .environment import about
 from .implementations import Implementation, KernelCall
-from .internals import DTYPES, benchmark_bound
+from .internals import DTYPES, benchmark_bound, oracle
 from .limits import Ceilings, Work, bytes_per_expert, limit_us, work
 from .records import BASELINE, Cell, Result, Run, copied_share
-from .regret import Choice, of_experts
 from .shapes import Inputs, Shape, inputs, random_weights
 from .sweep import Sweep
 from .timer import Call, Prepared, attempt, release, take_turns
@@ -68,7 +68,6 @@ def run_cell(
     *,
     replays: int = 10,
     host: bool = True,
-    graph: bool = True,
 ) -> dict[str, Result]:
     """Check and time every call on ``case``, in turns; a call that fails gets its reason.
 
@@ -81,7 +80,7 @@ def run_cell(
     errors: dict[str, float] = {}
 
     def prepare(name: str, call: Call) -> None:
-        prepared = Prepared(call, case.inputs, device, graph)
+        prepared = Prepared(call, case.inputs, device)
         errors[name] = relative_error(prepared.first_output(), rows, want)
         ready[name] = prepared
 
@@ -156,11 +155,11 @@ class ExpertsSweep(Sweep):
         """Return whether every measured cell has a right result."""
         return all(any(r.right for r in cell.results) for cell in self.run.cells)
 
-    def choices(self) -> list[Choice]:
+    def choices(self) -> list[report.Choice]:
         """Return what `moekit.compose` would choose now in each measured cell."""
         dispatcher = self.settings.dispatcher or "local"
         cells = self.run.cells
-        return [of_experts(self.problems[c.shape, c.scheme], dispatcher, c) for c in cells]
+        return [report.of_experts(self.problems[c.shape, c.scheme], dispatcher, c) for c in cells]
 
     def report(self) -> str:
         return report.markdown(self.run)
@@ -209,12 +208,7 @@ class ExpertsSweep(Sweep):
     def _measured(self, cell: Cell, weights: ExpertWeights) -> Cell:
         p, s = self.problems[self._group], self.settings
         case = Case.make(p, weights, cell.tokens, cell.routing, count=s.inputs, seed=s.seed)
-        results = run_cell(
-            case,
-            self._calls,
-            replays=s.replays,
-            graph=not s.no_graph,
-        )
+        results = run_cell(case, self._calls, replays=s.replays)
         limit = None
         if any(r.us is not None for r in results.values()):
             limit = limit_us(case.work, p, self.ceilings)
@@ -236,3 +230,34 @@ class ExpertsSweep(Sweep):
             **vars(case.work),
             results=tuple(map(complete, results.values())),
         )
+
+
+# -- the error of an output --------------------------------------------------------------------
+
+
+def sampled_rows(tokens: int, most: int, device: torch.device) -> Tensor:
+    """Return the indices of up to ``most`` tokens, evenly spread."""
+    return torch.linspace(0, max(0, tokens - 1), min(most, tokens), device=device).long()
+
+
+def oracle_rows(
+    problem: MoEProblem, weights: ExpertWeights, x_TH: Tensor, routing: Routing, rows: Tensor
+) -> Tensor:
+    """Return the fp32 oracle's output (n, H) for the n tokens that ``rows`` (n,) names."""
+    chosen = Routing(routing.topk_weights[rows], routing.topk_ids[rows])
+    return oracle(x_TH[rows], weights, chosen, problem)
+
+
+def relative_error(got: Tensor, rows: Tensor, want: Tensor) -> float:
+    """Return ||got - want|| / ||want|| over ``rows``, or NaN if ``got`` has an element that is not
+    finite.
+
+    Where ``want`` is zero, because no choice of these tokens is on this rank, the error is 0 for an
+    output of zeros and infinite for any other.
+    """
+    if got.shape[1:] != want.shape[1:] or not bool(torch.isfinite(got).all()):
+        return math.nan
+    difference = (got[rows].float() - want).norm()
+    if not bool(want.any()):
+        return math.inf if bool(difference) else 0.0
+    return float(difference / want.norm())

@@ -8,9 +8,9 @@ from moekit.backends.reference import oracle as oracle
 from moekit.layer.simulate import SIMULATED as SIMULATED
 from moekit.problem import DTYPES as DTYPES
 from moekit.problem.tolerance import benchmark_bound as benchmark_bound
-from moekit.selection.composite import find_experts as find_experts
+from moekit.selection.judge import find_experts as find_experts
 from moekit.selection.tuned import table as table
-from moekit.selection.tuned.choice import Found as Found
+from moekit.selection.tuned import user_path as user_path
 from moekit.selection.tuned.plan import serving as serving
 from moekit.selection.tuned.plan import split as split
 from moekit.selection.tuned.table import Key as Key

@@ -28,12 +28,11 @@ from moekit.plugin import (
 )
 
 from . import report
-from .accuracy import oracle_rows, relative_error, sampled_rows
+from .experts import oracle_rows, relative_error, sampled_rows
 from .implementations import asked_of, backends
 from .internals import benchmark_bound, find_experts
 from .ranks import RanksSweep, Task, cause, local_device
 from .records import Cell, Result, combination, copied_share, merge
-from .regret import Choice, of_layer
 from .shapes import random_weights
 from .timer import Prepared, Timer, first_fault, from_all_ranks, release, time_one
 
@@ -115,15 +114,7 @@ class _Layers:
         """Measure a combination, whose kernel is added to ``kernels``."""
         failed, stated = _named(self.task.spec.name, experts), 0
         try:
-            name, problem = asked_of(experts, self.problem)
-            kernel = moekit.compose(
-                problem,
-                self.task.spec.name,
-                name,
-                workspace=Workspace(),
-                checked=False,
-                backends=_backends(self.task.spec),
-            )
+            kernel = self._composed(experts)
             kernels.append(kernel)
             packed, copied = self._packed(experts, kernel)
             stated = kernel.memory(self.task.cell.tokens).total
@@ -139,6 +130,18 @@ class _Layers:
             for kernel in kernels:  # the next combination needs the memory
                 kernel.workspace = Workspace()
 
+    def _composed(self, experts: str) -> moekit.ModularKernel:
+        """Return a new kernel of the task's capacity, ``problem.max_num_tokens``."""
+        name, problem = asked_of(experts, self.problem)
+        return moekit.compose(
+            problem,
+            self.task.spec.name,
+            name,
+            workspace=Workspace(),
+            checked=False,
+            backends=_backends(self.task.spec),
+        )
+
     def _times(self, kernel: moekit.ModularKernel, packed: PackedWeights) -> Result:
         def call(x: Tensor, routing: Routing) -> Tensor:
             return kernel(x, packed, routing)
@@ -152,7 +155,7 @@ class _Layers:
         unsafe = [s.name for s in (kernel.dispatcher.spec, kernel.experts.spec) if not s.graph_safe]
         if unsafe and self.device.type == "cuda":
             prepared.note = f"{unsafe[0]}: declared not graph-safe"
-        elif not self.task.settings.no_graph:
+        else:
             prepared.capture()
         if prepared.graph is not None:
             error = max(error, self._error(prepared.first_output()))
@@ -230,9 +233,9 @@ class LayersSweep(RanksSweep):
         self.implementations = backends(self.experts)
         super().__post_init__()
 
-    def choices(self) -> list[Choice]:
+    def choices(self) -> list[report.Choice]:
         """Return what `moekit.compose` would choose now in each measured cell."""
-        return [of_layer(self.problem(c.scheme, c.tokens), c) for c in self.run.cells]
+        return [report.of_layer(self.problem(c.scheme, c.tokens), c) for c in self.run.cells]
 
     def report(self) -> str:
         return report.markdown(self.run, self.choices())

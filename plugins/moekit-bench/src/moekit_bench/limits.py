@@ -9,16 +9,13 @@ once.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moekit.errors import MoekitError
 from moekit.plugin import ExpertWeights, MoEProblem
 
 from .shapes import Inputs
@@ -52,21 +49,6 @@ CEILINGS = {
 
 def known_ceilings(device_name: str) -> Ceilings | None:
     return next((c for name, c in CEILINGS.items() if device_name.startswith(name)), None)
-
-
-def parse_ceilings(text: str) -> Ceilings:
-    """Parse ``bf16=791,fp8=1424,read=4490``: TFLOP/s by arithmetic, and read bandwidth in GB/s."""
-    values: dict[str, float] = {}
-    parts = (part.partition("=") for part in text.split(","))
-    with suppress(ValueError):  # else nothing is known, not even `read`
-        values = {name.strip(): float(number) for name, _, number in parts}
-    read = values.pop("read", 0.0)
-    if not values or not all(0 < rate < math.inf for rate in (read, *values.values())):
-        raise MoekitError(
-            f"ceilings must be TFLOP/s by arithmetic and read bandwidth in GB/s, for example "
-            f"bf16=791,fp8=1424,read=4490, or `measure` (got {text!r})"
-        )
-    return Ceilings({name: value * 1e12 for name, value in values.items()}, read * 1e9)
 
 
 def arithmetic(problem: MoEProblem) -> str:

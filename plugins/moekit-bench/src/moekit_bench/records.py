@@ -188,7 +188,6 @@ class Settings:
     dtype: str = "bfloat16"
     inputs: int
     replays: int
-    no_graph: bool = False
     seed: int = 0
     dispatcher: str | None = None
     ep: int = 1

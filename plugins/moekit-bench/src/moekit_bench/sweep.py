@@ -23,11 +23,10 @@ class Progress:
 
     def say(self, text: str) -> None:
         if not self._silent:
-            # One write, because other devices' threads print at the same time.
-            print(f"{text}\n", end="", file=sys.stderr, flush=True)
+            print(text, file=sys.stderr, flush=True)
 
-    def done(self, text: str, cells: int = 1) -> None:
-        self._done += cells
+    def done(self, text: str) -> None:
+        self._done += 1
         took = time.monotonic() - self._begin
         left = timedelta(seconds=round(took / self._done * (self._total - self._done)))
         self.say(f"[{self._done}/{self._total}, {left} left] {text}")

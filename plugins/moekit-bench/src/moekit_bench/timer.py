@@ -218,11 +218,10 @@ def measure(
     device: torch.device,
     *,
     replays: int = 10,
-    graph: bool = True,
 ) -> Timing:
     """Compile, warm up and time one call. Raises what the call raises."""
     with torch.inference_mode():
-        return time_one(Prepared(call, inputs, device, graph), replays)
+        return time_one(Prepared(call, inputs, device), replays)
 
 
 def time_one(prepared: Prepared, replays: int, *, host: bool = True) -> Timing:

@@ -11,21 +11,28 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 
 import moekit
 from moekit.errors import MoekitError
-from moekit.plugin import DeviceSpec, MoEProblem, check_writable, registry, replace_file
+from moekit.plugin import (
+    DeviceSpec,
+    MoEProblem,
+    check_writable,
+    device_file,
+    registry,
+    replace_file,
+)
 
-from . import options, regret, report
+from . import options, report
 from .bench import add_experts_sweep, experts_sweep, layers_sweep
 from .environment import made_with
 from .implementations import AUTO, Implementation, backends
-from .internals import Key
+from .internals import Key, Record, Table, user_path
+from .internals import table as tuned_tables
 from .layers import LayersSweep
 from .options import names, names_if_given, positive
-from .processes import on_devices
-from .records import Cell, Result
-from .tables import TunedTable, table_file
+from .records import Cell, Result, now
 
 Tuner = Callable[[Sequence[str]], int]
 """Takes --shapes, --quant and --seconds, as `tune` does, and returns an exit code."""
@@ -54,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         return _on_ranks(args)
     if args.regret:
         return _regret(args)
-    return _select(args, argv) if args.select else _all(args, argv)
+    return _select(args) if args.select else _all(args)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -77,23 +84,15 @@ def _parser() -> argparse.ArgumentParser:
         "--limit", type=float, default=5.0, metavar="%",
         help="of regret; default: %(default)s",
     )  # fmt: skip
-    add("--markdown", type=Path, metavar="FILE", help="default: standard output")
+    add("--markdown", type=Path, metavar="FILE", help="--regret: default: standard output")
     add(
         "--output", type=Path, metavar="FILE",
         help="--select: the table; default: by device, in MOEKIT_TUNED or the user's cache",
     )  # fmt: skip
-    add("--again", action="store_true", help="--select: also measure what the table has")
     add(
         "--seconds", type=float, metavar="S",
         help="begin no cell after S seconds; the same command continues",
     )  # fmt: skip
-    add(
-        "--gpus",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="--select: measure on the first N devices at once",
-    )
     add(
         "--ep", type=positive, default=1, metavar="N",
         help="--select, --regret: measure combinations of dispatcher and experts on N ranks, one "
@@ -101,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         "(default: all that move tokens)",
     )  # fmt: skip
     # The other options of `bench`.
-    parser.set_defaults(routing="uniform", no_graph=False, ceilings=None, batch_invariant=False)
+    parser.set_defaults(routing="uniform", measure_ceilings=False, batch_invariant=False)
     return parser
 
 
@@ -115,16 +114,15 @@ def _own_tuner(name: str, argv: Sequence[str]) -> int:
     return int(loaded.tune(list(argv)))
 
 
-def _all(args: argparse.Namespace, argv: Sequence[str]) -> int:
+def _all(args: argparse.Namespace) -> int:
     """Run the backends' own tuners, then fill the table of the choice among them."""
-    begin, argv = time.monotonic(), [*argv, "--select"]
+    begin = time.monotonic()
     # Tiles take half of the time: the choice is measured with them.
     half = None if args.seconds is None else args.seconds / 2
     codes = [_tiles(args, name, tune, half) for name, tune in _tuners(args).items()]
     if args.seconds is not None:
         args.seconds = max(1e-3, args.seconds - (time.monotonic() - begin))
-        argv += ["--seconds", str(args.seconds)]
-    return max(_select(args, argv), *codes, 0)
+    return max(_select(args), *codes, 0)
 
 
 def _tuners(args: argparse.Namespace) -> dict[str, Tuner]:
@@ -147,7 +145,7 @@ def _tiles(args: argparse.Namespace, name: str, tune: Tuner, seconds: float | No
     return int(tune(argv))
 
 
-def _report(args: argparse.Namespace, title: str, choices: Sequence[regret.Choice]) -> None:
+def _report(args: argparse.Namespace, title: str, choices: Sequence[report.Choice]) -> None:
     text = report.regret(title, choices, args.limit)
     if args.markdown is None:
         print(text, end="")
@@ -161,23 +159,6 @@ def _check_single(names: Sequence[str]) -> None:
         raise MoekitError(f"--experts {', '.join(bad)}: name the backends themselves")
 
 
-def _choices(
-    table: TunedTable, title: str, problem: MoEProblem, able: Mapping[str, Sequence[str]]
-) -> list[regret.Choice]:
-    """Return what is chosen from the table.
-
-    Args:
-        able: By dispatcher, the experts that were measured with it; experts of negative priority
-            are never chosen.
-    """
-    known = registry().experts
-    chosen = {
-        dispatcher: [e for e in names if e not in known or known[e].priority_for(problem) >= 0]
-        for dispatcher, names in able.items()
-    }
-    return regret.of_combinations(title, Key.of(problem), table.read(), chosen)
-
-
 # -- one rank ---------------------------------------------------------------------------------
 
 
@@ -185,7 +166,7 @@ def _backends(args: argparse.Namespace) -> list[Implementation]:
     return backends(names_if_given(args.experts), args.dispatcher)
 
 
-def _select(args: argparse.Namespace, argv: Sequence[str]) -> int:
+def _select(args: argparse.Namespace) -> int:
     found = _backends(args)
     _check_single([i.name for i in found])
     sweep = experts_sweep(args, found, "")
@@ -197,7 +178,7 @@ def _select(args: argparse.Namespace, argv: Sequence[str]) -> int:
         if any(i.name in names for names in able.values())
     }
     file = table_file(args.output, DeviceSpec.of(sweep.device))
-    table = TunedTable(file, made, again=args.again)
+    table = TunedTable(file, made)
 
     def wanted(cell: Cell) -> bool:
         group = cell.shape, cell.scheme
@@ -213,18 +194,8 @@ def _select(args: argparse.Namespace, argv: Sequence[str]) -> int:
     sweep.cells = [cell for cell in sweep.cells if wanted(cell)]
     sweep.keep, sweep.end = keep, options.end(args)
     print(f"{len(sweep.cells)} cells to measure for {table.file}", file=sys.stderr)
-    if args.gpus > 1:
-        complete = on_devices(args.gpus, sweep.device.type, sweep.cells, table.file, argv)
-    else:
-        sweep.measure()
-        complete = sweep.complete
-    choices = [
-        choice
-        for group, problem in problems.items()
-        for choice in _choices(table, " ".join(group), problem, {args.dispatcher: able[group]})
-    ]
-    _report(args, f"Tuned table {table.file.name}", choices)
-    return int(not complete)
+    sweep.measure()
+    return int(not sweep.complete)
 
 
 def _able(problem: MoEProblem, dispatcher: str, found: Sequence[Implementation]) -> list[str]:
@@ -239,7 +210,7 @@ def _regret(args: argparse.Namespace) -> int:
     sweep.measure()
     choices = sweep.choices()
     _report(args, f"The choice on {sweep.run.device['name']}", choices)
-    return int(not (sweep.complete and regret.worst(choices) <= args.limit))
+    return int(not (sweep.complete and report.worst(choices) <= args.limit))
 
 
 # -- over ranks -------------------------------------------------------------------------------
@@ -248,7 +219,7 @@ def _regret(args: argparse.Namespace) -> int:
 def _on_ranks(args: argparse.Namespace) -> int:
     _check_ranks(args)
     args.ranks = None if "RANK" in os.environ else args.ep
-    choices, complete, heading, end = list[regret.Choice](), True, "The choice", options.end(args)
+    choices, complete, heading, end = list[report.Choice](), True, "", options.end(args)
     args.dispatchers = None if args.dispatcher == "local" else args.dispatcher
     if args.experts is None:
         unnamed = [s.name for s in registry().experts.values() if s.priority >= 0]
@@ -268,21 +239,13 @@ def _on_ranks(args: argparse.Namespace) -> int:
             sweep.measure()
             results = (r for cell in sweep.run.cells for r in cell.results)
             complete &= sweep.complete and not any(r.reason for r in results)
-            able = {d.name: sweep.experts for d in sweep.dispatchers}
-            for scheme in sweep.schemes:
-                problem = sweep.problem(scheme, 1)
-                title = f"{layer} {scheme} on {sweep.num_ranks} ranks"
-                choices += _choices(table, title, problem, able)
-            heading = f"Tuned table {table.file.name}"
-    if os.environ.get("RANK", "0") == "0":
+    if args.regret and os.environ.get("RANK", "0") == "0":
         _report(args, heading, choices)
-    missed = args.regret and regret.worst(choices) > args.limit
+    missed = args.regret and report.worst(choices) > args.limit
     return int(not complete or missed)
 
 
 def _check_ranks(args: argparse.Namespace) -> None:
-    if args.gpus not in (1, args.ep):
-        raise MoekitError(f"--ep {args.ep} measures on {args.ep} devices: leave out --gpus")
     if torch.cuda.is_available() and args.device is None and torch.cuda.device_count() < args.ep:
         raise MoekitError(
             f"--ep {args.ep} needs as many devices, and this machine has "
@@ -299,7 +262,7 @@ def _layers_table(args: argparse.Namespace, sweep: LayersSweep) -> TunedTable:
         for d in sweep.dispatchers
         for i in backends(sweep.experts)
     }
-    table = TunedTable(table_file(args.output, sweep.device), made, again=args.again)
+    table = TunedTable(table_file(args.output, sweep.device), made)
     sweep.wanted = lambda problem, dispatcher, experts: (
         not table.knows(problem, (dispatcher, experts), problem.max_num_tokens or 0)
     )
@@ -312,3 +275,51 @@ def _add(table: TunedTable, sweep: LayersSweep) -> None:
     measured = {(r.dispatcher or "", r.experts or ""): r for r in cell.in_default_mode}
     if measured:
         table.add(sweep.problem(cell.scheme, cell.tokens), cell.tokens, measured)
+
+
+# -- the table --------------------------------------------------------------------------------
+
+
+def table_file(output: Path | None, device: DeviceSpec) -> Path:
+    """Return ``output`` if it is a file, else the device's file in that folder or the user's."""
+    place = output or user_path()
+    return place if place.suffix == ".json" else place / device_file(device.name or device.type)
+
+
+def add_to(file: Path, table: Table) -> None:
+    """Merge ``table`` into ``file`` atomically; other writers wait."""
+    check_writable(file)
+    with FileLock(file.with_name(f".{file.name}.lock")):
+        old = tuned_tables.read(file) if file.exists() else {}
+        replace_file(file, tuned_tables.encode(tuned_tables.merge([old, table])))
+
+
+class TunedTable:
+    """The table that a run fills.
+
+    Args:
+        made_with: (dispatcher, experts) -> the versions that a time depends on.
+    """
+
+    def __init__(self, file: Path, made_with: Mapping[tuple[str, str], str]) -> None:
+        self.file, self.made_with = file, made_with
+        add_to(file, {})  # a file that cannot be read or written ends the run before it begins
+        self._known = tuned_tables.read(file)
+
+    def knows(self, problem: MoEProblem, combination: tuple[str, str], tokens: int) -> bool:
+        """Return whether the table had a measurement of the same versions when the run began."""
+        record = self._known.get(Key.of(problem), {}).get(combination, {}).get(tokens)
+        return record is not None and record.made_with == self.made_with[combination]
+
+    def add(
+        self,
+        problem: MoEProblem,
+        tokens: int,
+        measured: Mapping[tuple[str, str], Result],
+    ) -> None:
+        """Write one row per combination; a wrong result has no time."""
+        times = {}
+        for combination, r in measured.items():
+            us = round(r.us, 3) if r.right and r.us is not None else None
+            times[combination] = {tokens: Record(us, r.copied, now(), self.made_with[combination])}
+        add_to(self.file, {Key.of(problem): times})
