@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from moekit.checkpoint.files import Checkpoint, named
+from moekit.checkpoint.files import Checkpoint
 from moekit.checkpoint.names import ExpertNames, layers_in, names_in, no_experts
 from moekit.checkpoint.schema import (
     ACTIVATIONS,
@@ -22,10 +24,11 @@ from moekit.checkpoint.schema import (
     check_understood,
 )
 from moekit.checkpoint.schemes import no_scheme, scheme_for
-from moekit.checkpoint.stored import layer_formats
+from moekit.checkpoint.share import layer_formats, several
+from moekit.checkpoint.tensors import named
 from moekit.errors import WeightsError
 from moekit.formats.format import Format
-from moekit.problem import DTYPES, MoEProblem
+from moekit.problem import DTYPES, MoEProblem, ParallelConfig
 from moekit.problem.activation import Activation
 from moekit.untrusted.arguments import shown
 
@@ -36,14 +39,16 @@ class LayerGroup:
 
     Attributes:
         layers: Their numbers.
-        format: How each matrix is stored.
+        formats: How matrices are stored; several if they differ.
+        stored: The same in words.
         scheme: The scheme of moekit that computes with the weights as they are stored and
             quantizes activations as the checkpoint intends. If None, there is no such scheme, and
             `load_experts` needs ``dequantize=True`` or a scheme that the caller names.
     """
 
     layers: tuple[int, ...]
-    format: Format
+    formats: tuple[Format, ...]
+    stored: str
     scheme: str | None
     num_experts: int
     top_k: int
@@ -55,7 +60,8 @@ class LayerGroup:
         a, runs = self.activation, _runs(self.layers)
         limit = "" if a.limit is None else f" (limit {a.limit:g})"
         return (
-            f"layers {runs}: {self.format}, scheme {self.scheme or '(none: dequantize=True)'}, "
+            f"layers {runs}: {self.stored}, "
+            f"scheme {self.scheme or '(none: dequantize=True)'}, "
             f"{self.num_experts} experts, top {self.top_k}, hidden {self.hidden_size}, "
             f"intermediate {self.intermediate_size}, {a.name}{limit}"
         )
@@ -65,12 +71,10 @@ class LayerGroup:
 class Detected:
     """The experts of a checkpoint, as `detect` returns them.
 
-    The fields of `LayerGroup` are also here. They describe all layers if these are alike, and
-    otherwise the first group.
-
     Attributes:
         names: What the checkpoint calls the experts' tensors.
         groups: The layers with routed experts, by what they have in common.
+        format, scheme, activation: The first group's.
     """
 
     model_type: str
@@ -85,10 +89,17 @@ class Detected:
         """The layers with routed experts."""
         return tuple(sorted(layer for group in self.groups for layer in group.layers))
 
-    def __getattr__(self, name: str) -> Any:
-        if name not in LayerGroup.__dataclass_fields__:
-            raise AttributeError(name)
-        return getattr(self.groups[0], name)
+    @property
+    def format(self) -> Format:
+        return self.groups[0].formats[0]
+
+    @property
+    def scheme(self) -> str | None:
+        return self.groups[0].scheme
+
+    @property
+    def activation(self) -> Activation:
+        return self.groups[0].activation
 
     def __str__(self) -> str:
         lines = [f"{self.model_type or 'model'}, {str(self.dtype).removeprefix('torch.')}"]
@@ -132,17 +143,22 @@ def _detect(
     for each in layers if layer is None else (layer,):
         sizes = _sizes(config, each, given)
         hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
-        format = layer_formats(checkpoint, probe, each, hidden, inner).common
-        activation = _activation(config, each, given)
-        fields: dict[str, Any] = {**sizes, "activation": activation, "format": format}
+        stored = layer_formats(checkpoint, probe, each, hidden, inner)
+        fields: dict[str, Any] = {
+            **sizes,
+            "activation": _activation(config, each, given),
+            "formats": stored.distinct,
+        }
         alike = next((group for group in groups if group["fields"] == fields), None)
         if alike is None:
-            groups.append(alike := {"fields": fields, "layers": []})
+            groups.append(alike := {"fields": fields, "stored": stored.text, "layers": []})
         alike["layers"].append(each)
     return Detected(
         model_type=model_type,
         names=probe,
-        groups=tuple(_group(found["layers"], **found["fields"]) for found in groups),
+        groups=tuple(
+            _group(found["layers"], found["stored"], **found["fields"]) for found in groups
+        ),
         dtype=_dtype(config, checkpoint.config),
         has_bias=bool(probe.down_bias),
         apply_router_weight_on_input=model_type == "llama4_text"
@@ -150,9 +166,11 @@ def _detect(
     )
 
 
-def _group(layers: Collection[int], format: Format, **fields: Any) -> LayerGroup:
-    scheme = scheme_for(format, fields["intermediate_size"])
-    return LayerGroup(layers=tuple(layers), format=format, scheme=scheme, **fields)
+def _group(
+    layers: Collection[int], stored: str, formats: tuple[Format, ...], **fields: Any
+) -> LayerGroup:
+    scheme = scheme_for(formats[0], fields["intermediate_size"]) if len(formats) == 1 else None
+    return LayerGroup(layers=tuple(layers), stored=stored, formats=formats, scheme=scheme, **fields)
 
 
 def problem_from_config(
@@ -188,7 +206,9 @@ def problem_from_config(
         described = {k: v for k, v in described.items() if k in MoEProblem.__dataclass_fields__}
         problem = MoEProblem(**{**described, "quant": "none", **given})
         # What differs between layers must be stated, or of no interest.
-        stated = {*given, *("format", "scheme") * (dequantize or "quant" in given), "layers"}
+        stated = {*given, "layers", "stored"}
+        if dequantize or "quant" in given:
+            stated |= {"formats", "scheme"}
         if any(vars(other)[name] != v for other in others for name, v in vars(first).items()
                if name not in stated):  # fmt: skip
             raise WeightsError(
@@ -198,9 +218,11 @@ def problem_from_config(
         if dequantize or "quant" in given:
             return problem
         tp_size = problem.parallel.tp_size
-        scheme = scheme_for(first.format, first.intermediate_size, tp_size)
+        if len(first.formats) > 1:
+            raise WeightsError(f"{several(first.stored)}; load them with dequantize=True")
+        scheme = scheme_for(first.formats[0], first.intermediate_size, tp_size)
         if scheme is None:
-            raise WeightsError(no_scheme(first.format, first.intermediate_size, tp_size))
+            raise WeightsError(no_scheme(first.formats[0], first.intermediate_size, tp_size))
         return problem.replace(quant=scheme)
 
 
@@ -308,16 +330,104 @@ def _activation(config: Mapping[str, Any], layer: int, given: Mapping[str, Any])
 
 def _runs(numbers: Collection[int]) -> str:
     """Return ascending numbers as "0, 3-60"."""
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in _ranges(numbers))
+    runs = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    each = [[number for _, number in run] for _, run in runs]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in each)
 
 
-def _ranges(numbers: Collection[int]) -> Iterator[tuple[int, int]]:
-    first = last = None
-    for n in numbers:
-        if last is None or n != last + 1:
-            if first is not None and last is not None:
-                yield first, last
-            first = n
-        last = n
-    if first is not None and last is not None:
-        yield first, last
+# -- routing -------------------------------------------------------------------------------------
+
+# Softmax over all experts, then top-k; renormalized as ``norm_topk_prob`` says, or always.
+_SOFTMAX = frozenset({
+    "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text", "qwen3_omni_moe_text", "olmoe",
+    "flex_olmo",
+})  # fmt: skip
+_SOFTMAX_ALWAYS = frozenset({
+    "mixtral", "minimax", "gpt_oss", "granitemoe", "granitemoeshared", "granitemoehybrid",
+    "qwen3_5_moe_text", "hunyuan_v1_moe",
+})  # fmt: skip
+# Sigmoid with a bias for the choice, groups, and a factor.
+_SIGMOID = frozenset({
+    "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "glm4v_moe_text", "glm4_moe_lite",
+    "glm_moe_dsa", "dots1",
+})  # fmt: skip
+_FIELDS = (
+    "num_experts", "top_k", "hidden_size", "intermediate_size", "activation", "has_bias",
+    "apply_router_weight_on_input",
+)  # fmt: skip
+_BIAS = "e_score_correction_bias"
+
+
+def layer_arguments(
+    path: str | Path | Checkpoint,
+    layer: int,
+    names: ExpertNames | None,
+    dequantize: bool,
+    tp_size: int,
+    given: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the arguments of `FusedMoE` for a layer of a checkpoint; see its `from_checkpoint`.
+
+    Args:
+        tp_size: Ranks that the scheme's groups are cut for.
+        given: Arguments that the caller states.
+    """
+    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
+    fields = {name: given[name] for name in _FIELDS if name in given}
+    problem = problem_from_config(
+        checkpoint,
+        layer=layer,
+        names=names,
+        dequantize=dequantize,
+        parallel=ParallelConfig(tp_size=tp_size),
+        device="cpu",
+        **fields,
+    )
+    with named(checkpoint):
+        routing = routing_of(checkpoint, layer, given)
+    return {
+        **{name: getattr(problem, name) for name in (*_FIELDS, "quant")},
+        "params_dtype": given.get("params_dtype", problem.dtype),
+        **({} if "routing" in given else routing),
+    }
+
+
+def routing_of(checkpoint: Checkpoint, layer: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the routing of a layer, as keywords of `FusedMoE`.
+
+    Args:
+        given: Keywords that the caller states. With one of routing among them, a model type that
+            is not known here is no error.
+
+    Raises:
+        WeightsError: The model type's routing is not known.
+    """
+    config, model_type = text_config(checkpoint), model_type_of(checkpoint)
+    if model_type in _SOFTMAX_ALWAYS:
+        return {"renormalize": True}
+    if model_type in _SOFTMAX and "norm_topk_prob" in config:
+        return {"renormalize": bool(config["norm_topk_prob"])}
+    if model_type in _SIGMOID:
+        grouped = (config.get("n_group") or 1) > 1
+        return {
+            "scoring_func": "sigmoid",
+            "renormalize": bool(config.get("norm_topk_prob", True)),
+            "routed_scaling_factor": float(config.get("routed_scaling_factor") or 1.0),
+            "num_expert_group": config["n_group"] if grouped else None,
+            "topk_group": config.get("topk_group") if grouped else None,
+            _BIAS: _correction_bias(checkpoint, layer),
+        }
+    if given.keys() & {"routing", "renormalize", "scoring_func", "custom_routing_function"}:
+        return {}
+    raise WeightsError(
+        f"how model type {model_type!r} routes is not known: pass it, for example "
+        "scoring_func='softmax' and renormalize=True"
+    )
+
+
+def _correction_bias(checkpoint: Checkpoint, layer: int) -> Tensor | None:
+    wanted = f"layers.{layer}.", f".{_BIAS}"
+    found = [n for n in checkpoint.names() if wanted[0] in n and n.endswith(wanted[1])]
+    if len(found) > 1:
+        raise WeightsError(f"layer {layer} has several biases of the router: {', '.join(found)}")
+    return checkpoint.read(found[0]).float() if found else None

@@ -74,15 +74,14 @@ class Format:
 
     Args:
         name: The format's name, for errors.
-        dtype: As in `OperandQuant`; "" for unquantized weights; "several" if the name stands for
-            several formats.
+        dtype: As in `OperandQuant`; "" for unquantized weights.
         zero_points: There is a zero point for each scale.
         act_order: The columns of a group may be any, as the part g_idx says. (A checkpoint may
             also have a g_idx for groups of adjacent columns.)
         scale_dtype: As in `OperandQuant`.
         activation: How the checkpoint intends activations to be quantized.
         parts: The stored tensors by role: weight, scale, and if the format has them
-            global_scale, zeros, g_idx, shape, input_scale.
+            global_scale, zeros, g_idx, input_scale.
         ignored: Suffixes of tensors that are not read.
         order: The order of eight rows in a word, if ``weight`` packs rows.
         zero_offset: Added to stored zero points.
@@ -129,7 +128,7 @@ class Format:
         return replace(self, parts={role: part.flipped() for role, part in self.parts.items()})
 
     def __str__(self) -> str:
-        if self.dtype in ("", "several"):
+        if not self.dtype:
             return self.name
         rows, columns = ("all" if g < 0 else g for g in self.group)
         zeros = " with zero points" if self.zero_points else ""
@@ -141,15 +140,17 @@ class Format:
     # -- from stored entries to the core's tensors ----------------------------------------------
 
     def core_weight(self, stored: Tensor) -> Tensor:
-        """Return the core's weights of contiguous ``stored`` entries (n, k', *tail).
+        """Return the core's weights of ``stored`` entries (n, k', *tail).
 
         They include rows and columns that only complete a word.
         """
         if self.packs_rows:
-            return repack_rows(stored, self.order)
-        if self.dtype and (self.packed or stored.dtype == torch.int32):
-            return stored.flatten(1).view(torch.int8 if self.dtype == "int8" else torch.uint8)
-        return stored.flatten(1)
+            return repack_rows(stored.contiguous(), self.order)
+        flat = stored.flatten(1)
+        if not self.packed and flat.dtype != torch.int32:
+            return flat
+        flat = flat if flat.stride(1) == 1 else flat.contiguous()
+        return flat.view(torch.int8 if self.dtype == "int8" else torch.uint8)
 
     def core_scale(self, stored: Tensor, factor: Tensor | None) -> Tensor:
         """Return fp32 scales of stored ones and of the stored global scale, if there is one."""

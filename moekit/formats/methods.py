@@ -1,4 +1,9 @@
-"""The formats that moekit reads, in the order in which they are asked."""
+"""All formats, the fields of a quantization config, and the format that a config declares.
+
+An engine constructs a layer from a model's ``quantization_config`` and loads weights later. Here
+the config is turned into the names, shapes and dtypes of one matrix's tensors as quantizers write
+them, and the formats read those as they read a checkpoint's.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +11,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from moekit.errors import WeightsError
-from moekit.formats.awq import Awq
-from moekit.formats.compressed_tensors import CompressedTensors
-from moekit.formats.eight_bits import Fp8
+from moekit.formats import compressed_tensors, fp4
+from moekit.formats.compressed_tensors import CompressedTensors, nearest_group
+from moekit.formats.eight_bits import Fp8, eight_bits
 from moekit.formats.format import Format
 from moekit.formats.fp4 import Mxfp4
 from moekit.formats.gguf import Gguf
-from moekit.formats.gptq import AutoRound, Gptq
-from moekit.formats.matrix import Matrix
-from moekit.formats.method import Method
+from moekit.formats.gptq import AutoRound, Awq, Gptq
+from moekit.formats.method import Matrix, Method, skipped
 from moekit.formats.modelopt import ModelOpt
-from moekit.formats.plain import Plain
+from moekit.formats.plain import Plain, plain
 from moekit.formats.quark import Quark
-from moekit.untrusted.arguments import FLAG, Kind, either, size
+from moekit.problem.quant import QuantScheme
+from moekit.untrusted.arguments import FLAG, Kind, accept, either, size
 from moekit.untrusted.json_kinds import items, record, table, text
 
 METHODS: tuple[Method, ...] = (
@@ -30,20 +35,16 @@ _TEXT, _MOST = text(1000), 100_000
 _GROUP = either(size(1, 1 << 22), size(-1, -1))
 _BLOCK = items(size(1, 1 << 22), 2, 2)
 _INTEGERS = {"bits": size(1, 64), "group_size": _GROUP, "sym": FLAG, "desc_act": FLAG}
-_OPERAND = record(
-    {
-        "num_bits": size(1, 64),
-        "type": _TEXT,
-        "strategy": _TEXT,
-        "group_size": _GROUP,
-        "block_structure": either(_BLOCK, _TEXT),
-        "dynamic": either(FLAG, _TEXT),
-    }
-)
+_OPERAND = record({
+    "num_bits": size(1, 64), "type": _TEXT, "strategy": _TEXT, "group_size": _GROUP,
+    "block_structure": either(_BLOCK, _TEXT), "dynamic": either(FLAG, _TEXT),
+})  # fmt: skip
 _SPEC = record({"dtype": _TEXT, "qscheme": _TEXT, "group_size": _GROUP, "is_dynamic": FLAG})
 _QUARK = record({"weight": _SPEC, "input_tensors": _SPEC})
-_OBJECT = record({})
-_SKIPPED = items(_TEXT, 0, _MOST)
+_TARGETS = items(_TEXT, 0, _MOST)
+_CONFIG_GROUP = record({
+    "targets": _TARGETS, "weights": _OPERAND, "input_activations": _OPERAND, "format": _TEXT,
+})  # fmt: skip
 
 # Types and ranges of the fields that formats read. A field that is null counts as missing.
 QUANTIZATION: Kind = record(
@@ -58,17 +59,7 @@ QUANTIZATION: Kind = record(
         "q_group_size": _GROUP,
         "weight_block_size": _BLOCK,
         "static_groups": FLAG,
-        "config_groups": table(
-            record(
-                {
-                    "targets": _SKIPPED,
-                    "weights": _OPERAND,
-                    "input_activations": _OPERAND,
-                    "format": _TEXT,
-                }
-            ),
-            most=10_000,
-        ),
+        "config_groups": table(_CONFIG_GROUP, most=10_000),
         "sparsity_config": record({"format": _TEXT}),
         **dict.fromkeys(("dynamic", "extra_config"), table(record(_INTEGERS), most=_MOST)),
         "quantized_layers": table(record({"quant_algo": _TEXT, "group_size": _GROUP}), most=_MOST),
@@ -111,4 +102,91 @@ def format_of(matrix: Matrix) -> Format | None:
         f"(known: {', '.join(_BY_NAME)}): convert the checkpoint"
         if matrix.method not in _BY_NAME
         else f"{name} {held}, which is no form of {matrix.method} that moekit knows"
+    )
+
+
+# What models call an expert's gate, up and down projection.
+_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+
+
+def declared_format(
+    config: Mapping[str, Any] | None,
+    hidden_size: int,
+    intermediate_size: int,
+    module: str = "experts",
+) -> Format:
+    """Return the format of experts that ``config`` describes.
+
+    Args:
+        config: A model's ``quantization_config``. None, or one that leaves the module out, stands
+            for unquantized experts.
+        hidden_size: H.
+        intermediate_size: I.
+        module: The name of the experts' module, for configs that name modules.
+
+    Raises:
+        WeightsError: moekit does not know the method, or the config contradicts itself.
+    """
+    if config is None:
+        return plain()
+    name = "quantization_config"
+    config = dict(config)
+    accept({name: QUANTIZATION}, {name: config}, WeightsError)
+    config["quant_method"] = str(config.get("quant_method") or "").lower()
+    if any(entry.startswith(f"{module}.") for entry in skipped(config)):
+        return plain()
+    if (method := method_of(config)) is None:
+        named = config["quant_method"]
+        found = f"the quant_method {named!r}" if named else "no quant_method"
+        expected = " or ".join(each.names[0] for each in METHODS if each.names)
+        raise WeightsError(f"quantization_config has {found}, expected {expected}")
+    called = max(_NAMES, key=lambda names: nearest_group(config, f"{module}.0.{names[2]}")[0])
+    each = {name: method.of_module(config, f"{module}.0.{name}") for name in called}
+    fields = each[called[2]]
+    if (other := next((name for name in called if each[name] != fields), None)) is not None:
+        raise WeightsError(
+            f"quantization_config describes {other} and {called[2]} of {module} differently, and "
+            "one layer has one format: load the experts from files with dequantize=True"
+        )
+    if fields is None or method.of_module(config, module) is None:
+        return plain()
+    n, k = hidden_size, intermediate_size
+    tensors = method.declare(fields, called[2], n, k)
+    down = Matrix(
+        name=f"{module}.0.{called[2]}.weight", tensors=tensors, n=n, k=k, config=fields,
+        method=config["quant_method"], inputs="input_scale" in tensors,
+    )  # fmt: skip
+    format = format_of(down)
+    assert format is not None
+    return format
+
+
+def format_of_scheme(scheme: QuantScheme) -> Format:
+    """Return a format that ``scheme`` computes with.
+
+    Tensors are called as in compressed-tensors' checkpoints, and as in DeepSeek's for fp8 in blocks
+    with quantized activations.
+    """
+    weight, activation = scheme.weight, scheme.activation
+    if weight is None:
+        return plain()
+    rows, columns = weight.group
+    if weight.dtype == "int4":
+        return compressed_tensors.words(
+            4, columns, activation, zero_points=weight.zero_points, act_order=weight.act_order
+        )
+    if weight.packed:
+        name, scale = ("nvfp4", "weight_global_scale") if columns == 16 else ("mxfp4", "")
+        name = f"compressed-tensors {name}"
+        return fp4.pairs(name, "weight_packed", columns, scale, activation)
+    label = "int8" if weight.dtype == "int8" else "fp8"
+    blocks = rows > 1 and activation is not None
+    return eight_bits(
+        label if blocks else f"compressed-tensors {label}",
+        weight.torch_dtype,
+        weight.group,
+        "weight_scale_inv" if blocks else "weight_scale",
+        activation,
+        scale_dtype=weight.scale_dtype,
+        input_scale="input_scale" if activation is not None and activation.static else "",
     )

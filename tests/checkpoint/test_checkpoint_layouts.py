@@ -54,7 +54,7 @@ def check(path: Path, gate: Tensor, up: Tensor, down: Tensor, **how: Any) -> Non
             problem = problem_from_config(
                 checkpoint, parallel=parallel, device="cpu", dequantize=bool(how)
             )
-            weights = load_experts(checkpoint, None, 0, problem, threads=1, **how)
+            weights = load_experts(checkpoint, None, 0, problem, **how)
             weights.check(problem)
             canonical = weights.canonical(problem)
             plain = canonical if how else canonical.dequantize(problem.quant)
@@ -410,7 +410,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_saved_by_transformers(model_type: str, tmp_path: Path) -> None:
-    """The names are those of transformers: the loaded weights are the module's."""
+    """transformers has the same names: the loaded weights are the module's."""
     transformers = pytest.importorskip("transformers")
     if model_type not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} does not know {model_type}")
@@ -420,7 +420,7 @@ def test_saved_by_transformers(model_type: str, tmp_path: Path) -> None:
     found = detect(tmp_path)
     problem = problem_from_config(tmp_path, device="cpu")
     weights = load_experts(tmp_path, None, 1, problem)
-    assert found.num_experts == 4 and found.dtype == torch.bfloat16
+    assert found.groups[0].num_experts == 4 and found.dtype == torch.bfloat16
     canonical = weights.canonical(problem)
     for name, loaded in (("gate_up_proj", canonical.w13), ("down_proj", canonical.w2)):
         (p,) = (

@@ -24,7 +24,6 @@ TO_EDIT = (
     "docs/kit_mutants.md",
     "docs/kit_mutants_dispatchers.md",
     "docs/measured.md",
-    "moekit/checkpoint/",
     "moekit/testing/",
     "plugins/moekit-cutlass/README.md",
     "plugins/moekit-cutlass/src/",
@@ -39,7 +38,6 @@ TO_EDIT = (
     "plugins/moekit-triton/tests/",
     "plugins/moekit-vllm/src/",
     "plugins/moekit-vllm/tests/",
-    "tests/checkpoint/",
     "tests/kit/",
     "tests/support/",
 )
