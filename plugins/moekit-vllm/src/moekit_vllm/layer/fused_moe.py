@@ -12,17 +12,17 @@ moekit computes, and vLLM need not be installed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moekit import Activation
+from moekit import Activation, LayerParallelism, QuantScheme
 from moekit.checkpoint import PushedExperts
 from moekit_vllm.layer import keywords as vllm
-from moekit_vllm.layer.loading import LoadingLayer, Mapped
+from moekit_vllm.layer.loading import LoadingLayer
 from moekit_vllm.layer.quantization import resolve
 
 
@@ -40,34 +40,27 @@ class FusedMoE(LoadingLayer):
     arrive. Pass tensors to `weight_loader`, then call `process_weights_after_loading`, which packs
     them. Loading again updates the weights.
 
-    Arguments that `moekit.FusedMoE` or its records also have mean the same there. The others are:
-
     Args:
         reduce_results: Sum the ranks' outputs. By default the caller sums.
-        use_grouped_topk: Choose experts from the best groups. Without it, groups are ignored.
         quant_config: How the checkpoint stores experts: a model's ``quantization_config``, an
             object of vLLM's QuantizationConfig, or a scheme of moekit or its name, whose tensors
             are called as compressed-tensors does (fp8 per tensor and in blocks: as DeepSeek does).
+        quant: The scheme, if not the one that fits the checkpoint best.
+        dequantize: Convert weights of the checkpoint's format to ``params_dtype``.
+        activation: A name in vLLM, or an `Activation`.
+        is_act_and_mul: False removes the gate; pass its experts' only projection as "w1".
         tp_size: Tensor-parallel ranks; the rank comes from torch.distributed.
         ep_size: 1, or all ranks: each holds whole experts.
         custom_routing_function: ``(hidden_states, gating_output, topk, renormalize) -> (weights,
             ids)``, called with these keywords in place of all routing options.
-        activation: A name in vLLM, or an `Activation`.
-        is_act_and_mul: False removes the gate; pass its experts' only projection as "w1".
-        enable_eplb: Has no effect: `moekit.eplb` balances redundant experts.
-        expert_mapping: What `load_weights` needs, from `make_expert_params_mapping`.
-        zero_expert_type: "identity" or None.
-        swiglu_limit, swiglu_alpha, swiglu_beta: Numbers of the activation, as in vLLM.
-        activation_situ_beta, activation_situ_linear_beta: Numbers of the activation "situ".
         hash_indices_table: The routing's ``hash_table``, (V, K). Calls then need ``input_ids``.
         apply_routed_scale_to_output: Multiply the output by ``routed_scaling_factor``, not the
             weights.
-        ckpt_names: The checkpoint's names of gate, down and up projection, for `load_weights`; None
-            for the last without a gate. Used without ``expert_mapping``.
         is_fused_checkpoint_transposed: Tensors of all experts hold matrices as (in, out).
-        dequantize: Convert weights of the checkpoint's format to ``params_dtype``.
-        keywords: Other arguments of `moekit.FusedMoE` and `LayerParallelism`. ``quant`` is the
-            scheme, if not the one that fits the checkpoint best.
+        keywords: Other arguments of `moekit.FusedMoE` and fields of its records, which mean the
+            same there, and vLLM's ``use_grouped_topk`` (without it, groups are ignored),
+            ``swiglu_limit``, ``swiglu_alpha``, ``swiglu_beta``, ``activation_situ_beta`` and
+            ``activation_situ_linear_beta``.
 
     Raises:
         InvalidProblem: A keyword of vLLM's belongs to a part that this layer does not have, or
@@ -84,58 +77,34 @@ class FusedMoE(LoadingLayer):
         intermediate_size: int,
         params_dtype: torch.dtype | None = None,
         reduce_results: bool = False,
-        renormalize: bool = True,
-        use_grouped_topk: bool = False,
-        num_expert_group: int | None = None,
-        topk_group: int | None = None,
+        *,
         quant_config: Any = None,
+        quant: QuantScheme | str | None = None,
+        dequantize: bool = False,
+        activation: Activation | str = "silu",
+        is_act_and_mul: bool = True,
         tp_size: int | None = None,
         ep_size: int | None = None,
         dp_size: int | None = None,
-        prefix: str = "",
         custom_routing_function: Callable[..., Any] | None = None,
-        scoring_func: str = "softmax",
-        routed_scaling_factor: float = 1.0,
-        e_score_correction_bias: Tensor | None = None,
-        apply_router_weight_on_input: bool = False,
-        activation: Activation | str = "silu",
-        is_act_and_mul: bool = True,
-        enable_eplb: bool = False,
-        num_redundant_experts: int = 0,
-        has_bias: bool = False,
-        is_sequence_parallel: bool = False,
-        expert_mapping: list[Mapped] | None = None,
-        zero_expert_num: int = 0,
-        zero_expert_type: str | None = None,
-        swiglu_limit: float | None = None,
-        swiglu_alpha: float | None = None,
-        swiglu_beta: float | None = None,
-        activation_situ_beta: float | None = None,
-        activation_situ_linear_beta: float | None = None,
         hash_indices_table: Tensor | None = None,
         apply_routed_scale_to_output: bool = False,
-        ckpt_names: tuple[str, str, str | None] | None = None,
         is_fused_checkpoint_transposed: bool = False,
-        dequantize: bool = False,
+        prefix: str = "",
         **keywords: Any,
     ) -> None:
-        given, rest = dict(locals()), vllm.take_rest(keywords)
-        spread = vllm.parallelism(given, rest)
+        vllm.drop_unused(keywords)
+        if reduce_results or keywords.get("parallelism") is None:
+            keywords["reduce_results"] = reduce_results
+        vllm.set_ranks(keywords, tp_size, ep_size, dp_size)
+        fields = {n: v for n, v in keywords.items() if n in LayerParallelism.__dataclass_fields__}
+        spread = keywords.get("parallelism") or LayerParallelism(**fields)
         sizes = (hidden_size, intermediate_size, spread.config().tp_size)
-        format, scheme = resolve(
-            quant_config, rest.pop("quant", None), dequantize, sizes, prefix or "experts"
+        format, scheme = resolve(quant_config, quant, dequantize, sizes, prefix or "experts")
+        computed = vllm.activation_of(activation, is_act_and_mul, keywords)
+        output_scale = vllm.set_routing(
+            keywords, custom_routing_function, hash_indices_table, apply_routed_scale_to_output
         )
-        computed, is_gated = vllm.activation_of(given)
-        routing, output_scale = vllm.routing(given)
-        if ckpt_names is not None and expert_mapping is None:
-            gate, down, up = ckpt_names
-            expert_mapping = self.make_expert_params_mapping(
-                ckpt_gate_proj_name=gate,
-                ckpt_down_proj_name=down,
-                ckpt_up_proj_name=up or "",
-                num_experts=num_experts,
-                num_redundant_experts=num_redundant_experts,
-            )
         super().__init__(
             num_experts,
             top_k,
@@ -144,17 +113,19 @@ class FusedMoE(LoadingLayer):
             params_dtype=torch.get_default_dtype() if params_dtype is None else params_dtype,
             quant=scheme,
             activation=computed,
-            is_act_and_mul=is_gated,
-            has_bias=has_bias,
-            apply_router_weight_on_input=apply_router_weight_on_input,
-            routing=routing,
-            use_grouped_topk=use_grouped_topk or None,
-            parallelism=spread,
+            is_act_and_mul=None if is_act_and_mul else False,
             prefix=prefix or None,
-            **rest,
+            **keywords,
         )
         self.quant_config, self._group = quant_config, spread.group
         self._output_scale = output_scale
+        self.layer_name = self.prefix
+        # Ranks that hold slices of the same expert, and ranks over which experts are spread.
+        self.tp_size, self.ep_size = self.problem.parallel.tp_size, self.problem.parallel.ep_size
+        # Physical experts of all ranks, and of this rank.
+        self.global_num_experts = self.problem.num_physical_experts
+        self.local_num_experts = self.problem.num_local_experts
+        self.expert_map = self._expert_map()
         # Of gate and up in one tensor, rows alternate by the name in vLLM.
         alternates = activation != "swigluoai_uninterleave"
         make_loader = partial(
@@ -167,7 +138,7 @@ class FusedMoE(LoadingLayer):
             device=self.device,
             name=self.prefix,
         )
-        self.prepare_loading(make_loader, expert_mapping)
+        self.prepare_loading(make_loader)
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, router_logits: Tensor, input_ids: Tensor | None = None
@@ -191,36 +162,8 @@ class FusedMoE(LoadingLayer):
         out = super().forward(hidden_states, router_logits, token_ids=input_ids if hashed else None)
         return out if self._output_scale == 1.0 else out * self._output_scale
 
-    # -- ranks ------------------------------------------------------------------------------
-
-    @property
-    def layer_name(self) -> str:
-        """The layer's name."""
-        return self.prefix
-
-    @property
-    def tp_size(self) -> int:
-        """Number of ranks that hold slices of the same expert."""
-        return self.problem.parallel.tp_size
-
-    @property
-    def ep_size(self) -> int:
-        """Number of ranks over which whole experts are spread."""
-        return self.problem.parallel.ep_size
-
-    @property
-    def global_num_experts(self) -> int:
-        """Physical experts of all ranks."""
-        return self.problem.num_physical_experts
-
-    @property
-    def local_num_experts(self) -> int:
-        """Physical experts of this rank."""
-        return self.problem.num_local_experts
-
-    @cached_property
-    def expert_map(self) -> Tensor | None:
-        """The place on this rank of each physical expert, (P,) int32, -1 elsewhere; or None."""
+    def _expert_map(self) -> Tensor | None:
+        """Return each physical expert's place on this rank, (P,) int32, -1 elsewhere; or None."""
         if self.ep_size == 1:
             return None
         replicas = self.problem.num_redundant_experts

@@ -10,8 +10,26 @@ from moekit.checkpoint import Format, declared_format, format_of_scheme, scheme_
 from moekit.errors import InvalidProblem, WeightsError
 from moekit.plugin import quant as schemes
 
-# The lists of modules that are not quantized.
-_SKIPPED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
+# What objects of vLLM leave to their class, by method.
+_METHODS: Mapping[str, Mapping[str, Any]] = {
+    "fp8": {"activation_scheme": "dynamic"},
+    "fbgemm_fp8": {},
+    "gptq": {"desc_act": False, "sym": True},
+    "awq": {},
+    "modelopt": {"quant_algo": "FP8"},
+    "modelopt_fp4": {"quant_algo": "NVFP4"},
+    "mxfp4": {},
+    "compressed-tensors": {},
+}
+# Fields of config.json, and the attributes of vLLM's objects that have other names.
+_FIELDS = (
+    "activation_scheme", "weight_block_size", "group_size", "desc_act", "checkpoint_format",
+    "modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules",
+)  # fmt: skip
+_RENAMED = {
+    "weight_bits": "bits", "is_sym": "sym", "ignore_list": "ignore", "quant_method": "quant_algo",
+    "quant_format": "format",
+}  # fmt: skip
 _ARGUMENTS = (
     "num_bits", "type", "strategy", "group_size", "symmetric", "actorder", "dynamic",
     "block_structure",
@@ -85,73 +103,38 @@ def _of_vllm(given: Any) -> dict[str, Any]:
     """Convert an object with the public fields of one of vLLM's QuantizationConfig classes."""
     name = str(given.get_name())
     method = _method(name)
-    lists = {key: getattr(given, key) for key in _SKIPPED if isinstance(_get(given, key), list)}
+    said = {}
+    for attribute in (*_FIELDS, *_RENAMED):
+        if (value := getattr(given, attribute, None)) not in (None, ""):
+            said[_RENAMED.get(attribute, attribute)] = value
     for field in ("full_config", "config"):  # the model's own config
-        raw = _get(given, field)
+        raw = getattr(given, field, None)
         if isinstance(raw, Mapping) and raw.get("quant_method"):
+            lists = {key: value for key, value in said.items() if isinstance(value, list)}
             return {**raw, **lists, "quant_method": method}
-    if method == "compressed-tensors":
-        return {**lists, "quant_method": method, **_compressed(given)}
-    if method not in _FIELDS:
-        known = ", ".join((*_FIELDS, "compressed-tensors"))
+    if method not in _METHODS:
+        known = ", ".join(_METHODS)
         raise InvalidProblem(f"quant_config of vLLM's method {name!r}: expected one of {known}")
-    if _get(given, "is_checkpoint_fp8_serialized") is False:
+    if getattr(given, "is_checkpoint_fp8_serialized", None) is False:
         raise InvalidProblem(
             "quant_config says that the checkpoint is not fp8 yet: quantize it before loading, or "
             "leave quant_config out"
         )
-    default, attributes = _FIELDS[method]
-    said = {key: _get(given, attribute) for key, attribute in attributes.items()}
-    given_fields = {key: value for key, value in said.items() if value not in (None, "")}
-    return {**lists, "quant_method": method, **default, **given_fields}
-
-
-def _get(given: object, field: str) -> Any:
-    return getattr(given, field, None)
-
-
-def _compressed(given: object) -> dict[str, Any]:
-    groups = {}
-    for number, (target, said) in enumerate((_get(given, "target_scheme_map") or {}).items()):
-        groups[f"group_{number}"] = {
-            "targets": [target],
-            "weights": _arguments(said.get("weights")),
-            "input_activations": _arguments(said.get("input_activations")),
+    if method == "compressed-tensors":
+        said["config_groups"] = {
+            f"group_{number}": {
+                "targets": [target],
+                "weights": _arguments(each.get("weights")),
+                "input_activations": _arguments(each.get("input_activations")),
+            }
+            for number, (target, each) in enumerate(given.target_scheme_map.items())
         }
-    return {"format": _get(given, "quant_format"), "config_groups": groups}
+    return {**_METHODS[method], **said, "quant_method": method}
 
 
 def _arguments(said: object) -> dict[str, Any] | None:
     """Convert compressed-tensors' QuantizationArgs, a mapping or an object."""
     if said is None:
         return None
-    read = said.get if isinstance(said, Mapping) else lambda field: _get(said, field)
-    values = {field: read(field) for field in _ARGUMENTS}
-    return {field: getattr(value, "value", value) for field, value in values.items()}
-
-
-# By the method: fields of config.json, and the attributes of vLLM's object that replace them.
-_FIELDS: Mapping[str, tuple[dict[str, Any], dict[str, str]]] = {
-    "fp8": (
-        {"activation_scheme": "dynamic"},
-        {"activation_scheme": "activation_scheme", "weight_block_size": "weight_block_size"},
-    ),
-    "fbgemm_fp8": ({}, {"ignore": "ignore_list"}),
-    "gptq": (
-        {"desc_act": False, "sym": True},
-        {
-            "bits": "weight_bits",
-            "group_size": "group_size",
-            "desc_act": "desc_act",
-            "sym": "is_sym",
-            "checkpoint_format": "checkpoint_format",
-        },
-    ),
-    "awq": ({}, {"bits": "weight_bits", "group_size": "group_size"}),
-    "modelopt": ({"quant_algo": "FP8"}, {"quant_algo": "quant_method"}),
-    "modelopt_fp4": (
-        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-        {"quant_algo": "quant_method"},
-    ),
-    "mxfp4": ({}, {}),
-}
+    fields = said if isinstance(said, Mapping) else vars(said)
+    return {name: getattr(fields.get(name), "value", fields.get(name)) for name in _ARGUMENTS}
