@@ -95,25 +95,6 @@ def test_ranks_add_up(placement, ranks) -> None:
     assert error(total, want(weights, x, topk_weights, ids)) < 1e-5
 
 
-def test_a_new_expert_map_is_followed() -> None:
-    """The rank's three experts are 0, 1, 2, then 1, 3, 5, and with a third rank 6, 7, 8."""
-    moekit_vllm.register()
-    where = torch.tensor([0, 1, 2, -1, -1, -1], dtype=torch.int32)
-    config = standin.config(E, K, H, INNER, ep_size=2, ep_rank=0, use_ep=True)
-    held = {n: w[:3].clone() for n, w in drawn().items()}
-    layer = made(config, dict(held), expert_map=where)
-    x, topk_weights, ids = calls()
-    split = config.moe_parallel_config
-    for ep_size, rank, mine in ((2, 0, [0, 1, 2]), (2, 1, [1, 3, 5]), (3, 2, [6, 7, 8])):
-        split.ep_size, split.ep_rank, layer.global_num_experts = ep_size, rank, 3 * ep_size
-        ids = torch.rand(len(x), 3 * ep_size).topk(K).indices.int()
-        layer.next_expert_map = torch.full((3 * ep_size,), -1, dtype=torch.int32)
-        layer.next_expert_map[mine] = torch.arange(3, dtype=torch.int32)
-        layer.update_expert_map_info()
-        own = layer.next_expert_map[ids.long()]
-        assert error(applied(layer, x, topk_weights, ids), want(held, x, topk_weights, own)) < 1e-5
-
-
 def test_a_call_reads_no_values(monkeypatch) -> None:
     """Tensors without values suffice, so that the host need not wait for the device."""
     moekit_vllm.register()

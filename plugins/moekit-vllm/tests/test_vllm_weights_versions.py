@@ -14,7 +14,7 @@ import checkpoint_files as files
 import pytest
 import torch
 from moekit_vllm import weights as readers
-from moekit_vllm.weights.fp8 import whole_blocks
+from moekit_vllm.weights.floats import whole_blocks
 from moekit_vllm.weights.parameters import real_neurons
 from torch import Tensor, nn
 

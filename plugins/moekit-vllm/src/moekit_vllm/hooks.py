@@ -1,9 +1,8 @@
 """Register moekit's `RoutedExperts` with vLLM.
 
 `PluggableLayer.register_oot` is vLLM's public hook for classes that replace a layer. A class that
-replaces `RoutedExperts` differs in one thing: when it is made, `MoekitMethod` extends the
-quantization method that vLLM chose. vLLM creates and loads the weights as before, for every
-quantization method.
+replaces `RoutedExperts` differs in one thing: `moekit_vllm.method` extends the quantization method
+that vLLM chose. vLLM creates and loads the weights as before, for every quantization method.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 from moekit.errors import MoekitError
 from moekit.plugin import reason_of
 from moekit_vllm import versions
-from moekit_vllm.method import extend, follow
+from moekit_vllm.method import extended
 from moekit_vllm.settings import Mode
 
 
@@ -46,10 +45,8 @@ def _replace(mode: Mode) -> None:
             stock.register_oot(_subclass(stock, mode))
         elif not hasattr(taken, "made_by_moekit"):
             other = f"{taken.__module__}.{taken.__qualname__}"
-            mode.decline(
-                f"every layer of class {stock.__name__}",
-                f"another plugin has replaced that class by {other}",
-            )
+            why = f"another plugin has replaced that class by {other}"
+            mode.decline(f"every layer of class {stock.__name__}", why)
 
 
 def uninstall() -> None:
@@ -67,12 +64,7 @@ def _subclass(stock: Any, mode: Mode) -> Any:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            extend(self.quant_method, mode)
-
-        def update_expert_map_info(self) -> None:
-            """Take the ranks' new placement of experts, which elastic expert parallelism makes."""
-            super().update_expert_map_info()
-            follow(self)
+            self.quant_method = extended(self.quant_method, mode)
 
     Layer.__name__, Layer.__qualname__ = stock.__name__, stock.__qualname__
     return Layer

@@ -42,8 +42,8 @@ class FusedMoE(LoadingLayer):
 
     Args:
         reduce_results: Sum the ranks' outputs. By default the caller sums.
-        quant_config: How the checkpoint stores experts: a model's ``quantization_config``, an
-            object of vLLM's QuantizationConfig, or a scheme of moekit or its name, whose tensors
+        quant_config: How the checkpoint stores experts: a model's ``quantization_config`` as a
+            mapping or an object with ``to_dict``, or a scheme of moekit or its name, whose tensors
             are called as compressed-tensors does (fp8 per tensor and in blocks: as DeepSeek does).
         quant: The scheme, if not the one that fits the checkpoint best.
         dequantize: Convert weights of the checkpoint's format to ``params_dtype``.
