@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,9 @@ import vllm_quantized_layers as layers  # noqa: E402
 from moekit_vllm import weights as readers  # noqa: E402
 from moekit_vllm.problem import problem_of  # noqa: E402
 
-import moekit  # noqa: E402
-from moekit import ExpertWeights, MoEProblem, ParallelConfig, Routing  # noqa: E402
+from moekit import ExpertWeights, MoEProblem, ParallelConfig  # noqa: E402
 from moekit.checkpoint import Checkpoint, load_experts  # noqa: E402
 from moekit.errors import MoekitError, Unsupported  # noqa: E402
-from moekit.problem.tolerance import rms_bound  # noqa: E402
 
 H, I = 256, 512
 RANKS = [(1, 0), (2, 0), (2, 1)]
@@ -93,47 +90,6 @@ def test_reads_what_the_checkpoint_holds(
     assert format.views == (read.w13.data_ptr() in memory) == (read.w2.data_ptr() in memory)
 
 
-# -- what is computed ------------------------------------------------------------------------
-
-
-def output(
-    kernel_problem: MoEProblem, weights: ExpertWeights, x: Tensor, routing: Routing
-) -> Tensor:
-    kernel = moekit.compose(kernel_problem, experts="torch")
-    return kernel(x.to(kernel_problem.dtype), kernel.pack(weights), routing).float()
-
-
-@pytest.mark.parametrize("name", layers.FORMATS)
-def test_ranks_sum_to_the_model(name: str, checkpoint: Make) -> None:
-    made = checkpoint(name)
-    x, routing = layers.inputs(H)
-    want = layers.expected_output(made, x, routing)
-    total, swapped, shifted = (torch.zeros_like(want) for _ in range(3))
-    for rank in range(2):
-        layer = loaded(name, made, 2, rank)
-        scheme, read = readers.read(layer, layer.quant_method)
-        problem = problem_of(layer, scheme, read)
-        total += output(problem, read, x, routing)
-        canonical = read.canonical(problem)
-        swapped += output(problem, half_swapped(canonical), x, routing)
-        wrong = replace(read, w2_scale=2 * read.w2_scale)
-        shifted += output(problem, wrong, x, routing)
-    bound = rms_bound(problem)
-    assert layers.relative_rms(total, want) < bound
-    assert layers.relative_rms(swapped, want) > 0.3
-    assert layers.relative_rms(shifted, want) > 0.3
-
-
-def half_swapped(weights: ExpertWeights) -> ExpertWeights:
-    """Exchange gate and up."""
-
-    def swap(t: Tensor | None) -> Tensor | None:
-        return t if t is None or t.shape[1] == 1 else torch.cat(t.chunk(2, dim=1)[::-1], dim=1)
-
-    names = ("w13", "w13_scale", "w13_zero_points")
-    return replace(weights, **{n: swap(getattr(weights, n)) for n in names})
-
-
 @pytest.mark.parametrize("name", ["fp8-block", "ct-int4-zp", "awq", "ct-nvfp4"])
 def test_the_experts_of_a_rank(name: str, checkpoint: Make, monkeypatch: Any) -> None:
     """Under expert parallelism vLLM's first rank of two has the first half of the experts."""
@@ -154,8 +110,6 @@ def test_the_experts_of_a_rank(name: str, checkpoint: Make, monkeypatch: Any) ->
 def test_fp8_blocks_that_tensor_parallelism_cuts(checkpoint: Make) -> None:
     """I = 384 on two ranks is 192 neurons each: vLLM divides blocks into 64 x 64."""
     made = checkpoint("fp8-block", H, 384)
-    x, routing = layers.inputs(H)
-    want, total = layers.expected_output(made, x, routing), torch.zeros(len(x), H)
     for rank in range(2):
         layer = loaded("fp8-block", made, 2, rank)
         assert layer.quant_method.weight_scale_refine == (2, 2)
@@ -169,8 +123,6 @@ def test_fp8_blocks_that_tensor_parallelism_cuts(checkpoint: Make) -> None:
         assert torch.equal(w13.unflatten(1, (2, 256))[:, 1, real], made.up[:, mine])
         assert torch.equal(w2[:, :, real], made.down[:, :, mine])
         assert int(w2.count_nonzero()) == int(made.down[:, :, mine].count_nonzero())
-        total += output(problem, read, x, routing)
-    assert layers.relative_rms(total, want) < rms_bound(problem)
 
 
 # -- what moekit knows of vLLM -------------------------------------------------------------

@@ -64,7 +64,7 @@ def _subclass(stock: Any, mode: Mode) -> Any:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self.quant_method = extended(self.quant_method, mode)
+            self.quant_method: Any = extended(self.quant_method, mode)
 
     Layer.__name__, Layer.__qualname__ = stock.__name__, stock.__qualname__
     return Layer

@@ -26,7 +26,8 @@ _QUANTIZED = "_already_called_process_weights_after_loading"
 
 def extended(method: Any, mode: Mode) -> Any:
     """Return a method that lets moekit compute its layer, with the attributes of ``method``."""
-    made = object.__new__(_extended(type(method)))
+    stock: Any = type(method)
+    made = object.__new__(_extended(stock))
     object.__setattr__(made, "__dict__", vars(method))  # shared: bound methods may refer to it
     made.moekit_mode = mode
     return made
