@@ -30,6 +30,8 @@ logger = logging.getLogger("moekit")
 ATTRIBUTE = "_moekit_layer"  # of an experts module: its Layer
 # Only one thread at a time packs weights or drops packed ones.
 _lock = threading.RLock()
+# A child process has no thread that would release it. typeshed does not know the method.
+os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 _weak: Any = StorageWeakRef  # torch declares no types for it
 
 
