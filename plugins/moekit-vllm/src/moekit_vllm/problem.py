@@ -118,16 +118,11 @@ def _batch_invariant() -> bool:
 
 
 def activation_of(layer: Any) -> Activation:
-    """Return the layer's activation.
-
-    Raises:
-        InvalidProblem: moekit has no such activation, or not with these parameters.
-    """
-    config = layer.moe_config
+    """Return the layer's activation; raise InvalidProblem if moekit has none like it."""
     numbers = {}
     for field in NUMBERS:  # the layer has some, and its config others, by version
-        own = getattr(layer, field, None)
-        numbers[field] = getattr(config, field, None) if own is None else own
+        found = (getattr(owner, field, None) for owner in (layer, layer.moe_config))
+        numbers[field] = next((number for number in found if number is not None), None)
     return vllm_activation(layer.activation.value, **numbers)
 
 
