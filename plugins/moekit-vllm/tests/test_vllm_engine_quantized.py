@@ -90,14 +90,6 @@ def test_mxfp4(engines: Engines, mxfp4: list[list[str]]) -> None:
         assert_same(stock, ours["reloaded"])
 
 
-def test_mxfp4_on_two_ranks(engines: Engines, mxfp4: list[list[str]], tmp_path: Path) -> None:
-    packed, meant = mxfp4[0]
-    two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    with Engines(tmp_path) as alone:
-        ranks = alone(packed, "require", engine=two)
-    assert_same(engines(meant, "off")["first"], ranks["first"])
-
-
 def test_fp8(engines: Engines, tmp_path: Path) -> None:
     """Activations are rounded to fp8, which moves the logarithms of probabilities a little."""
     packed, meant = quantized(tmp_path, files.fp8(-1, -1), FP8, 0)

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import sys
+from types import SimpleNamespace
 
 import moekit_vllm
 import pytest
@@ -145,6 +146,7 @@ LEFT = {
         {},
         "all2all_backend='deepep_low_latency'",
     ),
+    "elastic": (dict(ep_size=2, use_ep=True), {}, "elastic expert parallelism"),
     "prompts": (dict(pcp_size=2, ep_size=2, use_ep=True), {}, "prefill context parallelism"),
     "hash": (dict(dp_size=2), {"hash_indices_table": 1}, "routes by token ids"),
     "activation": (dict(activation="swiglu_of_tomorrow"), {}, "'swiglu_of_tomorrow'"),
@@ -164,6 +166,8 @@ def test_vllm_keeps_a_layer(monkeypatch, caplog, why, mode) -> None:
     monkeypatch.setenv("MOEKIT_VLLM", mode)
     moekit_vllm.register()
     changes, more, said = LEFT[why]
+    if why == "elastic":
+        monkeypatch.setattr(standin, "ranks", SimpleNamespace(tcp_store_group="vLLM's"))
     changes = dict(changes)
     activation = changes.pop("activation", "silu")
     config = standin.config(E, K, H, INNER, activation, **changes)
@@ -182,49 +186,40 @@ def test_vllm_keeps_a_layer(monkeypatch, caplog, why, mode) -> None:
         assert layer.quant_method.is_monolithic == (why == "method")
 
 
-def test_weights_of_another_process_stay_with_vllm(monkeypatch, caplog) -> None:
-    moekit_vllm.register()
-    monkeypatch.setattr(standin, "prepared", True)
-    assert made(weights=drawn()).prepared_by_vllm
-    assert "another process has prepared its weights" in caplog.text
-
-
-def test_kernels_that_cuda_graphs_cannot_hold(monkeypatch, caplog) -> None:
-    moekit_vllm.register()
+def _graphs(monkeypatch):
     compiled = standin.engine.compilation_config
     monkeypatch.setattr(compiled, "cudagraph_mode", standin.graphs.PIECEWISE)
-    assert made(weights=drawn()).prepared_by_vllm
-    assert "'torch' cannot be in the CUDA graphs that vLLM captures" in caplog.text
-    monkeypatch.setattr(standin, "engine", None)  # as in a call of `reload_weights`
-    assert not hasattr(made(weights=drawn()), "prepared_by_vllm")
 
 
-def test_weights_on_the_host_stay_with_vllm(monkeypatch, caplog) -> None:
+def _broken_backend(monkeypatch):
+    monkeypatch.setattr(moekit.ModularKernel, "pack", raising(ZeroDivisionError("in the backend")))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda m: m.setattr(standin, "prepared", True), "another process has prepared its weig"),
+        (lambda m: m.setattr(standin, "offloader", object()), "vLLM offloads weights to the host"),
+        (lambda m: m.delitem(sys.modules, versions._CPU_ROUTER), "inside its CPU kernels"),
+        (_graphs, "'torch' cannot be in the CUDA graphs that vLLM captures"),
+        (_broken_backend, "in the backend"),
+    ],
+)
+def test_vllm_keeps_layers_of_an_engine(monkeypatch, caplog, change, said) -> None:
+    change(monkeypatch)
     moekit_vllm.register()
-    monkeypatch.setattr(standin, "offloader", object())
-    assert made(weights=drawn()).prepared_by_vllm
-    assert "vLLM offloads weights to the host" in caplog.text
-
-
-def test_a_version_without_a_router_for_cpus_keeps_their_layers(monkeypatch, caplog) -> None:
-    monkeypatch.delitem(sys.modules, versions._CPU_ROUTER)
-    moekit_vllm.register()
-    assert made(weights=drawn()).prepared_by_vllm
-    assert "stays with vLLM" in caplog.text and "inside its CPU kernels" in caplog.text
-
-
-def test_a_backend_that_raises_leaves_the_layer_to_vllm(monkeypatch, caplog) -> None:
-    moekit_vllm.register()
-
-    def broken(self, weights):
-        raise ZeroDivisionError("in the backend")
-
-    monkeypatch.setattr(moekit.ModularKernel, "pack", broken)
     weights = drawn()
     layer = made(weights=weights)
-    assert applied(layer, *calls()) == "vLLM's own"
+    assert layer.prepared_by_vllm and applied(layer, *calls()) == "vLLM's own"
     assert layer.w13_weight.data_ptr() == weights["w13_weight"].data_ptr()
-    assert "in the backend" in caplog.text
+    assert "stays with vLLM" in caplog.text and said in caplog.text
+
+
+def test_reloading_weights_has_no_config_of_an_engine(monkeypatch) -> None:
+    _graphs(monkeypatch)
+    monkeypatch.setattr(standin, "engine", None)
+    moekit_vllm.register()
+    assert not hasattr(made(weights=drawn()), "prepared_by_vllm")
 
 
 def test_slow_backends_are_not_chosen_on_gpus(monkeypatch) -> None:

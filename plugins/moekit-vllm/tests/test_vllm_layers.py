@@ -157,31 +157,6 @@ def test_vllms_batch_invariant_mode(monkeypatch, caplog) -> None:
     assert "vLLM adds up partial sums of 2 expert-parallel ranks" in caplog.text
 
 
-@pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2_no_mul"])
-def test_what_vllm_pads_is_zero(activation) -> None:
-    """vLLM does not initialize the rows and columns that it adds."""
-    moekit_vllm.register()
-    gated, interleaved = not activation.endswith("no_mul"), activation == "swigluoai"
-    weights = drawn(halves=1 + gated)
-    wide, inner = H + 32, INNER + 16
-    w13 = torch.full((E, (1 + gated) * inner, wide), float("nan"))
-    w2 = torch.full((E, wide, inner), float("nan"))
-    halves = [w13] if interleaved or not gated else w13.chunk(2, dim=1)
-    for half, part in zip(halves, weights["w13_weight"].chunk(len(halves), dim=1), strict=True):
-        half[:, : part.shape[1], :H] = part
-    w2[:, :H, :INNER] = weights["w2_weight"]
-    config = standin.config(
-        E, K, wide, inner, activation, hidden_dim_unpadded=H,
-        intermediate_size_per_partition_unpadded=INNER, is_act_and_mul=gated,
-    )  # fmt: skip
-    layer = made(config, {"w13_weight": w13, "w2_weight": w2})
-    x, topk_weights, ids = calls()
-    out = applied(layer, torch.nn.functional.pad(x, (0, 32)), topk_weights, ids)
-    known = problem.activation_of(layer)
-    expected = want(weights, x, topk_weights, ids, known, interleaved)
-    assert error(out[:, :H], expected) < 1e-5 and (out[:, H:] == 0).all()
-
-
 @pytest.mark.parametrize(
     ("name", "fields", "activation"),
     [
@@ -191,6 +166,17 @@ def test_what_vllm_pads_is_zero(activation) -> None:
         ("swiglustep", {}, moekit.Activation("swiglustep", limit=7.0)),
         ("silu", {"swiglu_limit": 3.0}, moekit.Activation("silu", limit=3.0)),
         ("swigluoai", {"swiglu_limit": 7.0}, moekit.Activation("swigluoai")),
+        ("situ", {"activation_situ_beta": 2.0}, moekit.Activation("situ", alpha=2.0)),
+        (
+            "situ",
+            {"activation_situ_beta": 2.0, "activation_situ_linear_beta": -1.0},  # none
+            moekit.Activation("situ", alpha=2.0),
+        ),
+        (
+            "situ",
+            {"activation_situ_beta": 2.0, "activation_situ_linear_beta": 3.0},
+            moekit.Activation("situ", alpha=2.0, limit=3.0),
+        ),
         (
             "swigluoai_uninterleave",
             {"swiglu_limit": 5.0, "swiglu_alpha": 1.5, "swiglu_beta": 1.0},
@@ -252,15 +238,6 @@ def test_the_operator_fits_its_fake(monkeypatch) -> None:
     for tokens in (x, x.repeat(1, 2)[:, ::2], x[:0]):
         given = (tokens, topk_weights[: len(tokens)], ids[: len(tokens)], layer.layer_name)
         torch.library.opcheck(torch.ops.moekit.vllm_experts.default, given)
-
-
-def test_situ() -> None:
-    """Its numbers are in vLLM's config alone; a linear beta of zero or less means none."""
-    for linear, limit in ((None, None), (-1.0, None), (3.0, 3.0)):
-        more = dict(activation_situ_beta=2.0, activation_situ_linear_beta=linear)
-        layer = standin.RoutedExperts(standin.config(E, K, H, INNER, "situ", **more), drawn())
-        expected = moekit.Activation("situ", alpha=2.0, limit=limit)
-        assert problem.activation_of(layer) == expected
 
 
 def test_vllm_may_move_experts() -> None:

@@ -209,43 +209,56 @@ def test_what_moekit_lacks_is_refused(case: str, checkpoint: Make) -> None:
         readers.read(layer, layer.quant_method)
 
 
-def test_weight_only_backends_leave_activations_alone(checkpoint: Make) -> None:
+def _marlin(method: Any) -> None:
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 
-    schemes = ("fp8_w8a16_block", "fp8_w8a16_tensor", "fp8_w8a16_tensor", "fp8_w8a16_channel")
-    names = ("fp8-block", "fp8-tensor", "fp8-static", "ct-fp8-channel")
-    for name, scheme in zip(names, schemes, strict=True):
-        layer = loaded(name, checkpoint(name))
-        layer.quant_method.fp8_backend = Fp8MoeBackend.MARLIN
-        got, read = readers.read(layer, layer.quant_method)
-        assert got == scheme
-        read.check(problem_of(layer, got, read))
+    method.fp8_backend = Fp8MoeBackend.MARLIN
 
 
-@pytest.mark.parametrize("name", ["fp8-block", "fp8-block-e8m0", "ct-fp8-block"])
-def test_cpus_with_amx_leave_activations_alone(name: str, checkpoint: Make, monkeypatch) -> None:
-    """vLLM's kernel for fp8 blocks on these CPUs takes bf16 activations."""
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+def _a_scale_for_each_token(method: Any) -> None:
+    """As 0.33 quantizes in batch-invariant mode."""
+    method.per_act_token_quant = True
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "scheme"),
+    [
+        ("fp8-block", _marlin, "fp8_w8a16_block"),
+        ("fp8-tensor", _marlin, "fp8_w8a16_tensor"),
+        ("fp8-static", _marlin, "fp8_w8a16_tensor"),
+        ("ct-fp8-channel", _marlin, "fp8_w8a16_channel"),
+        ("fp8-tensor", _a_scale_for_each_token, "fp8_channel_token"),
+    ],
+)
+def test_vllms_choice_decides_about_activations(
+    name: str, change: Callable[[Any], None], scheme: str, checkpoint: Make
+) -> None:
     made = checkpoint(name)
     layer = loaded(name, made)
+    change(layer.quant_method)
+    got, read = readers.read(layer, layer.quant_method)
+    assert got == scheme
+    problem = problem_of(layer, got, read)
+    read.check(problem)
+    if not scheme.endswith("tensor"):  # where gate and up get one scale
+        check_numbers(read, problem, made)
+
+
+def check_numbers(read: ExpertWeights, problem: MoEProblem, made: files.Layer) -> None:
+    w13, w2 = numbers(read, problem)
+    assert torch.equal(w13, torch.cat([made.gate, made.up], dim=1))
+    assert torch.equal(w2, made.down)
+
+
+def test_cpus_with_amx_leave_activations_alone(checkpoint: Make, monkeypatch) -> None:
+    """vLLM's kernel for fp8 blocks on these CPUs takes bf16 activations."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    made = checkpoint("fp8-block")
+    layer = loaded("fp8-block", made)
     assert layer.quant_method.fp8_backend.name == "CPU"
     scheme, read = readers.read(layer, layer.quant_method)
     assert scheme == "fp8_w8a16_block"
-    w13, w2 = numbers(read, problem_of(layer, scheme, read))
-    assert torch.equal(w13, torch.cat([made.gate, made.up], dim=1))
-    assert torch.equal(w2, made.down)
-
-
-def test_tensor_scales_with_a_scale_for_each_token(checkpoint: Make) -> None:
-    """In batch-invariant mode 0.33 quantizes tokens one by one."""
-    made = checkpoint("fp8-tensor")
-    layer = loaded("fp8-tensor", made)
-    layer.quant_method.per_act_token_quant = True
-    scheme, read = readers.read(layer, layer.quant_method)
-    assert scheme == "fp8_channel_token"
-    w13, w2 = numbers(read, problem_of(layer, scheme, read))
-    assert torch.equal(w13, torch.cat([made.gate, made.up], dim=1))
-    assert torch.equal(w2, made.down)
+    check_numbers(read, problem_of(layer, scheme, read), made)
 
 
 @pytest.mark.parametrize("name", ["fp8-block", "fp8-tensor", "ct-int8", "ct-int4"])

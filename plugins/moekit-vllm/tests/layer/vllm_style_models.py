@@ -44,14 +44,6 @@ class Block(nn.Module):
 
 
 class MixtralMoE(Block):
-    pass
-
-
-class Qwen3MoeSparseMoeBlock(Block):
-    def arguments(self, config: Any) -> dict[str, Any]:
-        inner, norm = config.moe_intermediate_size, config.norm_topk_prob
-        return dict(num_experts=config.num_experts, intermediate_size=inner, renormalize=norm)
-
     def forward(self, hidden_states: Tensor) -> Tensor:
         out = super().forward(hidden_states)
         if self.experts.tp_size > 1:
@@ -93,24 +85,6 @@ class DeepseekV2MoE(Block):
         mlp = self.shared_experts
         gated = F.silu(mlp["gate_proj"](hidden_states)) * mlp["up_proj"](hidden_states)
         return self.routed(hidden_states) + mlp["down_proj"](gated)
-
-
-class Llama4MoE(Block):
-    gate_name = "router"
-
-    @staticmethod
-    def custom_routing_function(
-        hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool
-    ) -> tuple[Tensor, Tensor]:
-        scores, ids = torch.topk(gating_output, topk, dim=-1)
-        return torch.sigmoid(scores.float()), ids.to(torch.int32)
-
-    def arguments(self, config: Any) -> dict[str, Any]:
-        return super().arguments(config) | dict(
-            custom_routing_function=self.custom_routing_function,
-            apply_router_weight_on_input=True,
-            renormalize=False,
-        )
 
 
 class GptOssMLP(Block):
@@ -199,19 +173,12 @@ class MoEModel(nn.Module):
 
     @staticmethod
     def _load_stack(name: str, loaded_weight: Tensor, params_dict: dict[str, Any]) -> bool:
-        """Load a tensor of all experts: as vLLM's llama4.py does, or as it is for gpt-oss."""
+        """Load a tensor of all of gpt-oss's experts as it is."""
         stem, _, weight_name = name.rpartition(".")
         what, _, suffix = weight_name.partition("_proj")
-        full_name = f"{stem}.w13_" if what == "gate_up" else f"{stem}.w2_"
-        full_name += suffix.lstrip("_") or "weight"
+        shard = "w13" if what == "gate_up" else "w2"
+        full_name = f"{stem}.{shard}_{suffix.lstrip('_') or 'weight'}"
         param = params_dict.get(full_name)
-        if param is None:
-            return False
-        if f"{stem}.w2_bias" in params_dict:
-            shards, pieces = ("w13" if what == "gate_up" else "w2",), (loaded_weight,)
-        else:
-            shards = ("w1", "w3") if what == "gate_up" else ("w2",)
-            pieces = loaded_weight.transpose(-1, -2).chunk(len(shards), dim=-2)
-        for shard_id, piece in zip(shards, pieces, strict=True):
-            param.weight_loader(param, piece, full_name, shard_id=shard_id, expert_id=0)
-        return True
+        if param is not None:
+            param.weight_loader(param, loaded_weight, full_name, shard_id=shard, expert_id=0)
+        return param is not None
