@@ -21,7 +21,6 @@ BANNED = re.compile(
 TO_EDIT = (
     "benchmarks/device/tile_regret.py",
     "docs/guide/batch_invariant.md",
-    "docs/guide/vllm_layer.md",
     "docs/kit_mutants.md",
     "docs/kit_mutants_dispatchers.md",
     "docs/measured.md",
@@ -49,8 +48,6 @@ TO_EDIT = (
     "plugins/moekit-marlin/tests/",
     "plugins/moekit-triton/src/",
     "plugins/moekit-triton/tests/",
-    "plugins/moekit-vllm/src/",
-    "plugins/moekit-vllm/tests/",
     "tests/checkpoint/",
     "tests/core/",
     "tests/kit/",

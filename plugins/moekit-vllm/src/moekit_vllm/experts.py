@@ -49,14 +49,8 @@ class LayerExperts:
     def of(cls, layer: Any, method: Any, before: LayerExperts | None) -> LayerExperts:
         """Pack a layer's loaded parameters; the layer then holds the packed weights instead.
 
-        Args:
-            layer: A `RoutedExperts` layer of vLLM.
-            method: Its quantization method.
-            before: What this method returned before the weights were updated. It keeps its memory,
-                which CUDA graphs may have captured.
-
-        Raises:
-            MoekitError: moekit cannot compute the layer; it is as it was before.
+        before: What this returned before the weights were updated. It keeps its memory, which CUDA
+        graphs may have captured. If this raises, the layer is as it was.
         """
         if versions.prepared_elsewhere():
             raise refusal("another process has prepared its weights for vLLM's own kernels")
@@ -66,7 +60,7 @@ class LayerExperts:
                 problem = problem_of(layer, quant, loaded)
             cpu_kernel = layer.expert_map is None and versions.has_cpu_kernel(method)
             with _on_all_ranks(layer):
-                kernel = kernel_for(problem, cpu_kernel and method.moekit_mode is not Mode.REQUIRE)
+                kernel = _kernel_for(problem, cpu_kernel and method.moekit_mode is not Mode.REQUIRE)
                 packed = kernel.pack(loaded)
                 order = _order(layer, problem)
                 if reasons := _against(kernel, packed, before):
@@ -114,15 +108,8 @@ def _warm_up(kernel: ModularKernel, packed: PackedWeights, num_tokens: int) -> N
         kernel.warmup(packed, num_tokens)
 
 
-def kernel_for(problem: MoEProblem, cpu_kernel: bool = False) -> ModularKernel:
-    """Return the kernel for a problem; equal problems share one.
-
-    Args:
-        cpu_kernel: As in `too_slow`.
-
-    Raises:
-        MoekitError: No backend computes the problem, or none as fast as vLLM's kernel.
-    """
+def _kernel_for(problem: MoEProblem, cpu_kernel: bool) -> ModularKernel:
+    """Return the kernel for a problem, unless vLLM's is faster; equal problems share one."""
     kernel = _kernels.get(problem)
     if kernel is None:
         # Ids come from vLLM's router, and checks by value would wait for the GPU.
@@ -148,12 +135,11 @@ def _in_own_memory(make: Callable[[], ModularKernel]) -> ModularKernel:
     index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
     def run() -> ModularKernel:
-        if index is None:
-            return make()
-        torch.accelerator.set_device_index(index)
-        kernel = make()
-        torch.accelerator.synchronize()  # the calling thread has another stream
-        return kernel
+        with torch.accelerator.device_index(index):
+            kernel = make()
+            if index is not None:
+                torch.accelerator.synchronize()  # the calling thread has another stream
+            return kernel
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(run).result()
@@ -211,10 +197,10 @@ def _against(
         return ["its packed weights have other shapes or dtypes, or another backend, than before"]
     specs = (kernel.dispatcher.spec, kernel.experts.spec)
     unfit = [repr(spec.name) for spec in specs if not spec.graph_safe]
-    if not unfit or not versions.captures_graphs():
-        return []
-    names = " and ".join(unfit)
-    return [f"{names} cannot be in the CUDA graphs that vLLM captures: use --enforce-eager"]
+    if unfit and versions.captures_graphs():
+        names = " and ".join(unfit)
+        return [f"{names} cannot be in the CUDA graphs that vLLM captures: use --enforce-eager"]
+    return []
 
 
 def _held(layer: Any, packed: PackedWeights) -> dict[str, nn.Parameter]:

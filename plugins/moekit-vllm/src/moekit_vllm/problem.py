@@ -13,8 +13,7 @@ from moekit_vllm import versions
 from moekit_vllm.activations import NUMBERS, vllm_activation
 from moekit_vllm.settings import VARIABLE
 
-# Experts that are right everywhere, and slower than vLLM's kernels.
-_SLOW = frozenset({"reference", "torch"})
+_SLOW = ("reference", "torch")  # experts that are right everywhere
 # vLLM's variable for the same bits in every batch, for a fixed number of ranks.
 _BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 
@@ -25,11 +24,6 @@ def problem_of(layer: Any, quant: str, weights: ExpertWeights) -> MoEProblem:
     Unless moekit `dispatches`, vLLM's runner gathers tokens before the layer and sums ranks after
     it, so every rank passes the same tokens (``dp_size=1``) and the output is this rank's partial
     sum.
-
-    Args:
-        layer: The layer, after its weights were created.
-        quant: The name of the scheme of its weights.
-        weights: Its weights; they say this rank's intermediate size, and whether there are biases.
 
     Raises:
         Unsupported: The layer needs something that moekit, or this way of calling it, has not.
@@ -129,9 +123,7 @@ def activation_of(layer: Any) -> Activation:
 def too_slow(explanation: Explanation, cpu_kernel: bool = False) -> list[str]:
     """Return why vLLM's kernels are the better choice; empty if moekit's are.
 
-    Args:
-        explanation: moekit's choice for the layer.
-        cpu_kernel: vLLM has a kernel for the layer on this CPU, and may use it.
+    cpu_kernel: vLLM has a kernel for the layer on this CPU, and may use it.
     """
     problem, chosen = explanation.problem, explanation.chosen
     named = any(name.startswith("experts ") for name in explanation.named)

@@ -27,11 +27,7 @@ _HARMLESS = (
 
 
 def drop_unused(keywords: dict[str, Any]) -> None:
-    """Remove the keywords that moekit's layer does not need.
-
-    Raises:
-        InvalidProblem: A keyword belongs to a part that this layer does not have.
-    """
+    """Remove keywords without effect here; refuse those of parts that this layer does not have."""
     for name in _ABSENT:
         value = keywords.pop(name, None)
         if not (value is None or value is False or (name == "pcp_size" and value == 1)):
@@ -47,13 +43,7 @@ def drop_unused(keywords: dict[str, Any]) -> None:
 def activation_of(
     activation: Activation | str, is_act_and_mul: bool, keywords: dict[str, Any]
 ) -> Activation | str:
-    """Return the activation; take its numbers from ``keywords``.
-
-    Without numbers, an activation has its usual ones.
-
-    Raises:
-        InvalidProblem: The name is unknown, or does not go with the numbers.
-    """
+    """Return the activation; take its numbers from ``keywords``, or leave the usual ones."""
     taken = {name: keywords.pop(name, None) for name in NUMBERS}
     numbers = {name: number for name, number in taken.items() if number is not None}
     if not is_act_and_mul:  # vLLM's activations without a gate have no numbers
@@ -79,9 +69,6 @@ def set_routing(
 
     As in vLLM, groups are ignored without ``use_grouped_topk``, a correction bias with a table of
     hashed routing, and all options with a custom routing function.
-
-    Raises:
-        InvalidProblem: Keywords do not fit each other.
     """
     if (kind := keywords.pop("zero_expert_type", None)) not in (None, "identity"):
         raise InvalidProblem(f"zero_expert_type={kind!r}: it must be 'identity' or None")
@@ -130,11 +117,7 @@ def _with_vllm_names(function: Callable[..., Any]) -> Callable[..., tuple[Tensor
 def set_ranks(
     keywords: dict[str, Any], tp_size: int | None, ep_size: int | None, dp_size: int | None
 ) -> None:
-    """Write vLLM's sizes into ``keywords`` as fields of `LayerParallelism`.
-
-    Raises:
-        InvalidProblem: The sizes contradict each other.
-    """
+    """Write vLLM's sizes into ``keywords`` as fields of `LayerParallelism`."""
     if ep_size not in (None, 1):
         if tp_size is None and dp_size is None:
             tp_size = ep_size  # the ranks hold the same tokens

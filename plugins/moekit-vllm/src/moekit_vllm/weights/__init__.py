@@ -15,12 +15,9 @@ from moekit import ExpertWeights
 from moekit_vllm.weights import floats, integers
 from moekit_vllm.weights.parameters import refusal, unquantized
 
-# (layer, method) -> (name of the scheme, weights)
-Reader = Callable[[Any, Any], tuple[str, ExpertWeights]]
-
-# By the class that vLLM's method is or extends. Versions 0.26, 0.32 and 0.33 have the same names,
-# except CompressedTensorsWNA16MarlinMoEMethod, which only 0.26 has.
-READERS: Mapping[str, Reader] = {
+# (layer, method) -> (name of the scheme, weights), by the class that vLLM's method is or extends.
+# 0.26, 0.32 and 0.33 have the same names; only 0.26 has CompressedTensorsWNA16MarlinMoEMethod.
+READERS: Mapping[str, Callable[[Any, Any], tuple[str, ExpertWeights]]] = {
     "UnquantizedFusedMoEMethod": unquantized,
     "Fp8MoEMethod": floats.fp8,
     "CompressedTensorsW8A8Fp8MoEMethod": floats.fp8,
@@ -45,11 +42,7 @@ READERS: Mapping[str, Reader] = {
 
 
 def read(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
-    """Return the scheme of a layer's weights, and the weights, as views if possible.
-
-    Args:
-        layer: A `RoutedExperts` layer of vLLM whose weights are loaded.
-        method: Its quantization method.
+    """Return the scheme of a layer's loaded weights, and the weights, as views if possible.
 
     Raises:
         Unsupported: moekit does not know how the method stores weights, or has no scheme that
