@@ -27,7 +27,7 @@ _HARMLESS = (
 
 
 def drop_unused(keywords: dict[str, Any]) -> None:
-    """Remove keywords without effect here; refuse those of parts that this layer does not have."""
+    """Remove keywords without effect here; refuse parts that this layer does not have."""
     for name in _ABSENT:
         value = keywords.pop(name, None)
         if not (value is None or value is False or (name == "pcp_size" and value == 1)):
