@@ -45,23 +45,6 @@ def test_families(saved, engines, name) -> None:
     assert any("local + torch" in line for line in ours["log"])
 
 
-def test_ways_to_serve(saved, engines, tmp_path) -> None:
-    """Cached prefixes, prompts in chunks, and tokens that are guessed and verified.
-
-    vLLM 0.32 starts no other engine in a process whose engine has guessed tokens.
-    """
-    chunks = {"enable_prefix_caching": True, "max_num_batched_tokens": 16}
-    guesses = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
-    stock = engines(saved("qwen3_moe"), "off")["first"]
-    cached = engines(saved("qwen3_moe"), "require", engine=chunks, again=True)
-    with Engines(tmp_path) as alone:
-        guessed = alone(saved("qwen3_moe"), "require", engine={"speculative_config": guesses})
-    for found in (cached, guessed):
-        assert "local + torch" in found["log"][0]
-        assert_same(stock, found["first"])
-    assert_same(stock, cached["again"])
-
-
 def test_weights_change_while_serving(saved, engines, tmp_path) -> None:
     """Experts by `load_weights` of the running model, then all by vLLM's `reload_weights`.
 

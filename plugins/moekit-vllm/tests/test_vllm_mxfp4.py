@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,7 @@ GPT_OSS = layers.Format(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def vllm_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch, layers.process(tmp_path_factory.mktemp("gloo")):
-        layers.choose_backends(patch)
-        yield
+pytestmark = pytest.mark.usefixtures("vllm_process")
 
 
 def spoil(layer: Any) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,18 +22,14 @@ from moekit.problem.tolerance import rms_bound  # noqa: E402
 H, I = 256, 256
 
 
-@pytest.fixture(scope="module", autouse=True)
-def vllm_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch, layers.process(tmp_path_factory.mktemp("gloo")):
-        layers.choose_backends(patch)
-        yield
+pytestmark = pytest.mark.usefixtures("vllm_process")
 
 
-def empty(format: layers.Format, hidden: int = H, inner: int = I) -> Any:
+def empty(format: layers.Format) -> Any:
     """Return a layer whose method moekit extends, with vLLM's record for loading it anew."""
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-    layer = layers.empty_layer(format, hidden, inner)
+    layer = layers.empty_layer(format, H, I)
     record_metadata_for_reloading(layer)
     layer.quant_method = extended(layer.quant_method, Mode.REQUIRE)
     return layer
@@ -149,7 +143,7 @@ def test_experts_move_between_ranks(name: str, tmp_path: Path) -> None:
     check_output(layer, moved)
 
 
-# -- memory that vLLM takes away, and files that it writes ---------------------------------
+# -- memory that vLLM takes away ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["fp8-block", "gptq", "ct-mxfp4", "modelopt-fp8"])
@@ -165,32 +159,6 @@ def test_sleep_of_level_2(name: str, tmp_path: Path) -> None:
         check_output(layer, made)
     with_new_parameters(layer, made)
     check_output(layer, made)
-
-
-# Formats whose packed weights are the loaded ones. Others have other names, which vLLM refuses.
-_AS_LOADED = ("fp8-block", "fp8-block-e8m0", "ct-fp8-block", "ct-fp8-channel", "ct-int8")
-
-
-@pytest.mark.parametrize("name", layers.FORMATS)
-def test_sharded_state(name: str, tmp_path: Path) -> None:
-    """vLLM writes the parameters of a layer to files by their names, and loads them elsewhere."""
-    from vllm.config import LoadConfig
-    from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
-
-    format = layers.FORMATS[name]
-    made = written(format, tmp_path / "hf")
-    layer = processed(format, made)
-    ShardedStateLoader.save_model(layer, str(tmp_path))
-    fresh, loader = empty(format), ShardedStateLoader(LoadConfig(load_format="sharded_state"))
-    folder = SimpleNamespace(model=str(tmp_path), model_weights=None)
-    try:
-        loader.load_weights(fresh, folder)
-    except KeyError as error:
-        assert "moekit_" in str(error) and name not in _AS_LOADED
-        return
-    fresh.quant_method.process_weights_after_loading(fresh)
-    check_output(fresh, made)
-    assert name in _AS_LOADED
 
 
 # -- weights that vLLM quantizes when it loads them --------------------------------------
@@ -229,37 +197,6 @@ def test_weights_that_vllm_has_quantized_are_left_alone() -> None:
     layer._already_called_process_weights_after_loading = True
     layer.quant_method.process_weights_after_loading(layer)
     assert layer.quant_method.moekit_experts is None
-
-
-_allocate = torch.empty_strided
-
-
-def filled_with_noise(*args: Any, **more: Any) -> torch.Tensor:
-    """Allocate as `torch.empty_strided` does, in memory that was used before."""
-    made = _allocate(*args, **more)
-    return made.fill_(1e4) if made.is_floating_point() and not made.is_meta else made
-
-
-def test_weights_are_padded_to_whole_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM rounds both sizes up to 128, and leaves the rest of the 16-bit weights as allocated."""
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_processing
-
-    hidden, inner = 320, 192
-    made = files.write(tmp_path, files.bf16, None, E=layers.E, H=hidden, I=inner)
-    monkeypatch.setattr(torch, "empty_strided", filled_with_noise)
-    layer = layers.load(empty(ONLINE[1], hidden, inner), made)
-    finalize_layerwise_processing(layer, None)  # vLLM waits for as many numbers as there is memory
-    monkeypatch.undo()
-    problem = layer.quant_method.moekit_experts.kernel.problem
-    assert (problem.hidden_size, problem.intermediate_size) == (384, 256)
-    x, routing = layers.inputs(hidden)
-    padded = torch.nn.functional.pad(x, (0, 64))
-    out = layer.quant_method.apply(layer, padded, routing.topk_weights, routing.topk_ids).float()
-    want = layers.expected_output(made, x, routing)
-    assert layers.relative_rms(out[:, :hidden], want) < rms_bound(problem)
-    assert not out[:, hidden:].any()
 
 
 # -- biases ------------------------------------------------------------------------------

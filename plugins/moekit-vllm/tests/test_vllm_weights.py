@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,7 @@ H, I = 256, 512
 RANKS = [(1, 0), (2, 0), (2, 1)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def vllm_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch, layers.process(tmp_path_factory.mktemp("gloo")):
-        layers.choose_backends(patch)
-        yield
+pytestmark = pytest.mark.usefixtures("vllm_process")
 
 
 Make = Callable[..., files.Layer]

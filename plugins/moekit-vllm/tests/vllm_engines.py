@@ -46,10 +46,9 @@ class Engines:
         Args:
             model: The folder.
             mode: A value of MOEKIT_VLLM.
-            more: "engine" has arguments of vLLM's LLM, and "prompts" other prompts. "again" asks
-                for the same completions once more, "load" names a checkpoint whose experts are
-                then written into the model while it serves ("loaded"), and "reload" a checkpoint
-                for vLLM's ``reload_weights`` ("reloaded").
+            more: "engine" has arguments of vLLM's LLM, and "prompts" other prompts. "load" names a
+                checkpoint whose experts are then written into the model while it serves
+                ("loaded"), and "reload" one for vLLM's ``reload_weights`` ("reloaded").
 
         Returns:
             For each of these, the tokens and log probabilities of every prompt; also moekit's
