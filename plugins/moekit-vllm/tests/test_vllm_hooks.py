@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import sys
 from types import SimpleNamespace
 
+import checkpoint_files as files
 import moekit_vllm
 import pytest
 import torch
 import vllm_standin as standin
 from moekit_vllm import describe, hooks, problem, versions
-from safetensors.torch import save_file
 from tuned_tables import make_table, write_table
 from vllm_layers import INNER, E, H, K, applied, calls, drawn, error, made, vllm, want  # noqa: F401
 
@@ -59,13 +58,10 @@ def test_classes_of_models_are_replaced_too() -> None:
     assert error(applied(layer, *calls()), want(drawn(), *calls())) < 1e-5
 
 
-def test_off(monkeypatch) -> None:
+def test_modes(monkeypatch) -> None:
     monkeypatch.setenv("MOEKIT_VLLM", "off")
     moekit_vllm.register()
     assert type(made(weights=drawn())) is standin.RoutedExperts
-
-
-def test_unknown_mode(monkeypatch) -> None:
     monkeypatch.setenv("MOEKIT_VLLM", "yes")
     with pytest.raises(MoekitError, match="one of off, on, require .got 'yes'"):
         moekit_vllm.register()
@@ -96,11 +92,6 @@ def _import_that_raises(monkeypatch, error):
     monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
 
 
-def _offloader_that_raises(monkeypatch):
-    module = sys.modules[versions._OFFLOADER]
-    monkeypatch.setattr(module, "get_offloader", raising(RuntimeError("no offloader is set")))
-
-
 def _hook_that_raises(monkeypatch):
     """The first class is replaced by then."""
     fail = raising(AssertionError("registered twice"))
@@ -112,12 +103,8 @@ def _hook_that_raises(monkeypatch):
     [
         (lambda m: _import_that_raises(m, RuntimeError("no device")), "RuntimeError: no device"),
         (lambda m: _import_that_raises(m, SystemExit("bad flags")), "SystemExit: bad flags"),
-        (_offloader_that_raises, "RuntimeError: no offloader is set"),
         (_hook_that_raises, "AssertionError: registered twice"),
-        (lambda m: m.setattr(sys.modules[versions._CUSTOM_OP], "op_registry_oot", []),
-         "'list' object has no attribute 'get'"),
         (lambda m: m.setattr(versions, "installed", lambda: "0.40.1"), "this is vLLM 0.40.1"),
-        (lambda m: m.setattr(versions, "installed", lambda: "1.33.0"), "this is vLLM 1.33.0"),
         (lambda m: m.setattr(versions, "installed", lambda: None), "vLLM is not installed"),
         (lambda m: m.delattr(standin.RoutedExperts, "register_oot"), "has no register_oot"),
         (lambda m: m.delitem(sys.modules, versions._CONFIG), "other modules than expected"),
@@ -300,21 +287,6 @@ def test_the_line_states_expected_times(monkeypatch, caplog, tmp_path) -> None:
     assert caplog.records[0].getMessage().endswith(f"(by priority); tuned table: {times}")
 
 
-def _model(folder, **quantization):
-    stem = "model.layers.0.mlp.experts.{}.{}_proj.weight"
-    shapes = {"gate": (INNER, H), "up": (INNER, H), "down": (H, INNER)}
-    tensors = {
-        stem.format(n, part): torch.ones(shape, dtype=torch.bfloat16)
-        for n in range(E)
-        for part, shape in shapes.items()
-    }
-    save_file(tensors, folder / "model.safetensors")
-    config = dict(model_type="qwen3_moe", hidden_size=H, moe_intermediate_size=INNER,
-                  num_experts=E, num_experts_per_tok=K, torch_dtype="bfloat16")  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config | quantization))
-    return str(folder)
-
-
 @pytest.mark.parametrize(
     ("mode", "ranks", "fields", "said"),
     [
@@ -327,13 +299,14 @@ def _model(folder, **quantization):
 )
 def test_explain(monkeypatch, tmp_path, mode, ranks, fields, said) -> None:
     monkeypatch.setenv("MOEKIT_VLLM", mode)
+    model = str(files.write(tmp_path, files.bf16, E=E, H=H, I=INNER).path)
     parallel = moekit.ParallelConfig(ep_size=ranks)
-    found, (note,) = describe.problems(_model(tmp_path), parallel, device="cpu", **fields)
+    found, (note,) = describe.problems(model, parallel, device="cpu", **fields)
     assert said in note and note.startswith("in vLLM 0.33.0 ")
     assert ("unless" in note) == ("unless" in said)
     assert found.parallel.dp_size == 1 and found.num_local_experts == E // ranks
     monkeypatch.setenv("MOEKIT_DISPATCHER", "naive")
-    found, _ = describe.problems(_model(tmp_path), parallel, device="cpu", **fields)
+    found, _ = describe.problems(model, parallel, device="cpu", **fields)
     assert found.parallel.dp_size == ranks
 
 
