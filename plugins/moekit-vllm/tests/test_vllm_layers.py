@@ -17,30 +17,28 @@ import moekit
 from moekit.errors import MoekitError
 
 
-def test_an_update_to_another_form_is_an_error() -> None:
-    """CUDA graphs would read the former memory."""
-    moekit_vllm.register()
-    layer = made(weights=drawn())
-    for name, value in drawn(inner=2 * INNER).items():
-        setattr(layer, name, torch.nn.Parameter(value, requires_grad=False))
-    with pytest.raises(MoekitError, match=r"not with its new weights: .*other shapes"):
-        layer.quant_method.process_weights_after_loading(layer)
-
-
-def _failing_pack(monkeypatch):
+def _failing_pack(monkeypatch, layer=None):
     def broken(self, weights):
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr(moekit.ModularKernel, "pack", broken)
 
 
-def test_an_update_that_fails_is_an_error(monkeypatch) -> None:
-    """CUDA graphs hold moekit's kernel, so vLLM's cannot take the layer over."""
+def _other_form(monkeypatch, layer):
+    for name, value in drawn(inner=2 * INNER).items():
+        setattr(layer, name, torch.nn.Parameter(value, requires_grad=False))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"), [(_failing_pack, "no memory"), (_other_form, "other shapes")]
+)
+def test_an_update_that_fails_is_an_error(monkeypatch, change, said) -> None:
+    """CUDA graphs hold moekit's kernel and memory, so vLLM's kernel cannot take the layer over."""
     moekit_vllm.register()
     layer = made(weights=drawn())
     with monkeypatch.context() as patch:
-        _failing_pack(patch)
-        with pytest.raises(MoekitError, match=r"layers\.0.*not with its new weights: .*no memory"):
+        change(patch, layer)
+        with pytest.raises(MoekitError, match=rf"layers\.0.*not with its new weights: .*{said}"):
             layer.quant_method.process_weights_after_loading(layer)
     assert not hasattr(layer, "prepared_by_vllm")
     assert error(applied(layer, *calls()), want(drawn(), *calls())) < 1e-5

@@ -183,18 +183,16 @@ def test_weights_that_are_quantized_anew_are_refused() -> None:
         readers.read(made, made.quant_method)
 
 
-def test_methods_are_known_by_the_class_that_they_extend() -> None:
-    """0.33 has INCARKWNA16MoEMethod, which extends MoeWNA16Method."""
+def test_moe_wna16_by_a_class_that_extends_it() -> None:
+    """0.33 has INCARKWNA16MoEMethod. Its parameters are (E, N, K / 2) of bytes."""
     packed = pack(files.gptq(64))
+    of_gptq = parameters(packed, transposed=False)
     held = {
-        f"{name}_{suffix}": torch.stack([joined[e] for e in range(E)])
-        for name, parts in (("w13", ("gate", "up")), ("w2", ("down",)))
-        for suffix in ("qweight", "scales")
-        for joined in [[torch.cat([packed[p][e][0][suffix].t() for p in parts]) for e in range(E)]]
+        name: of_gptq[name].transpose(1, 2).contiguous().view(dtype)
+        for stem in ("w13", "w2")
+        for name, dtype in ((f"{stem}_qweight", torch.uint8), (f"{stem}_scales", torch.float16))
     }
-    held = {n: t.contiguous().view(torch.uint8) if "qweight" in n else t for n, t in held.items()}
-    base = type("MoeWNA16Method", (), {})
-    quant = type("INCARKWNA16MoEMethod", (base,), {})()
+    quant = type("INCARKWNA16MoEMethod", (type("MoeWNA16Method", (), {}),), {})()
     quant.quant_config = SimpleNamespace(has_zp=False, weight_bits=4)
     made = layer(quant, held)
     assert made.w13_qweight.shape == (E, 2 * I, H // 2)
