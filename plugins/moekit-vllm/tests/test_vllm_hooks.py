@@ -14,7 +14,8 @@ import torch
 import vllm_standin as standin
 from moekit_vllm import describe, hooks, problem, versions
 from tuned_tables import make_table, write_table
-from vllm_layers import INNER, E, H, K, applied, calls, drawn, error, made, vllm, want  # noqa: F401
+from vllm_layers import INNER, E, H, K, applied, calls, drawn, error, made, share, want
+from vllm_layers import vllm as vllm  # a fixture
 
 import moekit
 from moekit.errors import MoekitError
@@ -217,7 +218,7 @@ def test_slow_backends_are_not_chosen_on_gpus(monkeypatch) -> None:
     monkeypatch.setenv("MOEKIT_BLOCK", "triton,cutlass,deepgemm,marlin,flashinfer")
     monkeypatch.setattr(moekit.discovery.registry, "_registry", None)
     (reason,) = problem.too_slow(moekit.explain(asked))
-    assert "only 'torch' computes it" in reason and "pip install moekit-triton" in reason
+    assert "only 'torch' computes it" in reason and "plugins/moekit-triton" in reason
     assert not problem.too_slow(moekit.explain(asked.replace(device="cpu")))
 
 
@@ -266,13 +267,11 @@ def test_moekit_computes_on_cpus_where_it_must(monkeypatch, change) -> None:
 def test_moekit_computes_shares_of_the_experts_on_cpus() -> None:
     """vLLM's CPU kernels know no expert map."""
     moekit_vllm.register()
-    where = torch.tensor([0, 1, 2, -1, -1, -1], dtype=torch.int32)
-    config = standin.config(E, K, H, INNER, ep_size=2, ep_rank=0, use_ep=True)
-    held = {n: w[:3].clone() for n, w in drawn().items()}
-    layer = made(config, held, expert_map=where, method=WithCPUKernel)
+    layer, where = share(drawn(local=3), method=WithCPUKernel)
     x, topk_weights, ids = calls()
-    ours = torch.where(ids < 3, ids, -1)
-    assert error(applied(layer, x, topk_weights, ids), want(held, x, topk_weights, ours)) < 1e-5
+    ours = where[ids.long()]
+    wanted = want(drawn(local=3), x, topk_weights, ours)
+    assert error(applied(layer, x, topk_weights, ids), wanted) < 1e-5
 
 
 def test_the_line_states_expected_times(monkeypatch, caplog, tmp_path) -> None:

@@ -11,7 +11,8 @@ import torch
 import vllm_standin as standin
 from moekit_vllm import experts, problem
 from torch._subclasses.fake_tensor import FakeTensorMode
-from vllm_layers import INNER, E, H, K, applied, calls, drawn, error, made, vllm, want  # noqa: F401
+from vllm_layers import INNER, E, H, K, applied, calls, drawn, error, made, share, want
+from vllm_layers import vllm as vllm  # a fixture
 
 import moekit
 from moekit.errors import MoekitError
@@ -96,9 +97,7 @@ def test_ranks_add_up(placement, ranks) -> None:
 def test_a_call_reads_no_values(monkeypatch) -> None:
     """Tensors without values suffice, so that the host need not wait for the device."""
     moekit_vllm.register()
-    where = torch.tensor([-1, 0, -1, 1, -1, 2], dtype=torch.int32)
-    config = standin.config(E, K, H, INNER, ep_size=2, ep_rank=0, use_ep=True)
-    layer = made(config, {n: w[:3].clone() for n, w in drawn().items()}, expert_map=where)
+    layer, _ = share(drawn(local=3), (1, 3, 5))
     computing = layer.quant_method.moekit_experts
     monkeypatch.setattr(computing, "kernel", lambda x, packed, routing: routing)
     monkeypatch.setattr(experts, "_warm_up", lambda *_: None)
@@ -149,9 +148,7 @@ def test_vllms_batch_invariant_mode(monkeypatch, caplog) -> None:
         row = slice(token, token + 1)
         assert torch.equal(applied(layer, x[row], topk_weights[row], ids[row]), every[row])
     caplog.clear()
-    config = standin.config(E, K, H, INNER, ep_size=2, ep_rank=0, use_ep=True)
-    held = {n: w[: E // 2].clone() for n, w in drawn().items()}
-    assert made(config, held, expert_map=torch.tensor([0, 1, 2, -1, -1, -1])).prepared_by_vllm
+    assert share(drawn(local=3))[0].prepared_by_vllm
     assert "vLLM adds up partial sums of 2 expert-parallel ranks" in caplog.text
 
 

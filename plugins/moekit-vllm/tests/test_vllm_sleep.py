@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import moekit_vllm
 import torch
-import vllm_standin as standin
 from torch import nn
-from vllm_layers import INNER, E, H, K, applied, calls, drawn, error, made, want
+from vllm_layers import applied, calls, drawn, error, share, want
 from vllm_layers import vllm as vllm  # a fixture
 from vllm_memory import Allocated
 
@@ -37,16 +36,14 @@ def test_a_dispatcher_keeps_its_memory(monkeypatch) -> None:
     monkeypatch.setenv("MOEKIT_VLLM", "require")
     moekit_vllm.register()
     # A table has the order of the experts, which is not moekit's.
-    where = torch.tensor([-1, 0, -1, 1, -1, 2], dtype=torch.int32)
-    config = standin.config(E, K, H, INNER, ep_size=2, ep_rank=0, use_ep=True)
+    with Allocated() as weights:
+        layer, where = share(drawn(seed=0, local=3), (1, 3, 5))
     x, topk_weights, ids = calls()
     own = where[ids.long()]
-    with Allocated() as weights:
-        layer = made(config, drawn(seed=0, local=3), expert_map=where)
     assert layer.quant_method.moekit_experts.kernel.dispatcher.spec.name == "stateful"
     first, second = (want(drawn(seed, local=3), x, topk_weights, own) for seed in (0, 1))
     assert error(applied(layer, x, topk_weights, ids), first) < 1e-5
-    weights.discard(layer.buffers())
+    weights.discard([*layer.buffers(), where])
     assert layer.w13_weight.abs().max() < 1e-10
     for name, value in drawn(seed=1, local=3).items():
         setattr(layer, name, nn.Parameter(value, requires_grad=False))

@@ -138,7 +138,7 @@ def too_slow(explanation: Explanation, cpu_kernel: bool = False) -> list[str]:
         ]
     return [
         f"of moekit's installed backends only {chosen.experts!r} computes it on {problem.device}, "
-        "which is slower than vLLM's kernels: pip install moekit-triton, or set "
+        "which is slower than vLLM's kernels: install moekit's plugins/moekit-triton, or set "
         f"MOEKIT_EXPERTS={chosen.experts}"
     ]
 
