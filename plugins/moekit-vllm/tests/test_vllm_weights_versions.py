@@ -174,6 +174,21 @@ def test_gptq(act_order: bool) -> None:
     check(made, packed, "int4_w4a16_g32" + "_act_order" * act_order)
 
 
+@pytest.mark.parametrize("loaded", [set(), {"w2_bias"}])
+def test_gptq_has_the_biases_that_were_loaded(loaded: set[str]) -> None:
+    """0.32 and 0.33 make them for every model, and the config says nothing of them."""
+    held = parameters(pack(files.gptq(32)), transposed=False)
+    held |= {"w13_bias": torch.full((E, 2 * I), float("nan")), "w2_bias": torch.randn(E, H)}
+    config = SimpleNamespace(is_sym=True, desc_act=False, weight_bits=4)
+    made = layer(method("AutoGPTQMoEMethod", quant_config=config), held)
+    made._loaded_expert_biases = loaded
+    _, read = readers.read(made, made.quant_method)
+    if loaded:
+        assert torch.equal(read.w2_bias, held["w2_bias"]) and not read.w13_bias.any()
+    else:
+        assert read.w13_bias is None and read.w2_bias is None
+
+
 # -- 0.33 --------------------------------------------------------------------------------
 
 

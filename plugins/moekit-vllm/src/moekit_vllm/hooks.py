@@ -24,7 +24,18 @@ def install(mode: Mode) -> None:
         MoekitError: It is impossible, and the mode is REQUIRE.
     """
     try:
-        _replace(mode)
+        if reasons := versions.unsupported(versions.installed()) or versions.missing_hooks():
+            mode.decline("every MoE layer", "; ".join(reasons))
+            return
+        replaced = versions.replaced_layers()
+        for stock in versions.layer_classes():
+            taken = replaced.get(stock.__name__)
+            if taken is None:
+                stock.register_oot(_subclass(stock, mode))
+            elif not hasattr(taken, "made_by_moekit"):
+                other = f"{taken.__module__}.{taken.__qualname__}"
+                why = f"another plugin has replaced that class by {other}"
+                mode.decline(f"every layer of class {stock.__name__}", why)
     except (MoekitError, KeyboardInterrupt):
         raise
     except BaseException as error:  # importing vLLM may raise SystemExit
@@ -32,21 +43,6 @@ def install(mode: Mode) -> None:
             uninstall()
         why = f"vLLM has other modules than expected ({reason_of(error)})"
         mode.decline("every MoE layer", why)
-
-
-def _replace(mode: Mode) -> None:
-    if reasons := versions.unsupported(versions.installed()) or versions.missing_hooks():
-        mode.decline("every MoE layer", "; ".join(reasons))
-        return
-    replaced = versions.replaced_layers()
-    for stock in versions.layer_classes():
-        taken = replaced.get(stock.__name__)
-        if taken is None:
-            stock.register_oot(_subclass(stock, mode))
-        elif not hasattr(taken, "made_by_moekit"):
-            other = f"{taken.__module__}.{taken.__qualname__}"
-            why = f"another plugin has replaced that class by {other}"
-            mode.decline(f"every layer of class {stock.__name__}", why)
 
 
 def uninstall() -> None:

@@ -68,14 +68,16 @@ def gptq(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
     g_idx = pair(layer, "g_idx") if getattr(config, "desc_act", False) else None
     words, scales = pair(layer, "qweight").map(_flip), pair(layer, "scales").map(_flip)
     scheme, weights = _grouped(layer, config.weight_bits, words, scales, None, g_idx)
+    if (loaded := getattr(layer, "_loaded_expert_biases", None)) is None:
+        return scheme, weights
     # From 0.32 on there are biases for every model, and the layer notes which were loaded.
     biases = {"w13_bias", "w2_bias"}
-    missing = biases - set(getattr(layer, "_loaded_expert_biases", biases))
-    if missing == biases:
+    if not biases & set(loaded):
         return scheme, replace(weights, w13_bias=None, w2_bias=None)
-    for name in missing:
+    for name in biases - set(loaded):
         getattr(layer, name).data.zero_()
-    return scheme, weights
+    w13, w2 = pair(layer, "bias")
+    return scheme, replace(weights, w13_bias=w13, w2_bias=w2)
 
 
 def awq(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
