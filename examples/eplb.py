@@ -49,7 +49,7 @@ def serve(rank: int, store: str) -> None:
     torch.manual_seed(1 + rank)
     x = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16)
     popularity = torch.arange(1, EXPERTS + 1).flip(0).float().log() * -1.5
-    rebalancer = Rebalancer(kernel, layers, policy="global", window=100)
+    rebalancer = Rebalancer(kernel, layers, window=100)
 
     def step() -> list[torch.Tensor]:
         outputs = []

@@ -72,4 +72,4 @@ class GroupMismatch(MoekitError, ValueError):
 
 
 class PeerFailed(MoekitError, RuntimeError):
-    """Another rank of the group failed or did not come, so this rank's call ends, too."""
+    """Another rank of the group failed or did not come, so this rank's call ends as well."""

@@ -11,11 +11,9 @@ C capacity of the batched layout.
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -34,21 +32,17 @@ from moekit.contract.explanation import Explanation
 from moekit.contract.pending import InFlight, Pending
 from moekit.contract.sums import BY_EXPERTS, Sums, output_dtype
 from moekit.discovery.answers import packed_by
-from moekit.errors import InvalidInput, WeightsError
 from moekit.problem.problem import summary
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime import checks
-from moekit.runtime.agreement import exchange
 from moekit.runtime.calls import Calls, Observer
-from moekit.runtime.checks import check_call, check_function, check_shared, check_tokens
+from moekit.runtime.checks import check_call, check_shared, check_tokens
 from moekit.runtime.device import elsewhere, on_device
 from moekit.runtime.rows import ALIGNMENT, aligned, quantize_dispatched, quantized_by
 from moekit.runtime.workspace import Layout, Scratch, Workspace, settle
 
 if TYPE_CHECKING:
     from moekit.runtime.memory import MemoryReport
-
-logger = logging.getLogger("moekit")
 
 _T = TypeVar("_T")
 _MAX_LAYOUTS = 1024
@@ -88,7 +82,7 @@ class ModularKernel:
         checked: bool | None = None,
         peer_timeout: float = 60.0,
     ) -> None:
-        checks.check_parts(dispatcher, experts, workspace, checked, peer_timeout)
+        checks.check_parts(dispatcher, experts, peer_timeout)
         self.problem = dispatcher.problem
         self.dispatcher = dispatcher
         self.experts = experts
@@ -100,9 +94,14 @@ class ModularKernel:
             dispatcher.peer_timeout = peer_timeout
         offered = type(dispatcher).takes_unreduced is not PrepareAndFinalize.takes_unreduced
         self.sums = Sums.of(self.problem, experts.spec, offered)
-        self._calls = Calls(dispatcher, experts.spec.name, peer_timeout, self.checked)
+        self._calls = Calls(dispatcher.spec.name, experts.spec.name)
+        if dispatcher.group is not None or dispatcher.spec.moves_tokens:
+            from moekit.runtime.group_calls import GroupCalls
+
+            self._calls = GroupCalls(dispatcher, experts.spec.name, peer_timeout, self.checked)
         self._made_for = checks.weights_of(self.problem)
-        self._layouts: dict[int, Layout] = {}
+        # Layouts of the scratch by rows.
+        self._layout = lru_cache(_MAX_LAYOUTS)(lambda rows: Layout(experts.workspace(rows)))
         taken = dispatcher.spec.ids_dtype
         self._ids_dtype = None if taken == "any" else getattr(torch, taken)
         self._moves = dispatcher.spec.moves_tokens
@@ -128,10 +127,6 @@ class ModularKernel:
             WeightsError: lists everything that is missing or misshapen; also raised for tensors
                 that require a gradient while gradients are enabled.
         """
-        if not isinstance(weights, ExpertWeights):
-            raise WeightsError(
-                f"pack() needs moekit.ExpertWeights, but got {type(weights).__name__}"
-            )
         (weights := checks.detached(weights)).check(self.problem)
         with on_device(weights.w13):
             packed = packed_by(self.experts, weights.canonical(self.problem)._map(aligned))
@@ -168,7 +163,7 @@ class ModularKernel:
         if self._on_accelerator and elsewhere(x) is not None:
             with on_device(x):
                 return self(x, weights, routing, out=out, shared=shared)
-        observer = self._calls.begin(x)
+        observer = self._calls.begin(x, routing)
         try:
             x_TH, routing, out, quantize = self._arrange(x, weights, routing, out)
             observer.arranged()
@@ -229,10 +224,8 @@ class ModularKernel:
         meanwhile: Callable[[], object] | None,
     ) -> Callable[[], Pending[Tensor]]:
         """Launch the dispatch, as `__call__` does. Return what launches the rest."""
-        observer = self._calls.begin(x)
+        observer = self._calls.begin(x, routing)
         try:
-            if meanwhile is not None:
-                check_function("meanwhile", meanwhile)
             x_TH, routing, out, quantize = self._arrange(x, weights, routing, out)
             observer.arranged()
             arriving = self.dispatcher.prepare(x_TH, routing, quantize)
@@ -286,8 +279,8 @@ class ModularKernel:
             topk_ids = topk_ids.to(self._ids_dtype)
         topk_weights, topk_ids = topk_weights.contiguous(), topk_ids.contiguous()
         if topk_weights is not routing.topk_weights or topk_ids is not routing.topk_ids:
-            routing = Routing(topk_weights, topk_ids)
-        quantize = partial(_quantize, self.experts, weights) if self._sends_quantized else None
+            routing = replace(routing, topk_weights=topk_weights, topk_ids=topk_ids)
+        quantize = _quantizer(self.experts, weights) if self._sends_quantized else None
         return x, routing, out, quantize
 
     def _apply(
@@ -311,8 +304,7 @@ class ModularKernel:
             if self._quantizes_arrivals and tokens.x_scale is None:
                 tokens = quantize_dispatched(self.experts, tokens, weights)
             if tokens.x.numel():
-                rows = tokens.x.shape[-2]
-                layout = self._layouts.get(rows) or self._layout(rows)
+                layout = self._layout(tokens.x.shape[-2])
                 scratch = self.workspace.take(layout, tokens.x.device)
             y = self._output(tokens, weights, scratch, out)
             observer.computed()
@@ -382,12 +374,6 @@ class ModularKernel:
         finally:
             scratch.give_back()
 
-    def _layout(self, rows: int) -> Layout:
-        if len(self._layouts) >= _MAX_LAYOUTS:
-            self._layouts.clear()
-        layout = self._layouts[rows] = Layout(self.experts.workspace(rows))
-        return layout
-
     # -- around calls -----------------------------------------------------------------------
 
     def memory(self, num_tokens: int | None = None) -> MemoryReport:
@@ -395,13 +381,9 @@ class ModularKernel:
 
         num_tokens: default: problem.max_num_tokens; InvalidInput is raised if there is neither.
         """
-        tokens = self.problem.max_num_tokens if num_tokens is None else num_tokens
-        if tokens is None:
-            raise InvalidInput(
-                "memory() needs a token count: pass num_tokens, or set max_num_tokens"
-            )
         from moekit.runtime.memory import MemoryReport
 
+        tokens = self.problem.max_num_tokens if num_tokens is None else num_tokens
         return MemoryReport.of(self.dispatcher, self.experts, check_tokens(tokens))
 
     def warmup(self, weights: PackedWeights, num_tokens: int) -> None:
@@ -415,30 +397,9 @@ class ModularKernel:
         Raises:
             PeerFailed: A rank warms up for another number of tokens, or did not come.
         """
-        num_tokens, device = check_tokens(num_tokens), checks.device_of(weights)
-        powers = (1 << n for n in range(num_tokens.bit_length()))
-        sizes = {*powers, *self.experts.largest_calls(num_tokens)}
-        if (group := self.dispatcher.group) is not None:
-            # Ranks with one expert more may name other sizes, and all must make the same calls.
-            mine = " ".join(map(str, sizes))
-            for said in exchange(f"warm up with {num_tokens} tokens", mine, group):
-                sizes.update(map(int, said.split()))
-        with self.experts.tuning():
-            # The largest first: the workspace grows once, and too little memory fails at once.
-            for step, tokens in enumerate(sorted(sizes, reverse=True)):
-                begin = time.perf_counter()
-                self._random_call(weights, tokens, device)
-                if (seconds := time.perf_counter() - begin) > 1:
-                    logger.info("moekit: warm-up %d of %d (%d tokens) took %.1f s",
-                                step + 1, len(sizes), tokens, seconds)  # fmt: skip
+        from moekit.runtime.warmup import warm_up
 
-    def _random_call(self, weights: PackedWeights, tokens: int, device: torch.device) -> None:
-        p = self.problem
-        draw = torch.Generator(device).manual_seed(0)  # the caller's random state stays as it is
-        x = torch.randn(tokens, p.hidden_size, dtype=p.dtype, device=device, generator=draw)
-        ids = torch.arange(tokens * p.top_k, device=device) % p.num_physical_experts
-        ids = ids.view(tokens, p.top_k)
-        self(x, weights, Routing(torch.ones_like(ids, dtype=torch.float32), ids))
+        warm_up(self, weights, check_tokens(num_tokens))
 
     def destroy(self) -> None:
         """Free the dispatcher's buffers; idempotent."""
@@ -456,13 +417,8 @@ def _tried(
         return None, error
 
 
-def _quantize(
-    experts: PermuteExpertsUnpermute,
-    weights: PackedWeights,
-    x_RH: Tensor,
-    valid_rows: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    return experts.quantize(x_RH, weights, valid_rows)
+def _quantizer(experts: PermuteExpertsUnpermute, weights: PackedWeights) -> Quantizer:
+    return lambda rows, valid: experts.quantize(rows, weights, valid)
 
 
 def _at(x: Tensor, part: Callable[[], _T]) -> _T:

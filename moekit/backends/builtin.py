@@ -1,4 +1,4 @@
-"""The core's own backends, announced through the same hooks as those of plugins."""
+"""The core's own backends, announced through the same hooks as a plugin's."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ used.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -18,7 +17,8 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -29,8 +29,9 @@ from typing import Any
 import torch
 
 from moekit.errors import MoekitError
-from moekit.untrusted.files import cache_folder, read_json, replace_file
-from moekit.untrusted.switches import switch
+from moekit.untrusted.arguments import switch
+from moekit.untrusted.files import cache_folder, read_json
+from moekit.untrusted.writing import replace_file
 
 logger = logging.getLogger("moekit")
 
@@ -38,7 +39,7 @@ logger = logging.getLogger("moekit")
 # multiples of a tile, because the rows that a router gives an expert rarely are.
 ROWS = (1, 2, 3, 6, 13, 27, 53, 107, 213)
 MOST_ROWS = 1024  # beyond, time grows with the rows
-CALIBRATE, CACHE_VERSION = "MOEKIT_CALIBRATE", 3
+CALIBRATE, CACHE_VERSION = "MOEKIT_CALIBRATE", 4
 _TURNS, _CELL_SECONDS = 6, 0.06  # most timed rounds; the seconds after which two are enough
 BUSY = 0.1  # share of the time for which threads may wait for cores
 _LEAST_SECONDS = 0.1  # of which that is a share
@@ -70,40 +71,27 @@ class Costs:
 
 # -- the machine --------------------------------------------------------------------------------
 
-# Names in ONEDNN_MAX_CPU_ISA, the flags of /proc/cpuinfo that show them, and the shipped tables.
-_LEVELS = {
-    "SSE41": ("sse4_1", "AVX2"),
-    "AVX2": ("avx2", "AVX2"),
-    "AVX512_CORE": ("avx512bw", "AVX512"),
-    "AVX512_CORE_BF16": ("avx512_bf16", "AVX512_BF16"),
-    "AVX512_CORE_FP16": ("avx512_fp16", "AVX512_BF16"),
-    "AVX512_CORE_AMX": ("amx_bf16", "AMX"),
-}
+# The shipped tables by a flag of /proc/cpuinfo, the best first, where torch uses AVX-512.
+_TABLES = {"amx_bf16": "AMX", "avx512_bf16": "AVX512_BF16"}
 _timing = threading.Lock()  # calibrations at the same time would disturb each other
-_switch = threading.Lock()  # held while oneDNN is switched off
+_switch = threading.Lock()  # held while oneDNN is switched off, and to count `onednn_kept`
+_off, _kept = False, 0
 
 
 def capability() -> str:
-    """Return the instruction sets that torch's own kernels and oneDNN's use here.
+    """Return what decides which kernels of torch and oneDNN run here.
 
     `ATEN_CPU_CAPABILITY`, `ONEDNN_MAX_CPU_ISA` and `torch.backends.mkldnn.flags` change them.
     """
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "on")
+    return f"{_newest()}, oneDNN {limit if onednn_enabled() else 'off'}"
+
+
+def _newest() -> str:
+    """Return the newest instruction set that this CPU has and torch may use."""
     aten = torch.backends.cpu.get_cpu_capability()
-    return f"{aten}, oneDNN {_onednn() if onednn_enabled() else 'off'}"
-
-
-@cache
-def _onednn() -> str:
-    """Return the newest instruction set for 16-bit products that oneDNN may use."""
-    found, limit = "SSE41", os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
-    flags = (_cpuinfo().get("flags") or _cpuinfo().get("Features", "")).split()
-    if "asimd" in flags:  # moekit's names: the variable does not limit Arm Compute Library
-        return "ARM_BF16" if "bf16" in flags else "ARM"
-    for name, (flag, _) in _LEVELS.items():
-        found = name if flag in flags else found
-        if name == limit.removesuffix("_VNNI"):
-            break
-    return found
+    flags = _cpuinfo().get("flags", "").split() if aten.startswith("AVX512") else ()
+    return next((name for flag, name in _TABLES.items() if flag in flags), aten)
 
 
 @cache
@@ -126,37 +114,44 @@ def _cpuinfo() -> dict[str, str]:
 
 def onednn_enabled() -> bool:
     """Return whether torch may call oneDNN, not counting `without_onednn`."""
-    return bool(torch._C._has_mkldnn and (torch._C._get_mkldnn_enabled() or _switch.locked()))
+    return bool(torch._C._has_mkldnn and (torch._C._get_mkldnn_enabled() or _off))
 
 
 def without_onednn(call: Callable[[], object]) -> None:
-    """Make a call with oneDNN switched off in the whole process; one thread at a time can."""
-    if not _switch.acquire(blocking=False):
+    """Make a call with oneDNN switched off in the whole process; with it if a thread needs it."""
+    global _off
+    if _kept or not _switch.acquire(blocking=False):
         call()
         return
     try:
-        torch._C._set_mkldnn_enabled(False)
+        _off = not _kept
+        torch._C._set_mkldnn_enabled(not _off)
         call()
     finally:
         torch._C._set_mkldnn_enabled(True)
+        _off = False
         _switch.release()
 
 
-def settle_onednn(dtype: torch.dtype) -> None:
-    """Let torch switch oneDNN off now, if it ever does.
-
-    On ARM without products of bf16 (Graviton2), the first x @ W.T of several rows fails in oneDNN,
-    and torch 2.13 then switches oneDNN off for the whole process: not between measurements.
-    """
-    if dtype == torch.bfloat16:
-        square = torch.ones(64, 64, dtype=dtype, device="cpu")
-        torch.mm(square, square.T)
+@contextmanager
+def onednn_kept() -> Iterator[None]:
+    """Let no thread switch oneDNN off in this block, because that changes the bits of products."""
+    global _kept
+    with _switch:
+        _kept += 1
+    try:
+        yield
+    finally:
+        with _switch:
+            _kept -= 1
 
 
 def _forget_threads() -> None:
     """Release what other threads held when this process was forked: they are not in it."""
-    if _switch.locked():
+    global _off, _kept
+    if _off:
         torch._C._set_mkldnn_enabled(True)
+    _off, _kept = False, 0
     for lock in (_switch, _timing):
         lock._at_fork_reinit()  # type: ignore[attr-defined]
 
@@ -170,7 +165,7 @@ def waited_for_cores() -> float:
     system does not tell. Format: the kernel's Documentation/scheduler/sched-stats.rst."""
     total = 0
     for file in Path("/proc/self/task").glob("*/schedstat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # a thread may end meanwhile
+        with suppress(OSError, ValueError, IndexError):  # a thread may end
             total += int(file.read_text().split()[1])
     return total * 1e-9
 
@@ -231,9 +226,15 @@ def find(
 ) -> Costs | None:
     """Return the costs of one kind of expert on this machine with the current number of threads.
 
-    key: what the costs depend on. elements: of an expert's weights. timed: times the methods by
-    `measure` if the cache folder has no times yet; without it the result is None then. Where other
-    work disturbs it, the costs are shipped ones and are not kept: the next process tries again.
+    Where other work disturbs the calibration, the costs are shipped ones and are not kept: the
+    next process tries again.
+
+    Args:
+        key: What the costs depend on.
+        dtype: Of the products.
+        elements: Of an expert's weights.
+        timed: Times the methods by `measure`, if the cache folder has no times yet. Without it the
+            result is None then.
     """
     where = f"{capability()}, {torch.get_num_threads()} thread(s)"
     if not switch(CALIBRATE, True):
@@ -247,7 +248,11 @@ def find(
             points = timed()
             if points is None:
                 return shipped(dtype, elements, "other work disturbed the calibration")
-            _keep(file, points)
+            try:
+                text = json.dumps(points, indent=1)
+                replace_file(file, text, "name a folder of yours in XDG_CACHE_HOME")
+            except MoekitError as error:
+                logger.warning("moekit: the CPU's calibration was not kept: %s", error)
     return Costs(points, f"calibrated on this machine ({where})")
 
 
@@ -259,20 +264,11 @@ def _file(what: str) -> Path:
 
 def _read(file: Path) -> Mapping[str, Points] | None:
     """Return the times in a file of the cache, None if it is missing or damaged."""
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+    with suppress(OSError, ValueError, TypeError, AttributeError):
         points = {m: [(int(n), float(t)) for n, t in p] for m, p in read_json(file).items()}
         if all([n for n, _ in p] == list(ROWS[: len(p)]) for p in points.values()):
             return points
     return None
-
-
-def _keep(file: Path, points: Mapping[str, Points]) -> None:
-    """Write a file of the cache. Where that fails, the next process calibrates again."""
-    try:
-        text = json.dumps(points, indent=1)
-        replace_file(file, text, "name a folder of yours in XDG_CACHE_HOME")
-    except MoekitError as error:
-        logger.warning("moekit: the CPU's calibration was not kept: %s", error)
 
 
 def shipped(dtype: str, elements: int, why: str) -> Costs:
@@ -280,8 +276,8 @@ def shipped(dtype: str, elements: int, why: str) -> Costs:
 
     why: the reason for them, a clause for `explain`.
     """
-    aten, _, onednn = capability().partition(", oneDNN ")
-    name = _LEVELS[onednn][1] if aten.startswith("AVX512") and onednn in _LEVELS else "AVX2"
+    newest = _newest() if onednn_enabled() else "AVX2"
+    name = newest if newest in ("AMX", "AVX512_BF16", "AVX512") else "AVX2"
     tables = [t for t in _shipped() if t["capability"] == name and t["dtype"] == dtype]
     nearest = min(tables, key=lambda t: abs(math.log(t["elements"] / elements)))
     scale = elements / nearest["elements"]

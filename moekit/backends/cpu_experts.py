@@ -27,10 +27,9 @@ from moekit.problem.activation import Activation, apply_activation
 #   left      W @ x.T, feature-major between the GEMMs. oneDNN repacks the right-hand matrix of each
 #             16-bit product, so it repacks a small x and not the weights
 #   native    right with oneDNN switched off: its 16-bit products of one row are slow
-#   upcast    fp32 products by torch.mm of 16-bit weights, converted piece by piece in the cache
-#   onednn    fp32 products by oneDNN, where torch.mm calls MKL: on AMD's AVX-512 twice as fast.
-#             16-bit weights are converted in the same way
-LOOPS = ("right", "left", "native", "upcast", "onednn")
+#   fp32      fp32 products by oneDNN: on AMD's AVX-512 twice as fast as MKL's, torch.mm's own.
+#             16-bit weights are converted piece by piece in the cache
+LOOPS = ("right", "left", "native", "fp32")
 # Methods that run all experts at once: F.grouped_mm, and a padded bmm over the batched layout.
 ALL_AT_ONCE = ("grouped", "batched")
 
@@ -109,9 +108,9 @@ def _most_rows(problem: MoEProblem, assignments: int) -> int:
 def methods_for(problem: MoEProblem) -> tuple[str, ...]:
     """Return the methods that can run this problem's experts on this machine."""
     p, narrow = problem, problem.dtype != torch.float32
-    methods = ["right", "left"] + ["upcast"] * narrow
-    if cpu_costs.onednn_enabled() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        methods += ["onednn"] + ["native"] * narrow
+    methods = ["right", "left"] + ["native"] * (narrow and cpu_costs.onednn_enabled())
+    if narrow or _has_onednn_fp32():
+        methods.append("fp32")
     if p.quant.weight is None:
         methods.append("batched")
         sizes = (p.hidden_size, p.local_intermediate_size)
@@ -173,7 +172,6 @@ def choice(problem: MoEProblem, may_time: bool = True) -> Choice | None:
 
     Returns None if it is not known and the methods must not be timed.
     """
-    cpu_costs.settle_onednn(problem.dtype)
     p, methods = problem, methods_for(problem)
     sizes = p.hidden_size, p.local_intermediate_size
     key = (p.dtype_name, *sizes, p.activation.name, p.has_bias, methods)
@@ -253,26 +251,31 @@ def activate(h: Tensor, activation: Activation, dim: int = -1) -> Tensor:
 
 def run_expert(method: str, experts: Experts, expert: int, x_nH: Tensor, z_nH: Tensor) -> None:
     """Run one expert on its rows and write z, fp32 and unweighted."""
-    if method == "left":
+    if method == "native":
+        cpu_costs.without_onednn(partial(_right, _mm, experts, expert, x_nH, z_nH))
+    elif method == "fp32":
+        _right(_fp32, experts, expert, x_nH.float(), z_nH)
+    elif method == "left":
         _left(experts, expert, x_nH, z_nH)
-    elif method == "native":
-        cpu_costs.without_onednn(partial(_right, method, experts, expert, x_nH, z_nH))
     else:
-        _right(method, experts, expert, x_nH, z_nH)
+        _right(_mm, experts, expert, x_nH, z_nH)
     if (bias := experts.bias("w2")) is not None:
         z_nH += bias[expert]
 
 
-def _right(method: str, experts: Experts, expert: int, x: Tensor, z: Tensor) -> None:
-    """Compute x @ W.T: in fp32 for the methods 'upcast' and 'onednn', else in x's dtype."""
-    product = {"upcast": _torch_fp32, "onednn": _onednn_fp32}.get(method)
-    x = x.float() if product else x
+def _right(
+    product: Callable[[Tensor, Tensor], Tensor],
+    experts: Experts,
+    expert: int,
+    x: Tensor,
+    z: Tensor,
+) -> None:
+    """Compute x @ W.T by ``product`` of x and W.T, in x's dtype."""
     w13, w2 = experts.matrices(expert, x.dtype)
-    h = _in_pieces(product, x, w13) if product else _mm(x, w13.T)
+    h = product(x, w13.T)
     if (bias := experts.bias("w13")) is not None:
         h += bias[expert]
-    act = activate(h, experts.problem.activation)
-    z.copy_(_in_pieces(product, act, w2) if product else _mm(act, w2.T))
+    z.copy_(product(activate(h, experts.problem.activation), w2.T))
 
 
 def _left(experts: Experts, expert: int, x: Tensor, z: Tensor) -> None:
@@ -321,25 +324,28 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
     return out
 
 
-def _torch_fp32(x: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
-    return torch.mm(x, w.T, out=out)
+def _has_onednn_fp32() -> bool:
+    return cpu_costs.onednn_enabled() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-def _onednn_fp32(x: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
-    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
-    return y if out is None else out.copy_(y)
-
-
-def _in_pieces(product: Callable[..., Tensor], x: Tensor, w: Tensor) -> Tensor:
-    """Return x @ w.T in fp32, with 16-bit w converted a few rows at a time."""
+def _fp32(x: Tensor, w: Tensor) -> Tensor:
+    """Return x @ w in fp32; a w of 16 bits is converted a few columns at a time."""
+    linear: Callable[[Tensor, Tensor], Tensor] = F.linear
+    if _has_onednn_fp32():
+        linear = _onednn_linear
     if w.dtype == torch.float32:
-        return product(x, w)
-    out = x.new_empty(len(x), len(w))
-    step = max(1, _PIECE_BYTES // (4 * w.shape[1]))
-    piece = x.new_empty(min(step, len(w)), w.shape[1])
-    for rows, columns in zip(torch.split(w, step), torch.split(out, step, dim=1), strict=True):
-        product(x, piece[: len(rows)].copy_(rows), columns)
+        return linear(x, w.T)
+    out = x.new_empty(len(x), w.shape[1])
+    step = max(1, _PIECE_BYTES // (4 * len(w)))
+    piece = x.new_empty(min(step, w.shape[1]), len(w))
+    for rows, columns in zip(torch.split(w.T, step), torch.split(out, step, dim=1), strict=True):
+        columns.copy_(linear(x, piece[: len(rows)].copy_(rows)))
     return out
+
+
+def _onednn_linear(x: Tensor, w: Tensor) -> Tensor:
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
+    return y
 
 
 # -- a call -------------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -11,7 +9,7 @@ from torch import Tensor
 from moekit.contract import Dispatched, PrepareAndFinalize, Quantizer, Routing
 from moekit.contract.pending import Pending
 from moekit.contract.specs import DispatcherSpec
-from moekit.problem import ActivationFormat, MoEProblem
+from moekit.problem import MoEProblem
 from moekit.runtime.rows import batched_places, to_batched
 
 
@@ -29,20 +27,6 @@ def local_ids(topk_ids: Tensor, problem: MoEProblem) -> Tensor:
         return topk_ids
     mine = (topk_ids >= experts.start) & (topk_ids < experts.stop)
     return torch.where(mine, topk_ids - experts.start, -1)
-
-
-def local_spec(spec: DispatcherSpec) -> DispatcherSpec:
-    """Return the spec of a dispatcher of this module, under the name and format of ``spec``.
-
-    It takes the place of a dispatcher that moves tokens where there is nothing to move.
-    """
-    standard = spec.format is ActivationFormat.STANDARD
-    dispatcher = LocalDispatcher if standard else LocalBatchedDispatcher
-    return replace(
-        spec, target=f"{__name__}:{dispatcher.__name__}", moves_tokens=False, requires=(),
-        check=None, footprint=None, overlaps=False, aborts=False, graph_safe=True,
-        deterministic=True, batch_invariant=True,
-    )  # fmt: skip
 
 
 class LocalDispatcher(PrepareAndFinalize):

@@ -1,4 +1,4 @@
-"""Experts of padded sizes, presented as experts of the problem's own sizes.
+"""Weights padded to larger sizes.
 
 Zeros make up the difference: rows of gate and of up, columns of both and of w2, rows of w2, and
 biases. They add nothing to any output, so results are exact.
@@ -6,127 +6,19 @@ biases. They add nothing to any output, so results are exact.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moekit.contract import (
-    BufferSpec,
-    Dispatched,
-    PackedWeights,
-    PermuteExpertsUnpermute,
-    Unreduced,
-)
-from moekit.contract.sums import output_dtype
-from moekit.problem import ActivationFormat, MoEProblem
+from moekit.problem import MoEProblem
 from moekit.problem.quant import INT4_ZERO, OperandQuant, pack_int4, unpack_int4
 from moekit.problem.weights import ExpertWeights
 
 
-class PaddedExperts(PermuteExpertsUnpermute):
-    """Experts whose kernels compute larger sizes than the problem's."""
-
-    def __init__(self, inner: PermuteExpertsUnpermute, problem: MoEProblem) -> None:
-        super().__init__(inner.spec, problem)
-        self.inner, self.weight_and_reduce = inner, inner.weight_and_reduce
-        self._columns = inner.problem.hidden_size
-        self._pads_tokens = self._columns != problem.hidden_size
-
-    def pack(self, weights: ExpertWeights) -> PackedWeights:
-        return self.inner.pack(pad_weights(weights, self.problem, self.inner.problem))
-
-    def quantize(
-        self, x_RH: Tensor, weights: PackedWeights, valid_rows: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Quantize rows before they are padded: their format depends only on the scheme."""
-        return PermuteExpertsUnpermute.quantize(self.inner, x_RH, weights, valid_rows)
-
-    def transient_bytes(self, rows: int) -> int:
-        return self.inner.transient_bytes(rows)
-
-    def largest_calls(self, num_tokens: int) -> Sequence[int]:
-        return self.inner.largest_calls(num_tokens)
-
-    def tuning(self) -> AbstractContextManager[object]:
-        return self.inner.tuning()
-
-    def workspace(self, rows: int) -> Sequence[BufferSpec]:
-        return (*self._copies(rows), *self.inner.workspace(rows))
-
-    def _copies(self, rows: int) -> tuple[BufferSpec, ...]:
-        """Return the memory of padded tokens, their scales, and the padded output."""
-        if not self._pads_tokens:
-            return ()
-        p = self.problem
-        batched = self.spec.format is ActivationFormat.BATCHED
-        rows *= p.num_local_experts if batched else 1
-        outputs = rows if batched or self.spec.reduces else rows * p.top_k
-        return (
-            BufferSpec((rows, self._columns), p.dtype),
-            BufferSpec((rows, self.inner.problem.scales_per_row), torch.float32),
-            BufferSpec((outputs, self._columns), output_dtype(p, self.spec)),
-        )
-
-    def apply(
-        self,
-        y: Tensor,
-        tokens: Dispatched,
-        weights: PackedWeights,
-        workspace: Sequence[Tensor],
-    ) -> None:
-        if not self._pads_tokens:
-            return self.inner.apply(y, tokens, weights, workspace)
-        padded, y_memory, rest = self._padded(tokens, workspace)
-        out = y_memory.view(-1)[: y.numel() // y.shape[-1] * self._columns]
-        out = out.view(y.dtype).view(*y.shape[:-1], self._columns)
-        self.inner.apply(out, padded, weights, rest)
-        y.copy_(out[..., : y.shape[-1]])
-
-    def apply_unreduced(
-        self, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
-    ) -> Unreduced | None:
-        if not self._pads_tokens:
-            return self.inner.apply_unreduced(tokens, weights, workspace)
-        padded, _, rest = self._padded(tokens, workspace)
-        given = self.inner.apply_unreduced(padded, weights, rest)
-        if given is None:
-            return None
-        return Unreduced(given.rows_NH[:, : self.problem.hidden_size], given.places_RK)
-
-    def _padded(
-        self, tokens: Dispatched, workspace: Sequence[Tensor]
-    ) -> tuple[Dispatched, Tensor, Sequence[Tensor]]:
-        """Return the tokens with more columns, memory for the output, and the inner workspace."""
-        x_memory, scale_memory, y_memory, *rest = workspace
-        x, scale = tokens.x, tokens.x_scale
-        held = self._columns * x.shape[-1] // self.problem.hidden_size  # two in a byte, or one
-        padded = _wider(x, held, x_memory, 0)
-        if scale is not None and (groups := self.inner.problem.scales_per_row) > scale.shape[-1]:
-            scale = _wider(scale, groups, scale_memory, 1)
-        return replace(tokens, x=padded, x_scale=scale), y_memory, rest
-
-
-def _wider(x: Tensor, columns: int, memory: Tensor, value: float) -> Tensor:
-    """Return a copy of ``x`` (..., n) with more columns, which hold ``value``, in ``memory``."""
-    rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
-    flat = memory.view(-1).view(x.dtype)[: rows * columns].view(*x.shape[:-1], columns)
-    flat[..., : x.shape[-1]].copy_(x)
-    rest = flat[..., x.shape[-1] :]
-    if x.element_size() == 1:  # fill_ does not know every 8-bit dtype; these hold zeros
-        rest = rest.view(torch.uint8)
-    rest.fill_(value)
-    return flat
-
-
-# -- weights -------------------------------------------------------------------------------------
-
-
 def pad_weights(weights: ExpertWeights, problem: MoEProblem, made: MoEProblem) -> ExpertWeights:
-    """Return canonical weights of ``problem`` as those of ``made``, which has larger sizes."""
+    """Return canonical weights of ``problem`` padded to the larger sizes of ``made``."""
     operand, gated = problem.quant.weight, problem.activation.gated
     hidden, inner = made.hidden_size, made.local_intermediate_size
     halves = 2 if gated and inner != problem.local_intermediate_size else 1
@@ -166,7 +58,7 @@ def _pad(
     shape = operand.scale_shape(rows, columns)
     for field in ("scale", "zero_points"):
         if field in part:
-            # One scale may be that of all rows.
+            # All rows may share one scale.
             split = halves if shape[0] > 1 else 1
             made[field] = _grow(_grow_rows(part[field], shape[0], split), 2, shape[1])
     if "g_idx" in part:

@@ -22,8 +22,8 @@ from moekit.problem.weights import ExpertWeights
 class TorchExperts(PermuteExpertsUnpermute):
     """STANDARD, reducing: rows sorted by expert, one pair of matrix products per expert.
 
-    Quantized weights are dequantized one expert at a time, and activations stay unquantized: the
-    arithmetic is that of the problem's dtype. In float16 an intermediate value above 65504 becomes
+    Quantized weights are dequantized one expert at a time, and activations stay unquantized:
+    products are in the problem's dtype. In float16 an intermediate value above 65504 becomes
     infinite, although its router weight or the sum over K may bring it back into range. So rows
     whose result is not finite are computed again in float32. Batch-invariant problems run in
     `row_blocks`.
@@ -33,8 +33,8 @@ class TorchExperts(PermuteExpertsUnpermute):
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
         if self.problem.batch_invariant:
-            cpu_costs.settle_onednn(self.problem.dtype)
-            row_blocks.sizes_for(self.problem, weights.w13.device)
+            with cpu_costs.onednn_kept():
+                row_blocks.sizes_for(self.problem, weights.w13.device)
         elif self.problem.device.type == "cpu":
             self._choice()  # methods are timed here, before the first call
         return PackedWeights(self.spec.name, *weights.by_expert())
@@ -84,8 +84,9 @@ class TorchExperts(PermuteExpertsUnpermute):
             )
         experts = Experts(self.problem, weights)
         if self.problem.batch_invariant:
-            row_blocks.run(experts, row_blocks.sizes_for(self.problem, x.device), y, x, ids)
-            return
+            with cpu_costs.onednn_kept():
+                sizes = row_blocks.sizes_for(self.problem, x.device)
+                return row_blocks.run(experts, sizes, y, x, ids)
         if x.device.type == "cpu":
             cpu_experts.run(experts, self._choice(), y, x, ids, topk_weights, workspace[0])
         else:
@@ -155,15 +156,10 @@ def _has_grouped_mm(problem: MoEProblem) -> bool:
 
 
 def _expert_loop(experts: Experts, x_SH: Tensor, ends: Sequence[int]) -> Tensor:
-    z_SH, start = torch.empty_like(x_SH), 0
+    """Return the experts' outputs in fp32."""
+    z_SH, start = torch.empty_like(x_SH, dtype=torch.float32), 0
     for expert, end in enumerate(ends):
         if end > start:
-            h = x_SH[start:end] @ experts.matrix("w13", expert, x_SH.dtype).T
-            if (bias := experts.bias("w13")) is not None:
-                h += bias[expert]
-            act = activate(h, experts.problem.activation)
-            torch.mm(act, experts.matrix("w2", expert, x_SH.dtype).T, out=z_SH[start:end])
-            if (bias := experts.bias("w2")) is not None:
-                z_SH[start:end] += bias[expert]
+            cpu_experts.run_expert("right", experts, expert, x_SH[start:end], z_SH[start:end])
             start = end
     return z_SH

@@ -16,14 +16,12 @@ from moekit.untrusted.arguments import (
     FLAG,
     Kind,
     either,
-    items,
     matching,
     real,
-    record,
     shown,
     size,
-    text,
 )
+from moekit.untrusted.json_kinds import items, record, text
 
 # The fields of sizes, whose names differ between model types; the first that is there counts.
 HIDDEN = ("moe_latent_size", "moe_hidden_size", "hidden_size")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -46,11 +46,11 @@ class Explanation:
 
     why: what decided the order: names, variables, measurements or priorities.
     rejected_dispatchers, rejected_experts: every reason, by the backend's name.
-    named: the backends that are insisted on, as keys of `reasons`.
+    named: the backends that the user named, as keys of `reasons`.
     faults: the reasons that quote a variable of the environment, or that a failing check made.
     expected: the chosen experts' times in the tuned tables, and their gain over the experts that
         priority prefers; empty where the tables have neither.
-    not_installed: lines on packages of moekit's repository that have backends for the problem.
+    packages: returns the lines of `not_installed`.
     notes: returns what `note` joins. It is called when the note is read, because some backends
         know only after they packed weights how they will run.
     """
@@ -63,7 +63,7 @@ class Explanation:
     named: frozenset[str] = frozenset()
     expected: str = ""
     faults: frozenset[str] = frozenset()
-    not_installed: tuple[str, ...] = ()
+    packages: Callable[[], Iterable[str]] = field(default=tuple, compare=False, repr=False)
     notes: Callable[[], Sequence[str]] = field(default=tuple, compare=False, repr=False)
 
     @property
@@ -75,6 +75,11 @@ class Explanation:
     def note(self) -> str:
         """What else users should know of the choice; may be empty."""
         return "; ".join(self.notes())
+
+    @property
+    def not_installed(self) -> tuple[str, ...]:
+        """Lines on packages of moekit's repository that have backends for the problem."""
+        return tuple(self.packages())
 
     def reasons(self) -> dict[str, tuple[str, ...]]:
         """Return every reason, by kind and name of the backend, as in ``dispatcher local``."""

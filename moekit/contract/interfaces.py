@@ -34,10 +34,13 @@ class Routing:
     topk_weights: (T, K) float32; may hold anything, NaN included, where the id is -1.
     topk_ids: (T, K) int32 or int64, global physical expert ids, -1 for no expert (a padding token
     has no other ids). A token names an expert at most once.
+    max_tokens: the most tokens that any rank passes to this call, equal on all ranks; None if the
+    caller does not know it. A dispatcher of fixed capacity then works for so many tokens only.
     """
 
     topk_weights: Tensor
     topk_ids: Tensor
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ class PackedWeights:
     backend: str
     experts: Mapping[str, Tensor]
     shared: Mapping[str, Tensor] = field(default_factory=dict)
-    made_for: tuple[object, ...] | None = field(default=None, kw_only=True)
+    made_for: Mapping[str, object] | None = field(default=None, kw_only=True)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.experts[name]
@@ -171,7 +174,7 @@ class PrepareAndFinalize(Backend):
         """
 
     def takes_unreduced(self, dispatched: Dispatched) -> bool:
-        """Return whether `finalize` takes `Unreduced` for these tokens, too, and sums it itself.
+        """Return whether `finalize` also takes `Unreduced` for these tokens, and sums it itself.
 
         Ranks may differ in what they pass.
         """
@@ -240,7 +243,7 @@ class PermuteExpertsUnpermute(Backend):
 
     # Used by `quantize`. A backend may set a faster function of the same arguments.
     quantizer: ClassVar[Callable[..., tuple[Tensor, Tensor]]] = staticmethod(quant.quantize)
-    # Used wherever this backend's rows are weighted and summed, in dispatchers, too. A backend may
+    # Used wherever this backend's rows are weighted and summed, also in dispatchers. A backend may
     # set a faster function of the same arguments and bits.
     weight_and_reduce: Callable[..., Tensor] = staticmethod(weight_and_reduce)
 

@@ -10,10 +10,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from moekit.errors import InvalidInput, InvalidProblem
+from moekit.errors import InvalidProblem
 from moekit.problem import MoEProblem
-from moekit.untrusted.arguments import shown
-from moekit.untrusted.code import printable
 
 MOST = 1 << 12  # of a multiple
 Multiples = tuple[int, int]
@@ -34,14 +32,6 @@ class Footprint:
     buffers: Mapping[str, int]
     transient: int
     source: str
-
-    def __post_init__(self) -> None:
-        sizes = {"rows": self.rows, "transient": self.transient, **dict(self.buffers)}
-        for name, size in sizes.items():
-            if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-                raise InvalidInput(f"{shown(name)} {shown(size)}: expected an int of at least 0")
-        object.__setattr__(self, "buffers", {printable(n): b for n, b in self.buffers.items()})
-        object.__setattr__(self, "source", printable(self.source))
 
     @property
     def buffer_bytes(self) -> int:

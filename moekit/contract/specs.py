@@ -12,10 +12,9 @@ import importlib.util
 import re
 import sys
 from abc import ABC
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 from moekit.contract import sizes
@@ -27,7 +26,6 @@ from moekit.untrusted.arguments import (
     FLAG,
     FUNCTION,
     Kind,
-    accept,
     accept_fields,
     choice,
     instance,
@@ -36,26 +34,19 @@ from moekit.untrusted.arguments import (
     shown,
     size,
 )
-from moekit.untrusted.code import Fault, contained, printable, watched
+from moekit.untrusted.code import Fault, contained, printable
 
 # A backend's reason begins with this if its `check` raises or returns no list of reasons.
 CHECK_FAILED = "its check failed"
-MOST_PRIORITY = 1_000_000
 
 
-def _some_of(what: str, known: Collection[str], least: int = 1) -> Kind:
-    names = ", ".join(sorted(known))
-
+def _some_of(known: Collection[str], least: int = 1) -> Kind:
     def keep(value: Any) -> frozenset[str]:
-        if type(value) not in (frozenset, set) or not all(type(each) is str for each in value):
-            raise TypeError
-        if unknown := sorted(value.difference(known)):
-            raise InvalidProblem(f"unknown {what} {shown(unknown)}: they must be of {names}")
-        if len(value) < least:
+        if type(value) not in (frozenset, set) or len(value) < least or not value <= set(known):
             raise ValueError
         return frozenset(value)
 
-    return Kind(f"a frozenset of at least {least} of {names}", keep)
+    return Kind(f"a frozenset of at least {least} of {', '.join(sorted(known))}", keep)
 
 
 def _tuple_of(what: str, accepts: Callable[[str], object], least: int = 0) -> Kind:
@@ -69,54 +60,57 @@ def _tuple_of(what: str, accepts: Callable[[str], object], least: int = 0) -> Ki
     )
 
 
-def _is_dotted(text: str) -> bool:
-    return all(part.isidentifier() for part in text.split("."))
+def _pattern(wanted: str, pattern: str) -> Kind:
+    found = re.compile(pattern)
+    return matching(
+        wanted,
+        lambda value: type(value) is str and len(value) <= 400 and found.fullmatch(value),
+    )
 
 
-def _is_target(value: Any) -> bool:
-    if type(value) is not str or len(value) > 400:
-        return False
-    module, colon, attribute = value.partition(":")
-    return colon == ":" and _is_dotted(module) and attribute.isidentifier()
+def _reasons(value: Any) -> list[str]:
+    if not isinstance(value, (list, tuple)) or not all(str.strip(reason) for reason in value):
+        raise ValueError
+    return [printable(str.__str__(reason)) for reason in value]
 
 
-def _is_name(value: Any) -> bool:
-    return type(value) is str and re.fullmatch(r"[a-z][a-z0-9_]{0,63}", value) is not None
+def _two_multiples(value: Any) -> bool:
+    return (
+        type(value) is tuple
+        and len(value) == 2
+        and all(type(n) is int and 0 < n <= sizes.MOST for n in value)
+    )
 
 
-_PRIORITY = size(-MOST_PRIORITY, MOST_PRIORITY)
+_DOTTED = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
+_TEXT = matching("a string", lambda value: type(value) is str)
+_PRIORITY = size(-1_000_000, 1_000_000)
+# What the functions of a spec return.
+_REASONS = Kind("a list of reasons", _reasons)
+_MULTIPLES = matching(f"two ints of 1 to {sizes.MOST}", _two_multiples)
 
-
-# Every field of every kind of spec.
-_KINDS: Mapping[str, Kind] = MappingProxyType({
-    "name": matching("lower-case letters, digits and _, at most 64 with a letter first", _is_name),
-    "target": matching("'package.module:Class'", _is_target),
+# The kinds of the fields, by name or else by type; the other fields are functions.
+_BY_NAME = {
+    "name": _pattern(
+        "lower-case letters, digits and _, at most 64 with a letter first", r"[a-z][a-z0-9_]{0,63}"
+    ),
+    "target": _pattern("'package.module:Class'", rf"{_DOTTED}:[^\W\d]\w*"),
     "format": instance("an ActivationFormat", ActivationFormat),
-    "dtypes": _some_of("dtypes", DTYPES),
-    "schemes": _some_of("schemes", SCHEMES),
-    "wire_schemes": _some_of("wire_schemes", SCHEMES, least=0),
-    "activations": _some_of("activations", ACTIVATIONS),
+    "dtypes": _some_of(DTYPES),
+    "schemes": _some_of(SCHEMES),
+    "wire_schemes": _some_of(SCHEMES, least=0),
+    "activations": _some_of(ACTIVATIONS),
     "devices": _tuple_of(
         "strings such as 'cpu' or 'cuda>=9.0'",
         lambda device: len(device) <= 32 and DEVICE_PATTERN.fullmatch(device),
         least=1,
     ),
-    "requires": _tuple_of("importable names", _is_dotted),
-    "install_hint": matching("a string", lambda value: type(value) is str),
+    "requires": _tuple_of("importable names", re.compile(_DOTTED).fullmatch),
+    "install_hint": _TEXT,
     "priority": _PRIORITY,
     "ids_dtype": choice(("int32", "int64", "any")),
-    **dict.fromkeys(("most_top_k", "most_ranks"), optional(size())),
-    **dict.fromkeys(("check", "prefer", "describe", "multiples", "footprint"), optional(FUNCTION)),
-    **dict.fromkeys(
-        (
-            "graph_safe", "deterministic", "moves_tokens", "needs_capacity", "overlaps",
-            "spans_hosts", "silu_clamp", "bias", "reduces", "takes_quantized", "takes_unquantized",
-            "emulates", "movable", "weights_in_fp32", "aborts", "batch_invariant", "sliced_experts",
-            "shared_tokens", "uneven_experts",
-        ),
-        FLAG,
-    ),
-})  # fmt: skip
+}
+_BY_TYPE = {"bool": FLAG, "int | None": optional(size())}
 
 
 class Backend(ABC):
@@ -175,7 +169,12 @@ class BackendSpec:
 
     def __post_init__(self) -> None:
         try:
-            accept_fields(self, {fact.name: _KINDS[fact.name] for fact in fields(self)})
+            kinds = {
+                fact.name: _BY_NAME.get(fact.name)
+                or _BY_TYPE.get(str(fact.type), optional(FUNCTION))
+                for fact in fields(self)
+            }
+            accept_fields(self, kinds)
         except InvalidProblem as error:
             raise InvalidInput(f"{shown(self.name)}: {error}") from None
         object.__setattr__(self, "install_hint", printable(self.install_hint))
@@ -185,25 +184,27 @@ class BackendSpec:
         a `prefer` that fails."""
         if self.prefer is None:
             return self.priority
-        with contained():
-            found: int = accept({"prefer": _PRIORITY}, {"prefer": self.prefer(problem)})["prefer"]
-            return found
+        found: int = self._asked("prefer", problem, _PRIORITY)
+        return found
 
     def unsupported(self, problem: MoEProblem) -> list[str]:
         """Return every reason why this backend cannot do ``problem``; empty if it can."""
         reasons = [missing] if (missing := self.missing()) else []
         if not any(map(problem.device.meets, self.devices)):
             reasons.append(f"runs on {' or '.join(self.devices)}, not on {problem.device}")
-        if problem.dtype_name not in self.dtypes:
-            known = ", ".join(sorted(self.dtypes))
-            reasons.append(f"dtype {problem.dtype_name} is not supported (has {known})")
+        reasons += _lacks("dtype", problem.dtype_name, self.dtypes)
         if problem.batch_invariant and not self.batch_invariant:
             reasons.append(
                 "is not batch-invariant: the bits of a token's result may depend on other tokens "
                 "or on the number of ranks"
             )
+        reasons += _lacks("quant scheme", problem.quant.name, self.schemes)
         reasons += self._unsupported_features(problem)
-        return reasons + self._reasons_of_check(problem)
+        try:
+            self.priority_for(problem)
+            return reasons + (self._asked("check", problem, _REASONS) if self.check else [])
+        except Fault as fault:
+            return [*reasons, f"{CHECK_FAILED}: {fault}"]
 
     def padding(self, problem: MoEProblem) -> str:
         """Return which sizes of ``problem`` moekit pads for this backend, in words, or ""."""
@@ -220,37 +221,23 @@ class BackendSpec:
 
     def description(self, problem: MoEProblem) -> str:
         """Return what `describe` returns for ``problem``, or how it failed."""
-        if self.describe is None:
-            return ""
         try:
-            with contained():
-                found = self.describe(problem)
-                if type(found) is not str:
-                    raise TypeError(f"describe returned {shown(found)}, expected a string")
-                return printable(found)
+            return printable(self._asked("describe", problem, _TEXT)) if self.describe else ""
         except Fault as fault:
             return f"its description failed: {fault}"
 
-    def _reasons_of_check(self, problem: MoEProblem) -> list[str]:
-        try:
-            self.priority_for(problem)
-        except Fault as fault:
-            return [f"{CHECK_FAILED}: prefer: {fault}"]
-        if self.check is None:
-            return []
-        try:
-            with contained():
-                found = self.check(problem)
-                if not isinstance(found, (list, tuple)):
-                    raise TypeError(f"check returned {shown(found)}, expected a list of reasons")
-                for reason in found:
-                    if not (isinstance(reason, str) and reason.strip()):
-                        raise TypeError(
-                            f"check gave the reason {shown(reason)}, expected a sentence"
-                        )
-                return [printable(str.__str__(reason)) for reason in found]
-        except Fault as fault:
-            return [f"{CHECK_FAILED}: {fault}"]
+    def _asked(self, fact: str, problem: MoEProblem, kind: Kind) -> Any:
+        """Return what a function of this spec returns for ``problem``.
+
+        Raises Fault if the function raises, or returns something that is not of ``kind``.
+        """
+        with contained():
+            found = getattr(self, fact)(problem)
+            try:
+                return kind.keep(found)
+            except Exception:
+                text = f"{fact} returned {shown(found)}, expected {kind.wanted}"
+                raise TypeError(text) from None
 
     def _unsupported_features(self, problem: MoEProblem) -> list[str]:
         return []
@@ -260,7 +247,7 @@ class BackendSpec:
         module_name, _, attribute = self.target.partition(":")
         what = f"{self.kind} {self.name!r} ({self.target})"
         try:
-            with contained(), watched(lambda: f"loading {what}"):
+            with contained():
                 loaded = getattr(importlib.import_module(module_name), attribute)
                 if not (
                     isinstance(loaded, type)
@@ -317,14 +304,9 @@ class DispatcherSpec(BackendSpec):
     schemes: frozenset[str] = frozenset(SCHEMES)
 
     def _unsupported_features(self, problem: MoEProblem) -> list[str]:
-        reasons = []
-        if problem.quant.name not in self.schemes:
-            reasons.append(f"quant scheme {problem.quant.name} is not supported")
-        if problem.parallel.moves_tokens and not self.moves_tokens:
-            reasons.append(
-                f"tokens must move between {problem.parallel.dp_size} ranks, and it moves none"
-            )
-        parallel = problem.parallel
+        reasons, parallel = [], problem.parallel
+        if parallel.moves_tokens and not self.moves_tokens:
+            reasons.append(f"tokens must move between {parallel.dp_size} ranks, and it moves none")
         if parallel.moves_tokens and parallel.nodes > 1 and not self.spans_hosts:
             reasons.append(
                 f"the {parallel.num_ranks} ranks are on {parallel.nodes} hosts, and it serves one"
@@ -363,7 +345,7 @@ class ExpertsSpec(BackendSpec):
 
     activations: the kinds that it computes, of `moekit.plugin.ACTIVATIONS`. The default leaves out
         situ, swiglustep and relu2_and_mul, which were added later.
-    silu_clamp: it computes silu with a clamp limit, too.
+    silu_clamp: it also computes silu with a clamp limit.
     bias: it adds w13_bias and w2_bias.
     reduces: its output rows are weighted by the router and summed over K. BATCHED experts never
         reduce, because they do not see the weights.
@@ -376,7 +358,7 @@ class ExpertsSpec(BackendSpec):
     multiples: returns, for a problem, the numbers that its kernels need the hidden size and a
         rank's intermediate size to be multiples of. moekit then pads weights, tokens and output
         with zeros, which costs a copy of the tokens and of the output if the hidden size is padded,
-        and creates the backend for the padded problem; `check` sees that, too.
+        and creates the backend for the padded problem, which `check` sees.
     """
 
     kind = "experts backend"
@@ -412,34 +394,28 @@ class ExpertsSpec(BackendSpec):
 
     def padded(self, problem: MoEProblem) -> MoEProblem:
         """Return the problem that the backend is created for: sizes are rounded up as it needs."""
-        found = self._multiples(problem)
-        return problem if isinstance(found, str) else sizes.padded(problem, found)
+        try:
+            return sizes.padded(problem, self._multiples(problem))
+        except Fault:  # `unsupported` reports it
+            return problem
 
     def padding(self, problem: MoEProblem) -> str:
         return sizes.words(problem, self.padded(problem))
 
     def unsupported(self, problem: MoEProblem) -> list[str]:
-        made, multiples = self.padded(problem), self._multiples(problem)
+        made = self.padded(problem)
         reasons = super().unsupported(made)
-        if isinstance(multiples, str):
-            return [*reasons, multiples]
-        return reasons + sizes.faults(problem, made, multiples)
+        try:
+            return reasons + sizes.faults(problem, made, self._multiples(problem))
+        except Fault as fault:
+            return [*reasons, f"{CHECK_FAILED}: {fault}"]
 
-    def _multiples(self, problem: MoEProblem) -> sizes.Multiples | str:
-        """Return what `multiples` returns for ``problem``, or how it failed."""
+    def _multiples(self, problem: MoEProblem) -> sizes.Multiples:
+        """Return what `multiples` returns for ``problem``. Raises Fault if it fails."""
         if self.multiples is None:
             return 1, 1
-        try:
-            with contained():
-                found = self.multiples(problem)
-                right = type(found) is tuple and len(found) == 2
-                if not right or any(type(n) is not int or not 0 < n <= sizes.MOST for n in found):
-                    raise TypeError(
-                        f"multiples returned {shown(found)}, expected two ints of 1 to {sizes.MOST}"
-                    )
-                return found
-        except Fault as fault:
-            return f"{CHECK_FAILED}: {fault}"
+        found: sizes.Multiples = self._asked("multiples", problem, _MULTIPLES)
+        return found
 
     def needs_bridge(self, format: ActivationFormat) -> bool:
         """Return whether moekit converts between dispatched tokens of ``format`` and this one's."""
@@ -472,13 +448,7 @@ class ExpertsSpec(BackendSpec):
         return notes
 
     def _unsupported_features(self, problem: MoEProblem) -> list[str]:
-        reasons = []
-        if problem.quant.name not in self.schemes:
-            known = ", ".join(sorted(self.schemes))
-            reasons.append(f"quant scheme {problem.quant.name} is not supported (has {known})")
-        if problem.activation.name not in self.activations:
-            known = ", ".join(sorted(self.activations))
-            reasons.append(f"activation {problem.activation.name} is not supported (has {known})")
+        reasons = _lacks("activation", problem.activation.name, self.activations)
         if problem.activation.clamped and not self.silu_clamp:
             reasons.append(f"does not clamp silu (limit={problem.activation.limit})")
         if problem.has_bias and not self.bias:
@@ -489,6 +459,12 @@ class ExpertsSpec(BackendSpec):
                 "tokens of a call, so results are not batch-invariant"
             )
         return reasons
+
+
+def _lacks(what: str, name: str, known: Collection[str]) -> list[str]:
+    if name in known:
+        return []
+    return [f"{what} {name} is not supported (has {', '.join(sorted(known))})"]
 
 
 SpecT = TypeVar("SpecT", bound=BackendSpec)

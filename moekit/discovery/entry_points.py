@@ -10,11 +10,11 @@ import importlib
 import importlib.metadata
 import re
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 
 import pluggy
@@ -23,7 +23,7 @@ from moekit.contract.specs import DispatcherSpec, ExpertsSpec, SpecT
 from moekit.discovery.hooks import GROUP, MoekitSpecs
 from moekit.errors import BackendError
 from moekit.untrusted.arguments import shown
-from moekit.untrusted.code import Fault, contained, printable, watched
+from moekit.untrusted.code import Fault, contained, printable
 from moekit.version import __version__
 
 SWITCHES = ("MOEKIT_PLUGINS", "MOEKIT_BLOCK", "MOEKIT_STRICT")
@@ -151,15 +151,12 @@ def entry_points(group: str = GROUP) -> Iterator[Source]:
     """
     seen = set()
     for dist in _distributions():
+        mentioned = False
         try:
             with contained():
                 mentioned = group in (dist.read_text("entry_points.txt") or "")
-        except Fault:  # unreadable: it cannot be recognized as a plugin
-            continue
-        if not mentioned:
-            continue
-        try:
-            with contained():
+                if not mentioned:
+                    continue
                 if not dist.name:
                     raise ValueError("it names no distribution")
                 name, version = dist.name, dist.version or "?"
@@ -167,7 +164,8 @@ def entry_points(group: str = GROUP) -> Iterator[Source]:
                 points.sort(key=lambda point: point.name)
         except Fault as fault:  # truncated or hand-edited
             where = printable(str(getattr(dist, "_path", "?")))
-            yield Source.broken(Path(where).stem, "?", "?", f"metadata in {where}: {fault}")
+            if mentioned:  # else nobody knows whether it is a plugin
+                yield Source.broken(Path(where).stem, "?", "?", f"metadata in {where}: {fault}")
             continue
         if _canonical(name) not in seen:
             seen.add(_canonical(name))
@@ -224,10 +222,7 @@ def probe(source: Source, strict: bool = False) -> PluginState:
     manager.add_hookspecs(MoekitSpecs)
     _this_thread.probing = True
     try:
-        with (
-            nullcontext() if strict else contained(),
-            watched(lambda: f"loading plugin {source.name} ({source.distribution})"),
-        ):
+        with nullcontext() if strict else contained():
             manager.register(source.load(), name=source.name)
             manager.check_pending()
             plugin = manager.get_plugin(source.name)
@@ -254,23 +249,18 @@ def _records(hook: pluggy.HookCaller, kind: type[SpecT]) -> tuple[SpecT, ...]:
     results = hook()  # without the Nones
     if len(results) < len(hook.get_hookimpls()):
         raise TypeError(f"{hook.name} returned None, expected a list of {kind.__name__}")
-    records: list[SpecT] = []
-    for result in results:
-        if not isinstance(result, Iterable):
+    records: dict[str, SpecT] = {}
+    for record in chain.from_iterable(results):
+        if type(record) is not kind:
             raise TypeError(
-                f"{hook.name} returned {shown(result)}, expected a list of {kind.__name__}"
+                f"{hook.name} returned {shown(record)}, expected a list of {kind.__name__}"
             )
-        for record in result:
-            if type(record) is not kind:
-                raise TypeError(
-                    f"{hook.name} returned {shown(record)}, expected {kind.__name__} records"
-                )
-            if any(record.name == other.name for other in records):
-                raise ValueError(f"{hook.name} offers {shown(record.name)} twice")
-            if len(records) == _MOST_BACKENDS:
-                raise ValueError(f"{hook.name} offers more than {_MOST_BACKENDS} backends")
-            records.append(replace(record))  # `replace` validates changes since the spec was made
-    return tuple(records)
+        if record.name in records:
+            raise ValueError(f"{hook.name} offers {shown(record.name)} twice")
+        if len(records) == _MOST_BACKENDS:
+            raise ValueError(f"{hook.name} offers more than {_MOST_BACKENDS} backends")
+        records[record.name] = replace(record)  # validates changes since the spec was made
+    return tuple(records.values())
 
 
 def mark_clashes(states: Sequence[PluginState]) -> list[PluginState]:

@@ -9,15 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from types import MappingProxyType
 
-from moekit.contract.specs import BackendSpec as BackendSpec
-from moekit.contract.specs import DispatcherSpec as DispatcherSpec
-from moekit.contract.specs import ExpertsSpec as ExpertsSpec
-from moekit.contract.specs import SpecT as SpecT
+from moekit.contract.specs import BackendSpec, DispatcherSpec, ExpertsSpec, SpecT
 from moekit.discovery.entry_points import (
     SWITCHES,
     PluginState,
@@ -26,10 +23,9 @@ from moekit.discovery.entry_points import (
     probing,
     sources,
 )
-from moekit.discovery.packages import offering
 from moekit.errors import BackendError, NameClash, UnknownBackend
-from moekit.untrusted.arguments import shown
-from moekit.untrusted.switches import switch
+from moekit.problem import MoEProblem
+from moekit.untrusted.arguments import shown, switch
 
 logger = logging.getLogger("moekit")
 
@@ -45,7 +41,7 @@ class Registry:
 
     Environment: ``MOEKIT_PLUGINS=a,b`` loads only these plugins and the core's own backends (empty:
     no plugins), ``MOEKIT_BLOCK=a`` excludes some, ``MOEKIT_STRICT=1`` re-raises a plugin's own
-    error at discovery. A plugin has the name of its entry point and that of its distribution.
+    error at discovery. A plugin is known by its entry point's and its distribution's name.
     """
 
     plugins: tuple[PluginState, ...] = ()
@@ -156,6 +152,8 @@ class Registry:
         other: type[BackendSpec] = ExpertsSpec if kind is DispatcherSpec else DispatcherSpec
         if name in self._usable(other):
             text += f" ({name!r} is known as: {other.kind})"
+        from moekit.discovery.packages import offering
+
         package = offering("experts" if kind is ExpertsSpec else "dispatchers", name)
         if package is not None and not package.installed:
             text += f". {package.name} offers it: {package.install} (in a clone of its repository)"
@@ -164,7 +162,17 @@ class Registry:
         raise UnknownBackend("\n  ".join([text, *self.faults()]))
 
 
+def not_installed(problem: MoEProblem) -> Iterator[str]:
+    """Yield lines on packages of moekit's repository that have backends for ``problem``."""
+    from moekit.discovery import packages
+
+    yield from packages.not_installed(problem)
+
+
 _lock = threading.RLock()
+# A process that forks while another thread discovers has a lock that nobody releases.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 _registry: Registry | None = None
 
 

@@ -8,7 +8,6 @@ migrate      moves packed weights to a new placement, in place, between two call
 
 from moekit.eplb.migrate import MigrationReport as MigrationReport
 from moekit.eplb.migrate import migrate as migrate
-from moekit.eplb.policy import POLICIES as POLICIES
 from moekit.eplb.policy import Balanced as Balanced
 from moekit.eplb.policy import Policy as Policy
 from moekit.eplb.policy import improve as improve

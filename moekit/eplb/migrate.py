@@ -78,7 +78,7 @@ def migrate(
 
     Collective over ``group``; no call may be in flight. Addresses do not change, so captured CUDA
     graphs stay valid. (If a backend packs without copying, the caller's own tensors are
-    overwritten, too.) Everything that was derived for an expert moves with it. Shared tensors do
+    also overwritten.) Everything that was derived for an expert moves with it. Shared tensors do
     not move and must be equal on all ranks.
 
     Args:

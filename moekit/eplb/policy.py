@@ -18,7 +18,6 @@ from moekit.untrusted.arguments import (
     accept_fields,
     instance,
     real,
-    shown,
     size,
 )
 
@@ -61,7 +60,7 @@ class Balanced:
         if E % G or G % N or ep % N or (N > 1 and P % ep):
             raise InvalidProblem(
                 f"{E} experts and {P} physical experts on {ep} ranks do not divide into "
-                f"num_groups={G} on num_nodes={N}; correct these, or use policy='global'"
+                f"num_groups={G} on num_nodes={N}; correct these, or use Balanced()"
             )
         members = [range(g * E // G, (g + 1) * E // G) for g in range(G)]
         ranks = [current.on_rank(rank) for rank in range(ep)]
@@ -78,26 +77,6 @@ class Balanced:
             for rank, experts in zip(node, _nearest(bins, node), strict=True):
                 placed += _in_place(experts, rank)
         return placed
-
-
-POLICIES: dict[str, Callable[..., Policy]] = {
-    "global": lambda: Balanced(),
-    "hierarchical": lambda num_groups, num_nodes: Balanced(num_groups, num_nodes),
-}
-
-
-def named_policy(name: str, options: Mapping[str, int]) -> Policy:
-    """Return the policy of that name; raise InvalidInput for an unknown name or option."""
-    if not isinstance(name, str) or name not in POLICIES:
-        raise InvalidInput(
-            f"policy must be a function or one of {', '.join(POLICIES)} (got {shown(name)})"
-        )
-    try:
-        return POLICIES[name](**options)
-    except TypeError as error:
-        raise InvalidInput(
-            f"policy {name!r} does not take the options {dict(options)}: {error}"
-        ) from error
 
 
 _KINDS = {
@@ -221,7 +200,7 @@ def _nearest(bins: list[list[int]], held: Sequence[Sequence[int]]) -> list[list[
 
 
 def _in_place(experts: Sequence[int], before: Sequence[int]) -> list[int]:
-    """Reorder ``experts`` so that those of ``before`` keep their place."""
+    """Reorder ``experts`` so that experts of ``before`` keep their index."""
     left = list(experts)
     slots: list[int | None] = []
     for expert in before:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moekit.contract import PackedWeights, Routing
 from moekit.eplb.migrate import MigrationInterrupted, MigrationReport, agree, digest, migrate
-from moekit.eplb.policy import Policy, improve, named_policy
+from moekit.eplb.policy import Balanced, Policy, improve
 from moekit.errors import InvalidInput, Unsupported, WeightsError
 from moekit.kernel import ModularKernel
 from moekit.layer.layer import FusedMoE
@@ -26,9 +26,7 @@ from moekit.untrusted.arguments import (
     GROUP,
     MAX_EXPERTS,
     MAX_TOKENS,
-    NAME,
     accept,
-    either,
     instance,
     optional,
     real,
@@ -41,8 +39,7 @@ _WINDOW = {"layers": size(), "num_experts": size(1, MAX_EXPERTS), "steps": size(
 _KINDS = {
     "kernel": instance("a ModularKernel", ModularKernel),
     "packed": sequence("PackedWeights", PackedWeights),
-    "policy": either(FUNCTION, NAME),
-    "options": optional(instance("a mapping of names to integers", Mapping)),
+    "policy": optional(FUNCTION),
     "min_gain": real(most=1.0, finite=False),
     "staging_bytes": size(1, 2**62),
     "placements": optional(sequence("Placement", Placement)),
@@ -153,8 +150,7 @@ class Rebalancer:
     Args:
         kernel: The kernel of the layers.
         packed: The packed weights of each layer.
-        policy: A `Policy`, or the name of one in `POLICIES`.
-        options: Arguments of the named policy.
+        policy: Chooses placements. Default: `Balanced`, with any expert on any rank.
         window: Finished steps whose load counts.
         min_gain: The fraction by which the load of a layer's hottest rank must fall.
         staging_bytes: Limit of a rank's staging buffer; see `migrate`.
@@ -172,8 +168,7 @@ class Rebalancer:
         kernel: ModularKernel,
         packed: Sequence[PackedWeights],
         *,
-        policy: str | Policy = "global",
-        options: Mapping[str, int] | None = None,
+        policy: Policy | None = None,
         window: int = 1000,
         min_gain: float = 0.0,
         staging_bytes: int = 2**27,
@@ -194,7 +189,7 @@ class Rebalancer:
         for each in packed:
             device_of(each)
         _check_apart(packed)
-        self.policy = named_policy(policy, options or {}) if isinstance(policy, str) else policy
+        self.policy: Policy = policy or Balanced()
         self.packed, self.min_gain, self.staging_bytes = list(packed), min_gain, staging_bytes
         self.placements = list(placements or [Placement.default(problem)] * len(packed))
         self._layers: Sequence[FusedMoE] = ()

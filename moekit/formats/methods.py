@@ -18,7 +18,8 @@ from moekit.formats.method import Method
 from moekit.formats.modelopt import ModelOpt
 from moekit.formats.plain import Plain
 from moekit.formats.quark import Quark
-from moekit.untrusted.arguments import FLAG, Kind, either, items, record, size, table, text
+from moekit.untrusted.arguments import FLAG, Kind, either, size
+from moekit.untrusted.json_kinds import items, record, table, text
 
 METHODS: tuple[Method, ...] = (
     Gguf(), Plain(), CompressedTensors(), ModelOpt(), Quark(), AutoRound(), Gptq(), Awq(), Mxfp4(),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,11 +16,22 @@ from moekit.errors import InvalidInput, WeightsError
 from moekit.kernel import ModularKernel
 from moekit.layer.ranks import LayerRanks
 from moekit.layer.router import Router
-from moekit.layer.rows import LayerInputs, TokenRows
 from moekit.layer.shared import SharedExperts
 from moekit.problem import partition
-from moekit.runtime.checks import check_ids
+from moekit.runtime.checks import check_ids, check_tensor, check_tokens
 from moekit.runtime.overlap import ConcurrentExperts
+
+
+class LayerInputs(NamedTuple):
+    """The arguments of `FusedMoE.forward`."""
+
+    x: Tensor
+    router_logits: Tensor | None
+    topk_weights: Tensor | None
+    topk_ids: Tensor | None
+    is_padding: Tensor | None
+    max_tokens: int | None
+    token_ids: Tensor | None = None
 
 
 class LayerFlow:
@@ -59,13 +73,13 @@ class LayerFlow:
             rows = TokenRows(inputs.x, self.kernel.problem.hidden_size, max_tokens, self.ranks)
             routing, identity = self._route(rows, inputs)
         except Exception as error:  # of any kind: the other ranks must not wait for this one
-            if max_tokens is None:
-                self.ranks.num_chunks(0, None)
+            self.ranks.most_tokens(0, max_tokens)
             self.kernel.abort(error)
             raise
-        chunks = self.ranks.num_chunks(rows.x_TH.shape[0], max_tokens)
+        most = self.ranks.most_tokens(rows.x_TH.shape[0], max_tokens)
+        routing = replace(routing, max_tokens=most)
         shared = self._fork_shared(rows.x_TH)
-        out_TH = self._run_kernel(rows.x_TH, weights, routing, chunks, shared)
+        out_TH = self._run_kernel(rows.x_TH, weights, routing, shared)
         self._add_and_sum(out_TH, rows.x_TH, identity, shared)
         return rows.restore(out_TH)
 
@@ -111,10 +125,11 @@ class LayerFlow:
         x_TH: Tensor,
         weights: PackedWeights,
         routing: Routing,
-        chunks: int,
         shared: ConcurrentExperts | None,
     ) -> Tensor:
         """Return the routed experts' output, from as many calls as all ranks make."""
+        most, capacity = routing.max_tokens or 0, self.ranks.capacity or sys.maxsize
+        chunks = max(1, -(-most // capacity))
         meanwhile = None if shared is None else shared.run
         start = partial(self.kernel.start, weights=weights)
         if chunks == 1:
@@ -123,7 +138,9 @@ class LayerFlow:
         for chunk in range(chunks):
             span = partition(x_TH.shape[0], chunks, chunk)
             rows = slice(span.start, span.stop)
-            part = Routing(routing.topk_weights[rows], routing.topk_ids[rows])
+            part = Routing(
+                routing.topk_weights[rows], routing.topk_ids[rows], max_tokens=-(-most // chunks)
+            )
             start(x_TH[rows], routing=part, out=out[rows], meanwhile=meanwhile).result()
             meanwhile = None
         return out
@@ -146,3 +163,57 @@ class LayerFlow:
         if identity is not None and not (self.ranks.partial and self.ranks.rank):
             own = torch.where(identity != 0, x_TH.float() * identity, 0.0)
             out_TH.copy_(own.add_(out_TH))
+
+
+class TokenRows:
+    """Flatten a call's tensors to rows; under sequence parallelism take this rank's share of them.
+
+    Args:
+        x: (..., H), the caller's tokens.
+        hidden_size: H.
+        max_tokens: The most tokens of any rank, if the caller knows it.
+        ranks: The layer's ranks.
+
+    Raises:
+        InvalidInput: ``x`` has another shape, or more than ``max_tokens`` rows.
+    """
+
+    __slots__ = ("_flat", "_ranks", "_share", "_x", "num_tokens", "x_TH")
+
+    def __init__(
+        self, x: Tensor, hidden_size: int, max_tokens: int | None, ranks: LayerRanks
+    ) -> None:
+        check_tensor("x", x)
+        if x.dim() < 2 or x.shape[-1] != hidden_size:
+            raise InvalidInput(f"x must have shape (..., {hidden_size}) (got {tuple(x.shape)})")
+        self._x, self._ranks = x, ranks
+        self._flat = x.dim() == 2 and not ranks.splits
+        rows = x if self._flat else x.flatten(0, -2)
+        self.num_tokens = rows.shape[0]
+        if max_tokens is not None and check_tokens(max_tokens, "max_tokens") < self.num_tokens:
+            raise InvalidInput(
+                f"max_tokens={max_tokens} is less than this rank's {self.num_tokens} tokens: pass "
+                "the most tokens of any rank"
+            )
+        self._share = ranks.share(self.num_tokens)
+        self.x_TH = rows[self._share] if ranks.splits else rows
+
+    def take(self, name: str, tensor: Tensor, *width: int) -> Tensor:
+        """Return the rows of ``tensor`` (..., *width); raise InvalidInput for another shape."""
+        check_tensor(name, tensor)
+        wanted = (*self._x.shape[:-1], *width)
+        if tensor.shape != wanted:
+            raise InvalidInput(
+                f"{name} must have shape {wanted} for x {tuple(self._x.shape)} "
+                f"(got {tuple(tensor.shape)})"
+            )
+        if self._flat:
+            return tensor
+        rows = tensor.flatten(0, self._x.dim() - 2)
+        return rows[self._share] if self._ranks.splits else rows
+
+    def restore(self, out_TH: Tensor) -> Tensor:
+        """Return the outputs of these rows in the shape of x, gathered over the ranks."""
+        if self._ranks.splits:
+            out_TH = self._ranks.gather(out_TH, self.num_tokens)
+        return out_TH if self._flat else out_TH.view(self._x.shape)

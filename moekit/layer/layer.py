@@ -14,39 +14,35 @@ from torch import Tensor, nn
 from moekit.contract import PackedWeights, Routing
 from moekit.errors import InvalidProblem, MoekitError
 from moekit.layer import ops
-from moekit.layer.arguments import resolve_activation, resolve_device, take_records
-from moekit.layer.describe import describe
-from moekit.layer.flow import LayerFlow
-from moekit.layer.parallelism import LayerParallelism, place
+from moekit.layer.arguments import resolve_device, take_record
+from moekit.layer.flow import LayerFlow, LayerInputs
+from moekit.layer.parallelism import LayerParallelism
+from moekit.layer.placement import Placement
 from moekit.layer.ranks import LayerRanks
 from moekit.layer.replicas import check_replicas, to_physical
 from moekit.layer.router import Router, RoutingConfig
-from moekit.layer.rows import LayerInputs
 from moekit.layer.shared import SharedExperts
 from moekit.problem import MoEProblem
 from moekit.problem.activation import Activation
+from moekit.problem.problem import summary
 from moekit.problem.quant import QuantScheme
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime.checks import check_function, check_tokens
 from moekit.runtime.device import on_device
 from moekit.selection.select import compose
-from moekit.untrusted.arguments import FLAG, FUNCTION, NAME, TIMEOUT, accept, instance, optional
+from moekit.untrusted.arguments import FUNCTION, NAME, accept, instance, optional
 
 if TYPE_CHECKING:
     from moekit.checkpoint import Checkpoint, ExpertNames
 
-# The records and the problem check the other arguments.
+# The records, the problem and `compose` check the other arguments.
 _KINDS = {
-    "is_act_and_mul": optional(FLAG),
     "routing": optional(instance("a RoutingConfig", RoutingConfig)),
     "parallelism": optional(instance("a LayerParallelism", LayerParallelism)),
     "shared_experts": optional(FUNCTION),
-    "dispatcher": optional(NAME),
-    "experts": optional(NAME),
-    "checked": optional(FLAG),
-    "peer_timeout": TIMEOUT,
     "prefix": optional(NAME),
 }
+_SHOWN = 4  # experts of a rank in the layer's repr
 
 
 class FusedMoE(nn.Module):
@@ -69,8 +65,7 @@ class FusedMoE(nn.Module):
         intermediate_size: I of the whole model.
         params_dtype: Dtype of activations and unquantized weights.
         quant: Quantization scheme, as in `MoEProblem`.
-        activation: A name, or an `Activation` with its clamp.
-        is_act_and_mul: False removes the gate ("silu" becomes "silu_no_mul").
+        activation: A name, or an `Activation` with its clamp; "silu_no_mul" has no gate.
         has_bias: The experts have biases.
         apply_router_weight_on_input: Scale each token instead of its result; needs ``top_k=1``.
         max_num_tokens: Capacity of a kernel call. Calls with more tokens run in chunks.
@@ -87,8 +82,7 @@ class FusedMoE(nn.Module):
         device: Where the layer runs. Default: this machine's accelerator, else the CPU.
         prefix: The layer's name, unique among living layers.
         keywords: Fields of `RoutingConfig` and `LayerParallelism` in place of the records, such
-            as ``renormalize``, ``num_expert_group``, ``tp_size`` or ``reduce_results``, and
-            ``shared_experts_partial`` and ``use_grouped_topk``.
+            as ``renormalize``, ``num_expert_group``, ``tp_size`` or ``reduce_results``.
 
     Raises:
         InvalidProblem: Arguments do not fit each other, or a record and one of its fields are
@@ -107,7 +101,6 @@ class FusedMoE(nn.Module):
         params_dtype: torch.dtype = torch.bfloat16,
         quant: QuantScheme | str = "none",
         activation: Activation | str = "silu",
-        is_act_and_mul: bool | None = None,
         has_bias: bool = False,
         apply_router_weight_on_input: bool = False,
         max_num_tokens: int | None = None,
@@ -125,9 +118,12 @@ class FusedMoE(nn.Module):
     ) -> None:
         super().__init__()
         accept(_KINDS, locals())
-        routing, parallelism, shared = take_records(routing, parallelism, shared_experts, keywords)
-        self.prefix = ops.register(self, prefix)
-        self.device = resolve_device(device)
+        routing = take_record(RoutingConfig, "routing", routing, keywords)
+        parallelism = take_record(LayerParallelism, "parallelism", parallelism, keywords)
+        if keywords:
+            raise TypeError(f"FusedMoE got an unexpected keyword argument {next(iter(keywords))!r}")
+        shared = SharedExperts.of(shared_experts)
+        self.prefix, self.device = ops.free_name(prefix), resolve_device(device)
         parallel, sequence = parallelism.config(), parallelism.is_sequence_parallel
         self.problem = MoEProblem(
             num_experts=num_experts,
@@ -135,7 +131,7 @@ class FusedMoE(nn.Module):
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
             dtype=params_dtype,
-            activation=resolve_activation(activation, is_act_and_mul),
+            activation=activation,
             quant=quant,
             has_bias=has_bias,
             apply_router_weight_on_input=apply_router_weight_on_input,
@@ -145,19 +141,20 @@ class FusedMoE(nn.Module):
             parallel=replace(parallel, dp_size=parallel.num_ranks) if sequence else parallel,
             device=self.device,
         )
-        if batch_invariant and shared is not None and shared.partial:
+        partial = shared is not None and shared.partial
+        if partial and (sequence or batch_invariant):
             raise InvalidProblem(
-                "batch_invariant=True cannot add up slices of shared experts, whose sum depends on "
-                "the number of ranks: let each rank compute them whole (partial=False)"
+                "SharedExperts(partial=True) are slices that ranks with the same tokens add up, in "
+                "an order that depends on their number: let each rank compute them whole, or leave "
+                "is_sequence_parallel and batch_invariant out"
             )
-        sizes = self.problem.num_experts, self.problem.top_k
-        self.router = Router(routing.on(self.device), *sizes, batch_invariant)
-        self.placement = place(self.problem, parallelism.expert_placement_strategy)
+        self.router = Router(routing.on(self.device), num_experts, top_k, batch_invariant)
+        strategy = parallelism.expert_placement_strategy
+        self.placement = Placement.default(self.problem, strategy)
         common = (
-            f"{parallelism.expert_placement_strategy}, "
-            f"reduce_results={parallelism.reduce_results}, is_sequence_parallel={sequence}, "
-            f"zero_expert_num={routing.zero_expert_num}, "
-            f"shared_experts={shared is not None}, partial={shared is not None and shared.partial}"
+            f"{strategy}, reduce_results={parallelism.reduce_results}, "
+            f"is_sequence_parallel={sequence}, zero_expert_num={routing.zero_expert_num}, "
+            f"shared_experts={shared is not None}, partial={partial}"
         )
         with on_device(self.device):
             self.ranks = LayerRanks(self.problem, parallel, parallelism, common, peer_timeout)
@@ -176,6 +173,7 @@ class FusedMoE(nn.Module):
         self.flow = LayerFlow(self.prefix, self.router, self.ranks, self.kernel, shared)
         if self.placement.physical_to_logical != tuple(range(num_experts)):
             self.set_replicas(self.placement.logical_to_physical(self.device))
+        ops.register(self, self.prefix)
 
     @classmethod
     def from_checkpoint(
@@ -321,6 +319,7 @@ class FusedMoE(nn.Module):
             is_padding: (...) bool. Marked tokens go to no expert.
             max_tokens: The most tokens that any rank passes to this call. With max_num_tokens it
                 saves an all-reduce, and CUDA graphs need it where the group has no CPU backend.
+                Ranks replay graphs together that were captured with one max_tokens.
             token_ids: (...) int32 or int64, the rows of the routing's hash_table if it has one.
 
         Returns:
@@ -355,8 +354,28 @@ class FusedMoE(nn.Module):
     # -- the module -------------------------------------------------------------------------
 
     def extra_repr(self) -> str:
-        """Describe the sizes, the combination, the routing, the ranks and the weights."""
-        return describe(self.problem, self.flow, self.placement, self.packed)
+        """Return a line each for the sizes, the combination, the routing, ranks and weights."""
+        explanation, ranks, parallel = self.kernel.explanation, self.ranks, self.problem.parallel
+        assert explanation is not None
+        lines = [
+            f"{self.prefix}: {summary(self.problem)}",
+            f"kernel: {explanation.chosen} ({explanation.why})",
+            f"routing: {self.router.config}",
+        ]
+        if ranks.size > 1:
+            held = self.local_experts
+            experts = ", ".join(map(str, held[:_SHOWN])) + ", ..." * (len(held) > _SHOWN)
+            outputs = "outputs are summed" if ranks.sums else "outputs are partial sums"
+            traffic = "tokens move between ranks" if ranks.moves else outputs
+            batches = ranks.size // ranks.copies
+            lines.append(
+                f"parallelism: rank {ranks.rank} of {ranks.size} (ep_size={parallel.ep_size}, "
+                f"tp_size={parallel.tp_size}), {batches} token batch{'es' * (batches > 1)}, "
+                f"experts {experts}; {traffic}"
+            )
+        packed = self.packed
+        loaded = "not loaded" if packed is None else f"{packed.nbytes / 2**20:.1f} MiB"
+        return "\n".join([*lines, f"weights: {loaded}"])
 
     def destroy(self) -> None:
         """Free the dispatcher's buffers, the weights and the name; idempotent."""

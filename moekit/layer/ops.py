@@ -10,69 +10,53 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 from torch import Tensor
 
 from moekit.errors import MoekitError, NameClash
-from moekit.layer.rows import LayerInputs
+from moekit.layer.flow import LayerInputs
 from moekit.runtime.operators import Operators
-
-
-class NamedLayer(Protocol):
-    """The part of `FusedMoE` that the operator calls."""
-
-    def run(self, inputs: LayerInputs) -> Tensor: ...
-
 
 _SCHEMA = (
     "(Tensor x, Tensor? router_logits, Tensor? topk_weights, Tensor? topk_ids, "
     "Tensor? is_padding, SymInt? max_tokens, Tensor? token_ids, str layer) -> Tensor"
 )
 
-_layers: WeakValueDictionary[str, NamedLayer] = WeakValueDictionary()
+_layers: WeakValueDictionary[str, Any] = WeakValueDictionary()  # of `FusedMoE`
 _numbers = itertools.count()
-_lock = threading.Lock()
-_MAKER = "_moekit_maker"  # attribute of a layer: the thread that constructs it
+_lock = threading.RLock()
 
 
-def register(layer: NamedLayer, name: str | None) -> str:
-    """Register ``layer`` under ``name`` while it lives; None picks an unused name.
-
-    Returns:
-        The name.
+def free_name(name: str | None) -> str:
+    """Return ``name``, or an unused name for None.
 
     Raises:
-        NameClash: Another living layer has the name.
+        NameClash: A living layer has the name.
     """
     if name is None:
-        name = next(n for i in _numbers if (n := f"fused_moe.{i}") not in _layers)
-    if _taken(name):
+        return next(n for i in _numbers if (n := f"fused_moe.{i}") not in _layers)
+    if name in _layers:
         gc.collect()  # reference cycles may keep the layers of a model that was dropped
-    with _lock:
-        if _taken(name):
-            raise NameClash(
-                f"a layer named {name!r} exists already: give each FusedMoE its own prefix, or none"
-            )
-        vars(layer)[_MAKER] = threading.get_ident()
-        _layers[name] = layer
+    if name in _layers:
+        raise NameClash(
+            f"a layer named {name!r} exists already: give each FusedMoE its own prefix, or none"
+        )
     return name
 
 
-def _taken(name: str) -> bool:
-    """Return whether a layer uses ``name``.
+def register(layer: Any, name: str) -> None:
+    """Register a complete layer under ``name`` while it lives.
 
-    A layer whose constructor raised does not count, although a traceback may keep it alive. One
-    that another thread has not finished does.
+    Raises:
+        NameClash: Another thread has registered the name.
     """
-    found = _layers.get(name)
-    if found is None or hasattr(found, "packed"):
-        return found is not None
-    return bool(vars(found)[_MAKER] != threading.get_ident())
+    with _lock:
+        _layers[free_name(name)] = layer
 
 
-def unregister(layer: NamedLayer, name: str) -> None:
+def unregister(layer: Any, name: str) -> None:
     """Free the name if ``layer`` still has it; idempotent."""
     with _lock:
         if _layers.get(name) is layer:
@@ -80,7 +64,7 @@ def unregister(layer: NamedLayer, name: str) -> None:
 
 
 def _run(*arguments: Any) -> Tensor:
-    """Run the layer that the last argument names; the others are those of `LayerInputs`."""
+    """Run the layer that the last argument names; the others are the fields of `LayerInputs`."""
     *inputs, layer = arguments
     found = _layers.get(layer)
     if found is None:
@@ -88,21 +72,19 @@ def _run(*arguments: Any) -> Tensor:
             f"no layer named {layer!r} is alive: compiled code outlived the FusedMoE it was "
             "compiled for; compile again"
         )
-    return found.run(LayerInputs(*inputs))
+    out: Tensor = found.run(LayerInputs(*inputs))
+    return out
 
 
 def tracks(inputs: LayerInputs) -> bool:
     """Return whether a gradient is asked for, which the operator refuses.
 
-    The operator takes tensors and integers only, so arguments of other types do not count; the
-    layer itself reports them.
+    The operator takes only tensors and an integer; the layer reports arguments of other types.
     """
-    max_tokens = inputs.max_tokens
-    tensors = [value for name, value in inputs._asdict().items() if name != "max_tokens"]
-    if not any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
-        return False
+    *tensors, most = (*inputs._replace(max_tokens=None), inputs.max_tokens)
+    tracked = any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
     typed = all(t is None or isinstance(t, Tensor) for t in tensors)
-    return typed and (max_tokens is None or isinstance(max_tokens, int))
+    return tracked and typed and (most is None or isinstance(most, int))
 
 
 operators = Operators.of("fused_moe", _run, "call FusedMoE under torch.no_grad()", _SCHEMA)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from moekit.errors import InvalidProblem
-from moekit.layer.placement import Placement
-from moekit.problem import MoEProblem, ParallelConfig
+from moekit.problem import ParallelConfig
 from moekit.untrusted.arguments import (
     FLAG,
     GROUP,
@@ -21,17 +20,15 @@ from moekit.untrusted.arguments import (
     size,
 )
 
-_CONFIG = {
+_SIZES = {
     "tp_size": size(1, MAX_RANKS),
     "dp_size": size(1, MAX_RANKS),
-    "rank": size(0, MAX_RANKS),
     "enable_expert_parallel": FLAG,
 }
 # MoEProblem checks num_redundant_experts.
 _RECORD = {
-    "tp_size": optional(size(1, MAX_RANKS)),
-    "dp_size": size(1, MAX_RANKS),
-    "enable_expert_parallel": FLAG,
+    **_SIZES,
+    "tp_size": optional(_SIZES["tp_size"]),
     "parallel": optional(instance("a ParallelConfig", ParallelConfig)),
     "group": optional(GROUP),
     "is_sequence_parallel": FLAG,
@@ -57,9 +54,9 @@ def parallel_config(
     Raises:
         InvalidProblem: A value has the wrong type or is out of range.
     """
-    accept(_CONFIG, locals())
+    accept(_SIZES | {"rank": size(0, MAX_RANKS)}, locals())
     ranks = tp_size * dp_size
-    if not 0 <= rank < ranks:
+    if rank >= ranks:
         raise InvalidProblem(
             f"rank must be in [0, {ranks}) with tp_size={tp_size} and dp_size={dp_size} "
             f"(got rank={rank})"
@@ -130,24 +127,3 @@ class LayerParallelism:
             tp_size = 1 if group is None else max(1, group.size() // dp_size)
         rank = dist.get_rank(group)
         return parallel_config(tp_size, dp_size, rank, self.enable_expert_parallel)
-
-
-def place(problem: MoEProblem, strategy: str) -> Placement:
-    """Return which logical expert each physical expert is at construction.
-
-    "linear" gives each rank a contiguous share, followed by the replicas; "round_robin" puts
-    expert e on rank ``e % ep_size``. With either, the first ranks hold the remainder.
-
-    Raises:
-        InvalidProblem: "round_robin" with redundant experts.
-    """
-    if strategy == "linear":
-        return Placement.default(problem)
-    if problem.num_redundant_experts:
-        raise InvalidProblem(
-            "expert_placement_strategy='round_robin' places no replicas (got "
-            f"num_redundant_experts={problem.num_redundant_experts}): use 'linear'"
-        )
-    experts, ranks = problem.num_experts, problem.parallel.ep_size
-    held = tuple(expert for rank in range(ranks) for expert in range(rank, experts, ranks))
-    return Placement(held, experts, ranks)

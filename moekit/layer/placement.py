@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moekit.errors import InvalidInput
+from moekit.errors import InvalidInput, InvalidProblem
 from moekit.problem import MoEProblem, partition
 from moekit.runtime.checks import check_tensor
 from moekit.untrusted.arguments import MAX_EXPERTS, MAX_RANKS, Kind, accept_fields, shown, size
@@ -43,10 +43,26 @@ class Placement:
     ep_size: int
 
     @classmethod
-    def default(cls, problem: MoEProblem) -> Placement:
-        """Return the placement after loading: replicas repeat the first experts."""
-        held = tuple(problem.logical_expert(slot) for slot in range(problem.num_physical_experts))
-        return cls(held, problem.num_experts, problem.parallel.ep_size)
+    def default(cls, problem: MoEProblem, strategy: str = "linear") -> Placement:
+        """Return the placement after loading.
+
+        "linear" gives each rank a contiguous share, and replicas repeat the first experts;
+        "round_robin" puts expert e on rank ``e % ep_size``. The first ranks hold the remainder.
+
+        Raises:
+            InvalidProblem: "round_robin" with redundant experts.
+        """
+        experts, ranks = problem.num_experts, problem.parallel.ep_size
+        if strategy == "linear":
+            slots = range(problem.num_physical_experts)
+            return cls(tuple(map(problem.logical_expert, slots)), experts, ranks)
+        if problem.num_redundant_experts:
+            raise InvalidProblem(
+                "expert_placement_strategy='round_robin' places no replicas (got "
+                f"num_redundant_experts={problem.num_redundant_experts}): use 'linear'"
+            )
+        held = (expert for rank in range(ranks) for expert in range(rank, experts, ranks))
+        return cls(tuple(held), experts, ranks)
 
     def __post_init__(self) -> None:
         accept_fields(self, _KINDS, InvalidInput)

@@ -46,7 +46,7 @@ class LayerRanks:
         self.moves = parallel.moves_tokens
         self.splits = parallelism.is_sequence_parallel and self.copies > 1
         self.sums = parallelism.reduce_results and self.size > 1 and not self.moves
-        self._capacity = problem.max_num_tokens
+        self.capacity = problem.max_num_tokens
         self._device = problem.device.type
         self.group: dist.ProcessGroup | None = None
         group = parallelism.group
@@ -68,11 +68,11 @@ class LayerRanks:
         """Return whether outputs are partial sums, which the caller adds up over the ranks."""
         return self.size > 1 and not (self.moves or self.sums)
 
-    def num_chunks(self, tokens: int, max_tokens: int | None) -> int:
-        """Return the number of kernel calls, of at most ``max_num_tokens`` each, on all ranks.
+    def most_tokens(self, tokens: int, max_tokens: int | None) -> int | None:
+        """Return the most tokens of any rank, or None if no rank needs to know.
 
-        Where tokens move and ``max_tokens`` is None, the ranks agree by an all-reduce, on the
-        host if the group has a CPU backend.
+        Where the kernel has a capacity and ``max_tokens`` is None, the ranks agree by an
+        all-reduce, on the host if the group has a CPU backend.
 
         Args:
             tokens: This rank's tokens.
@@ -81,22 +81,20 @@ class LayerRanks:
         Raises:
             InvalidInput: The all-reduce would synchronize a CUDA graph that is being captured.
         """
-        if self._capacity is None:
-            return 1
-        mine = max(1, -(-tokens // self._capacity))
         if not self.moves:
-            return mine
+            return tokens
         if max_tokens is not None:
-            most = -(-max_tokens // self.copies) if self.splits else max_tokens
-            return max(1, -(-most // self._capacity))
+            return -(-max_tokens // self.copies) if self.splits else max_tokens
+        if self.capacity is None:
+            return None
         assert self.group is not None
         if not self._on_host and is_capturing(torch.device(self._device)):
             raise InvalidInput(
-                "ranks must agree on the number of chunks, which a graph being captured cannot "
-                "wait for: pass max_tokens, the most tokens of any rank, or give the process "
-                "group a CPU backend ('cpu:gloo,cuda:nccl')"
+                "ranks must agree on the most tokens of any rank, and a graph being captured "
+                "cannot wait for that: pass max_tokens, or give the process group a CPU backend "
+                "('cpu:gloo,cuda:nccl')"
             )
-        count = torch.tensor(mine, device="cpu" if self._on_host else self._device)
+        count = torch.tensor(tokens, device="cpu" if self._on_host else self._device)
         dist.all_reduce(count, dist.ReduceOp.MAX, self.group)
         return int(count)
 

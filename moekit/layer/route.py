@@ -29,7 +29,7 @@ OPTIONS = {
     "num_expert_group": optional(size()),
     "topk_group": optional(size()),
     "routed_scaling_factor": real(),
-    "checked": optional(FLAG),
+    "checked": FLAG,
     "batch_invariant": FLAG,
 }
 
@@ -94,7 +94,30 @@ def route(
         InvalidInput: A tensor does not fit.
         InvalidProblem: An option does not fit.
     """
-    _check_shapes(logits, correction_bias, is_padding)
+    check_tensor("logits", logits)
+    if logits.dim() != 2 or not logits.is_floating_point():
+        raise InvalidInput(f"logits must be (T, E) of a float dtype (got {shown(logits)})")
+    (T, E), device = logits.shape, logits.device
+    if correction_bias is not None:
+        _expect("correction_bias", correction_bias, (E,), *_FLOAT, device)
+    if is_padding is not None:
+        _expect("is_padding", is_padding, (T,), *_BOOL, device)
+    if checked is None:
+        checked = device.type == "cpu"
+    options = {
+        "top_k": top_k,
+        "scoring": scoring,
+        "renormalize": renormalize,
+        "num_expert_group": num_expert_group,
+        "topk_group": topk_group,
+        "routed_scaling_factor": routed_scaling_factor,
+        "checked": checked,
+        "batch_invariant": batch_invariant,
+    }
+    try:
+        _check_options(E, **options)
+    except TypeError:  # a value cannot be hashed
+        _check_options.__wrapped__(E, **options)
     hashed = None
     if hash_table is not None or token_ids is not None:
         if correction_bias is not None or num_expert_group is not None or custom is not None:
@@ -102,17 +125,7 @@ def route(
                 "hash_table chooses the experts alone: leave correction_bias, groups and custom out"
             )
         hashed = _hashed(hash_table, token_ids, is_padding, logits, top_k, checked)
-    options = (
-        top_k, scoring, renormalize, num_expert_group, topk_group, routed_scaling_factor, checked,
-        batch_invariant,
-    )  # fmt: skip
-    try:
-        _check_options(logits.shape[1], *options)
-    except TypeError:  # a value cannot be hashed
-        _check_options.__wrapped__(logits.shape[1], *options)
     scores_TE = logits.float()
-    if checked is None or logits.is_meta:
-        checked = logits.device.type == "cpu"
     if checked:
         grouped = num_expert_group is not None
         _check_values(scores_TE, top_k, correction_bias, grouped, is_padding)
@@ -149,10 +162,9 @@ def route(
     return Routing(weights.contiguous(), ids.contiguous())
 
 
-def check_hash_table(table: Any, num_experts: int, top_k: int) -> None:
+def check_hash_table(table: Tensor, num_experts: int, top_k: int) -> None:
     """Raise InvalidInput unless each row names ``top_k`` different experts; reads the values."""
-    check_tensor("hash_table", table)
-    _check_table_shape(table, top_k)
+    _expect("hash_table", table, (None, top_k), *_IDS, table.device)
     if table.is_meta:
         return
     low, high = (int(v) for v in torch.aminmax(table))
@@ -164,40 +176,22 @@ def check_hash_table(table: Any, num_experts: int, top_k: int) -> None:
         )
 
 
-def _check_table_shape(table: Tensor, top_k: int) -> None:
-    rows, *columns = *table.shape, 0
-    if table.dim() != 2 or not rows or columns[0] != top_k or table.dtype not in ID_DTYPES:
-        raise InvalidInput(
-            f"hash_table must be (V, {top_k}) int32 or int64, a row of experts for each token of "
-            f"the vocabulary (got {tuple(table.shape)} {table.dtype})"
-        )
-
-
 def _hashed(
     table: Tensor | None,
     token_ids: Tensor | None,
     is_padding: Tensor | None,
     logits: Tensor,
     top_k: int,
-    checked: bool | None,
+    checked: bool,
 ) -> Tensor:
     """Return the experts (T, K) int64 of the tokens."""
     if table is None or token_ids is None:
         raise InvalidInput("hash_table and token_ids go together: give both or none")
-    (T, E), device = logits.shape, logits.device
-    for name, tensor in (("hash_table", table), ("token_ids", token_ids)):
-        check_tensor(name, tensor)
-        if tensor.device != device:
-            raise InvalidInput(f"{name} is on {tensor.device}, logits on {device}: move one")
-    if token_ids.shape != (T,) or token_ids.dtype not in ID_DTYPES:
-        raise InvalidInput(
-            f"token_ids must be ({T},) int32 or int64 (got {tuple(token_ids.shape)} "
-            f"{token_ids.dtype})"
-        )
+    T, E = logits.shape
+    _expect("hash_table", table, (None, top_k), *_IDS, logits.device)
+    _expect("token_ids", token_ids, (T,), *_IDS, logits.device)
     if is_padding is not None:
         token_ids = token_ids.masked_fill(is_padding, 0)
-    _check_table_shape(table, top_k)
-    checked = device.type == "cpu" if checked is None or logits.is_meta else checked
     if checked and T and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < len(table):
         low, high = (int(v) for v in torch.aminmax(token_ids))
         raise InvalidInput(
@@ -249,13 +243,6 @@ def _check_values(
     is_padding: Tensor | None,
 ) -> None:
     """Raise InvalidInput for logits or a bias that choose no ``top_k`` experts."""
-    faults = [
-        (
-            ~torch.isfinite(logits_TE.amax(dim=1)),
-            "NaN or infinity, or only -infinity",
-            "check the layer that computes them",
-        )
-    ]
     if correction_bias is not None:
         if bool((correction_bias.isnan() | correction_bias.isposinf()).any()):
             raise InvalidInput(
@@ -268,20 +255,25 @@ def _check_values(
                 f"correction_bias masks all but {left} experts with -infinity: top_k={top_k} needs "
                 "as many unmasked experts, and grouped top-k cannot have masked ones"
             )
-        faults.append(
-            (
-                logits_TE.isneginf().any(dim=1),
-                "-infinity although there is a correction_bias",
-                "the bias could still choose that expert; set the bias to -infinity",
-            )
+        _refuse(
+            logits_TE.isneginf().any(dim=1),
+            is_padding,
+            "-infinity although there is a correction_bias",
+            "the bias could still choose that expert; set the bias to -infinity",
         )
-    for wrong, what, todo in faults:
-        rows = wrong if is_padding is None else wrong & ~is_padding
-        if bool(rows.any()):
-            raise InvalidInput(
-                f"router logits of {int(rows.sum())} token(s) hold {what}, first token "
-                f"{int(rows.nonzero()[0])}: {todo}"
-            )
+    finite = torch.isfinite(logits_TE.amax(dim=1))
+    what = "NaN or infinity, or only -infinity"
+    _refuse(~finite, is_padding, what, "check the layer that computes them")
+
+
+def _refuse(wrong_T: Tensor, is_padding: Tensor | None, what: str, todo: str) -> None:
+    """Raise InvalidInput if a token that is no padding is ``wrong``."""
+    rows = wrong_T if is_padding is None else wrong_T & ~is_padding
+    if bool(rows.any()):
+        raise InvalidInput(
+            f"router logits of {int(rows.sum())} token(s) hold {what}, first token "
+            f"{int(rows.nonzero()[0])}: {todo}"
+        )
 
 
 def _custom(
@@ -289,89 +281,68 @@ def _custom(
 ) -> tuple[Tensor, Tensor]:
     """Return the weights and ids from ``custom``; raise InvalidInput if they do not fit."""
     accept({"custom": FUNCTION}, {"custom": custom})
-    answer, wanted = custom(logits_TE, top_k), (logits_TE.shape[0], top_k)
+    answer = custom(logits_TE, top_k)
     if not (isinstance(answer, (tuple, list)) and len(answer) == 2):
         raise InvalidInput(
             f"custom routing must return a tuple (weights, ids) (got {shown(answer)})"
         )
     weights, ids = answer
-    for tensor in answer:
-        check_tensor("the result of custom routing", tensor)
-    if weights.shape != wanted or ids.shape != wanted:
-        raise InvalidInput(
-            f"custom routing must return weights and ids of shape {wanted} (got "
-            f"{tuple(weights.shape)} and {tuple(ids.shape)})"
-        )
-    integers = not (ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool)
-    if not (integers and weights.is_floating_point()):
-        raise InvalidInput(
-            "custom routing must return weights of a float dtype, then ids of an integer dtype "
-            f"(got weights {weights.dtype} and ids {ids.dtype})"
-        )
-    if weights.device != logits_TE.device or ids.device != logits_TE.device:
-        raise InvalidInput(
-            f"custom routing must return tensors on {logits_TE.device}, the logits' device (got "
-            f"weights on {weights.device} and ids on {ids.device})"
-        )
+    wanted, device = (logits_TE.shape[0], top_k), logits_TE.device
+    _expect("the first result of custom routing", weights, wanted, *_FLOAT, device)
+    _expect("the second result of custom routing", ids, wanted, *_INTEGER, device)
     ids = ids.long()
     if checked:
         check_ids(ids, logits_TE.shape[1])
     return weights.float(), ids
 
 
-def _check_shapes(
-    logits: Tensor, correction_bias: Tensor | None, is_padding: Tensor | None
+# The dtypes of a tensor: their name in an error, and whether a tensor has one of them.
+_FLOAT = "a float dtype", Tensor.is_floating_point
+_BOOL = "bool", lambda t: t.dtype is torch.bool
+_IDS = "int32 or int64", lambda t: t.dtype in ID_DTYPES
+_INTEGER = (
+    "an integer dtype",
+    lambda t: not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool),
+)
+
+
+def _expect(
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int | None, ...],
+    dtypes: str,
+    accepts: Callable[[Tensor], bool],
+    device: torch.device,
 ) -> None:
-    check_tensor("logits", logits)
-    if logits.dim() != 2 or not logits.is_floating_point():
-        raise InvalidInput(
-            f"logits must be (T, E) of a float dtype (got {tuple(logits.shape)} {logits.dtype})"
-        )
-    T, E = logits.shape
-    for name, tensor, wanted in (
-        ("correction_bias", correction_bias, (E,)), ("is_padding", is_padding, (T,)),
-    ):  # fmt: skip
-        if tensor is None:
-            continue
-        check_tensor(name, tensor)
-        if tensor.shape != wanted:
-            raise InvalidInput(f"{name} must have shape {wanted} (got {tuple(tensor.shape)})")
-        if tensor.device != logits.device:
-            raise InvalidInput(f"{name} is on {tensor.device}, logits on {logits.device}: move one")
-    if correction_bias is not None and not correction_bias.is_floating_point():
-        raise InvalidInput(f"correction_bias must have a float dtype (got {correction_bias.dtype})")
-    if is_padding is not None and is_padding.dtype != torch.bool:
-        raise InvalidInput(f"is_padding must be ({T},) bool (got {is_padding.dtype})")
+    """Raise InvalidInput for a tensor of another shape (None: any size but 0), dtype or device."""
+    check_tensor(name, tensor)
+    fits = tensor.dim() == len(shape) and all(
+        n == m or (m is None and n) for n, m in zip(tensor.shape, shape, strict=True)
+    )
+    if not (fits and accepts(tensor) and tensor.device == device):
+        wanted = str(shape).replace("None", "V")
+        raise InvalidInput(f"{name} must be {wanted} of {dtypes} on {device} (got {shown(tensor)})")
 
 
 # Calls of a layer repeat its options, so the check is cached.
 @lru_cache(maxsize=256, typed=True)
-def _check_options(
-    E: int,
-    top_k: int,
-    scoring: str,
-    renormalize: bool,
-    num_expert_group: int | None,
-    topk_group: int | None,
-    routed_scaling_factor: float,
-    checked: bool | None,
-    batch_invariant: bool,
-) -> None:
-    """Raise InvalidProblem for options that do not fit each other or the number of experts."""
-    accept(OPTIONS, locals())
+def _check_options(E: int, **options: Any) -> None:
+    """Raise InvalidProblem for `OPTIONS` that do not fit each other or the number of experts."""
+    accept(OPTIONS, options)
+    top_k, groups, kept = (options[n] for n in ("top_k", "num_expert_group", "topk_group"))
     if top_k > E:
         raise InvalidProblem(f"top_k must be in 1..{E}, the number of experts (got {top_k})")
-    if (num_expert_group is None) != (topk_group is None):
+    if (groups is None) != (kept is None):
         raise InvalidProblem("num_expert_group and topk_group go together: give both or none")
-    if num_expert_group is not None and topk_group is not None:
-        if not 1 <= topk_group <= num_expert_group or E % num_expert_group:
-            raise InvalidProblem(
-                f"num_expert_group must divide the {E} experts, and topk_group must be in "
-                f"1..num_expert_group (got num_expert_group={num_expert_group}, "
-                f"topk_group={topk_group})"
-            )
-        if top_k > topk_group * (E // num_expert_group):
-            raise InvalidProblem(
-                f"top_k={top_k} exceeds the {topk_group * (E // num_expert_group)} experts of "
-                f"{topk_group} groups: raise topk_group"
-            )
+    if groups is None:
+        return
+    if not 1 <= kept <= groups or E % groups:
+        raise InvalidProblem(
+            f"num_expert_group must divide the {E} experts, and topk_group must be in "
+            f"1..num_expert_group (got num_expert_group={groups}, topk_group={kept})"
+        )
+    if top_k > kept * (E // groups):
+        raise InvalidProblem(
+            f"top_k={top_k} exceeds the {kept * (E // groups)} experts of {kept} groups: raise "
+            "topk_group"
+        )

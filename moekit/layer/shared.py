@@ -32,6 +32,11 @@ class SharedExperts:
     def __post_init__(self) -> None:
         accept_fields(self, {"function": FUNCTION, "partial": FLAG})
 
+    @classmethod
+    def of(cls, shared: SharedExperts | Callable[[Tensor], Tensor] | None) -> SharedExperts | None:
+        """Return complete shared experts for a function, other values as they are."""
+        return shared if shared is None or isinstance(shared, cls) else cls(shared)
+
     def __call__(self, x_TH: Tensor) -> Tensor:
         """Return the function's output; raises InvalidInput if it does not fit ``x_TH``."""
         return check_shared(self.function, x_TH)

@@ -71,10 +71,9 @@ class _Sequence:
                 "moekit.plugin.resolve(problem, group) returns"
             )
         with cls._making:
-            found = cls._of.get(group)
-            if found is None:
-                found = cls._of[group] = cls(group)
-            return found
+            if group not in cls._of:
+                cls._of[group] = cls(group)
+            return cls._of[group]
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._name, self._prefix = f"moekit/{group.group_name}", ""
@@ -98,19 +97,17 @@ class _Sequence:
         advice: what to do after a failure.
         """
         mine = _encoded(f"+{what}\n{payload}" if fault is None else f"-{fault}")
+        wait = timeout if fault is None else min(timeout, _SLACK)
+
+        def work(client: Any, job: Job) -> tuple[int, int, list[str]]:
+            self._choose_prefix(client)
+            # A rank that repeats the call it left is still expected there, or learns that the
+            # others gave it up.
+            now = self._settle(client, step, left[1]) if left and left[0] != mine else step
+            return self._take(client, job, now, mine, what, wait)
+
         with self.turn:
             step, left = self.step, self._left
-            wait = min(timeout, _SLACK) if fault is not None else timeout
-
-            def work(client: Any, job: Job) -> tuple[int, int, list[str]]:
-                self._begin(client)
-                # A rank that repeats the call it left is still expected there, or learns that the
-                # others gave it up.
-                now = step
-                if left is not None and left[0] != mine:
-                    now = self._settle(client, step, left[1])
-                return self._take(client, job, now, mine, what, wait)
-
             self._left = mine, f"{what} was not finished"
             try:
                 _, self.step, said = access(self._store, work, wait + _SLACK, self._tidy)
@@ -124,18 +121,16 @@ class _Sequence:
                 self._leave(mine, describe(error))
                 raise
             self._left = None
-        if fault is not None:
-            return []
-        if said.count(said[0]) != self._size:
+        if said and fault is None:
             self._compare(said, what, advice)
         return [text.partition("\n")[2] for text in said]
 
-    def _begin(self, client: Any) -> None:
+    def _choose_prefix(self, client: Any) -> None:
         """Choose the prefix of the keys, at the first access.
 
         A group that is made after another was destroyed may have its name and its store. This
-        rank's groups are counted in the store: a process may have used others than those of the
-        store, for example if another rank has been restarted.
+        rank's groups are counted in the store: a process may have used groups of
+        another store, for example if another rank has been restarted.
         """
         if not self._prefix:
             made = client.add(f"{self._name}/made/{self.rank}", 1)
@@ -161,7 +156,7 @@ class _Sequence:
             values = job.read(client, keys, seconds)
         except dist.DistNetworkError:
             raise
-        except RuntimeError:  # a timeout; that of a FileStore has no type of its own
+        except RuntimeError:  # a timeout; FileStore raises no special type
             job.go_on()
             late = _encoded(f"~{seconds:g}|{self.rank}|{what}")
             values = [client.compare_set(key, "", late) for key in keys]
@@ -169,7 +164,7 @@ class _Sequence:
 
     def _settle(self, client: Any, step: int, why: str) -> int:
         """Leave a step whose end this rank does not know. Return the step where it goes on."""
-        self._begin(client)
+        self._choose_prefix(client)
         gone = _encoded(f"!{self.rank}|{why}")
         values = [client.compare_set(key, "", gone) for key in self._keys(step)]
         if all(value[:1] == b"+" for value in values):  # the others went on to the next step
@@ -202,7 +197,8 @@ class _Sequence:
         return [f"{self._prefix}/{step}/{rank}" for rank in range(self._size)]
 
     def _compare(self, said: list[str], what: str, advice: str) -> None:
-        if faults := self._faults(said):
+        faults = dict.fromkeys(filter(None, map(self._fault, range(self._size), said)))
+        if faults:
             raise PeerFailed(f"{'; '.join(faults)}. No rank finished this call; {advice}")
         at = {rank: text[1:].partition("\n")[0] for rank, text in enumerate(said)}
         if other := {rank: text for rank, text in at.items() if text != what}:
@@ -211,31 +207,24 @@ class _Sequence:
                 "and run calls in one order on all ranks, from one thread for each process group"
             )
 
-    def _faults(self, said: list[str]) -> list[str]:
-        """Return a sentence for each rank that failed, and one for ranks that came late."""
-        failed, late = {}, {}
-        for rank, text in enumerate(said):
-            if text.startswith("-"):
-                failed[rank] = text[1:]
-            elif text.startswith("!"):
-                who, _, why = text[1:].partition("|")
-                failed[int(who)] = why
-            elif text.startswith("~"):
-                late[rank] = text[1:].split("|", 2)
-        faults = [f"rank {rank} failed: {why}" for rank, why in failed.items()]
-        if self.rank in late:
-            seconds, who, where = late.pop(self.rank)
-            faults.append(
-                f"rank {who} gave up at '{where}', where it waited {seconds} s for this rank "
-                f"({self.rank})"
-            )
-        elif late:
-            seconds, _, where = next(iter(late.values()))
-            faults.append(
-                f"rank {', '.join(map(str, late))} did not come to '{where}' within {seconds} s: "
-                "it died, hangs, or makes its calls in another order"
-            )
-        return faults
+    def _fault(self, rank: int, text: str) -> str:
+        """Return the fault that a rank's value reports, or ""."""
+        kind, rest = text[:1], text[1:]
+        if kind == "-":
+            return f"rank {rank} failed: {rest}"
+        if kind == "!":
+            who, _, why = rest.partition("|")
+            return f"rank {who} failed: {why}"
+        if kind != "~":
+            return ""
+        seconds, who, where = rest.split("|", 2)
+        if rank == self.rank:
+            waited = f"where it waited {seconds} s for this rank ({rank})"
+            return f"rank {who} gave up at '{where}', {waited}"
+        return (
+            f"rank {rank} did not come to '{where}' within {seconds} s: it died, hangs, or makes "
+            "its calls in another order"
+        )
 
 
 class Agreement:
@@ -247,6 +236,7 @@ class Agreement:
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
         """timeout: seconds to wait for a rank."""
         self._sequence, self._timeout = _Sequence.of(group), timeout
+        self.turn = self._sequence.turn  # a thread holds it while its call runs in the group
 
     def agree(self, what: str, fault: str | None = None, *, moving: bool = False) -> None:
         """Return on every rank, or raise PeerFailed on every rank that has no ``fault``.
@@ -281,11 +271,6 @@ class Agreement:
     def step(self) -> int:
         """Return the number of the next step. After a successful step it is equal on all ranks."""
         return self._sequence.step
-
-
-def turn_in(group: dist.ProcessGroup) -> RLock:
-    """Return the lock that a thread holds while its call runs in the group."""
-    return _Sequence.of(group).turn
 
 
 class Transfers:

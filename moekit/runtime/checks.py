@@ -1,9 +1,13 @@
-"""Checks of a call's arguments: types, shapes, dtypes, devices, capacity, and values if asked."""
+"""Checks of a call's arguments: shapes, dtypes, devices, capacity, and values if asked.
+
+They refuse what would give a wrong number, a crash or a hang. Other values of a wrong type raise
+Python's own error.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
@@ -13,8 +17,7 @@ from moekit.contract import PackedWeights, PermuteExpertsUnpermute, PrepareAndFi
 from moekit.errors import CapacityExceeded, InvalidInput, InvalidProblem, WeightsError
 from moekit.problem import MoEProblem
 from moekit.problem.weights import ExpertWeights
-from moekit.runtime.workspace import Workspace
-from moekit.untrusted.arguments import FLAG, MAX_TOKENS, TIMEOUT, accept, instance, optional, shown
+from moekit.untrusted.arguments import MAX_TOKENS, TIMEOUT, accept, shown
 from moekit.untrusted.arguments import size as size_kind
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -23,20 +26,21 @@ ID_DTYPES = (torch.int32, torch.int64)
 _STRIDED = torch.strided
 # Up to this many ids are checked as Python integers, which takes a microsecond.
 _FEW = 32
-_OF_WEIGHTS = (
-    "num_local_experts", "hidden_size", "local_intermediate_size", "scheme", "dtype", "gated",
-    "has_bias",
-)  # fmt: skip
 _PACK = "pack them with this kernel's pack()"
 
 
-def weights_of(problem: MoEProblem) -> tuple[object, ...]:
-    """Return the parts of a problem that packed weights depend on, in the order of _OF_WEIGHTS."""
+def weights_of(problem: MoEProblem) -> dict[str, object]:
+    """Return the parts of a problem that packed weights depend on."""
     p = problem
-    return (
-        p.num_local_experts, p.hidden_size, p.local_intermediate_size, p.quant.name, p.dtype_name,
-        p.activation.gated, p.has_bias,
-    )  # fmt: skip
+    return {
+        "num_local_experts": p.num_local_experts,
+        "hidden_size": p.hidden_size,
+        "local_intermediate_size": p.local_intermediate_size,
+        "scheme": p.quant.name,
+        "dtype": p.dtype_name,
+        "gated": p.activation.gated,
+        "has_bias": p.has_bias,
+    }
 
 
 def check_call(
@@ -47,7 +51,7 @@ def check_call(
     routing: Routing,
     out: Tensor | None,
     by_value: bool,
-    made_for: tuple[object, ...],
+    made_for: Mapping[str, object],
 ) -> None:
     """Raise an error for arguments that the call cannot compute.
 
@@ -58,106 +62,81 @@ def check_call(
     Raises:
         InvalidInput, WeightsError, CapacityExceeded: which argument is wrong, and how.
     """
-    try:
-        ids, topk_weights = routing.topk_ids, routing.topk_weights
-        shape, device = x.shape, x.device
-        if not (x.layout is ids.layout is topk_weights.layout is _STRIDED):
-            _check_types(x, weights, routing, out)
-        if len(shape) != 2 or shape[1] != problem.hidden_size:
-            raise InvalidInput(f"x has shape {tuple(shape)}, expected (T, {problem.hidden_size})")
-        if x.dtype != problem.dtype:
-            raise InvalidInput(
-                f"x is {x.dtype}, the problem's dtype is {problem.dtype}: convert x, or compose "
-                "for its dtype"
-            )
-        wanted = (shape[0], problem.top_k)
-        for name, tensor in (("topk_ids", ids), ("topk_weights", topk_weights)):
-            if tensor.shape != wanted:
-                raise InvalidInput(
-                    f"{name} has shape {tuple(tensor.shape)}, expected (T, K) {wanted}"
-                )
-            if tensor.device != device:
-                raise InvalidInput(f"{name} is on {tensor.device}, x on {device}: move one")
-        if ids.dtype not in ID_DTYPES:
-            raise InvalidInput(f"topk_ids are {ids.dtype}, expected int32 or int64")
-        if topk_weights.dtype != torch.float32:
-            raise InvalidInput(f"topk_weights are {topk_weights.dtype}, expected float32")
-        if device.type != problem.device.type:
-            raise InvalidInput(
-                f"x is on {device}, the kernel was composed for {problem.device}: "
-                "move x, or set device in the problem"
-            )
-        if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
-            name = "x" if x.requires_grad else "topk_weights"
-            raise InvalidInput(
-                f"{name} requires a gradient, which expert kernels do not compute: call under "
-                f"torch.no_grad(), or pass {name}.detach()"
-            )
-        if weights.backend != experts.spec.name:
-            raise WeightsError(
-                f"the weights were packed for {weights.backend!r}, this kernel runs "
-                f"{experts.spec.name!r}: {_PACK}"
-            )
-        if weights.made_for is not None and weights.made_for != made_for:
-            raise WeightsError(_differing(weights.made_for, made_for))
-        packed = next(iter(weights.experts.values()))
-        if packed.device != device:
-            raise InvalidInput(f"weights are on {packed.device}, x on {device}: move one")
-        most = problem.max_num_tokens
-        if most is not None and shape[0] > most:
-            raise CapacityExceeded(
-                f"{shape[0]} tokens, but max_num_tokens={most}: split the call, or compose for more"
-            )
-        if out is not None:
-            _check_out(x, out)
-            _check_apart(out, x, weights, routing)
-        if by_value and ids.numel():
-            _check_values(ids, topk_weights, problem.num_physical_experts)
-    except (AttributeError, TypeError, RuntimeError, IndexError, StopIteration):
-        _check_types(x, weights, routing, out)
-        raise
-
-
-def _check_types(x: object, weights: object, routing: object, out: object) -> None:
-    """Raise an error that names the argument of another type, if there is one."""
-    if not isinstance(routing, Routing):
+    ids, topk_weights = routing.topk_ids, routing.topk_weights
+    shape, device = x.shape, x.device
+    if not (x.layout is ids.layout is topk_weights.layout is _STRIDED):
+        raise InvalidInput("x, topk_ids and topk_weights must be dense: pass x.to_dense()")
+    if len(shape) != 2 or shape[1] != problem.hidden_size:
+        raise InvalidInput(f"x has shape {tuple(shape)}, expected (T, {problem.hidden_size})")
+    if x.dtype != problem.dtype:
         raise InvalidInput(
-            f"routing is {type(routing).__name__}, expected moekit.Routing(topk_weights, topk_ids)"
+            f"x is {x.dtype}, the problem's dtype is {problem.dtype}: convert x, or compose "
+            "for its dtype"
         )
-    check_tensor("x", x)
-    check_tensor("topk_ids", routing.topk_ids)
-    check_tensor("topk_weights", routing.topk_weights)
+    wanted = (shape[0], problem.top_k)
+    for name, tensor in (("topk_ids", ids), ("topk_weights", topk_weights)):
+        if tensor.shape != wanted:
+            raise InvalidInput(f"{name} has shape {tuple(tensor.shape)}, expected (T, K) {wanted}")
+        if tensor.device != device:
+            raise InvalidInput(f"{name} is on {tensor.device}, x on {device}: move one")
+    if ids.dtype not in ID_DTYPES:
+        raise InvalidInput(f"topk_ids are {ids.dtype}, expected int32 or int64")
+    if topk_weights.dtype != torch.float32:
+        raise InvalidInput(f"topk_weights are {topk_weights.dtype}, expected float32")
+    if device.type != problem.device.type:
+        raise InvalidInput(
+            f"x is on {device}, the kernel was composed for {problem.device}: "
+            "move x, or set device in the problem"
+        )
+    if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
+        name = "x" if x.requires_grad else "topk_weights"
+        raise InvalidInput(
+            f"{name} requires a gradient, which expert kernels do not compute: call under "
+            f"torch.no_grad(), or pass {name}.detach()"
+        )
+    if getattr(weights, "made_for", None) is not made_for:  # else this kernel has packed them
+        _check_weights(weights, experts.spec.name, made_for)
+    packed = next(iter(weights.experts.values()))
+    if packed.device != device:
+        raise InvalidInput(f"weights are on {packed.device}, x on {device}: move one")
+    most = problem.max_num_tokens
+    if most is not None and shape[0] > most:
+        raise CapacityExceeded(
+            f"{shape[0]} tokens, but max_num_tokens={most}: split the call, or compose for more"
+        )
+    if (called := routing.max_tokens) is not None and not (
+        shape[0] <= called <= (called if most is None else most)
+    ):
+        raise InvalidInput(
+            f"max_tokens={called}, expected the most tokens that any rank passes to this call: "
+            f"this rank passes {shape[0]}, and max_num_tokens={most}"
+        )
     if out is not None:
-        check_tensor("out", out)
-    device_of(weights)
+        _check_out(out, x, weights, routing)
+    if by_value and ids.numel():
+        _check_values(ids, topk_weights, problem.num_physical_experts)
 
 
-def device_of(weights: object) -> torch.device:
-    """Return the device of packed weights. Raises WeightsError for anything else."""
-    if not isinstance(weights, PackedWeights):
+def _check_weights(weights: PackedWeights, backend: str, made_for: Mapping[str, object]) -> None:
+    if not isinstance(weights, PackedWeights) or weights.backend != backend:
+        packed = isinstance(weights, PackedWeights)
+        found = f"packed for {weights.backend!r}" if packed else type(weights).__name__
+        raise WeightsError(f"the weights are {found}, this kernel runs {backend!r}: {_PACK}")
+    if (was := weights.made_for) is None:
+        return
+    if changes := [f"{n}={was[n]!r}, not {v!r}" for n, v in made_for.items() if was[n] != v]:
         raise WeightsError(
-            f"the weights are {type(weights).__name__}, expected moekit.PackedWeights: {_PACK}"
+            f"the weights were packed for another problem ({', '.join(changes)}): {_PACK}"
         )
-    tensors = list(weights.experts.values())
-    if not (tensors and all(isinstance(t, Tensor) for t in tensors)):
-        raise WeightsError(
-            f"the weights packed for {weights.backend!r} hold {shown(tensors)}, expected tensors "
-            f"with the local experts in dim 0: {_PACK}"
-        )
-    return tensors[0].device
 
 
-def _differing(was: tuple[object, ...], now: tuple[object, ...]) -> str:
-    found = ", ".join(
-        f"{name}={old!r}, not {new!r}"
-        for name, old, new in zip(_OF_WEIGHTS, was, now, strict=True)
-        if old != new
-    )
-    return f"the weights were packed for another problem ({found}): {_PACK}"
+def device_of(weights: PackedWeights) -> torch.device:
+    """Return the device of packed weights."""
+    return next(iter(weights.experts.values())).device
 
 
-def _check_out(x: Tensor, out: Tensor) -> None:
-    """Raise InvalidInput unless ``out`` is a place for the result of x."""
+def _check_out(out: Tensor, x: Tensor, weights: PackedWeights, routing: Routing) -> None:
+    """Raise InvalidInput unless the result can be written to ``out`` without harm."""
     if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
         raise InvalidInput(
             f"out is {tuple(out.shape)} {out.dtype} on {out.device}, "
@@ -171,25 +150,12 @@ def _check_out(x: Tensor, out: Tensor) -> None:
         )
     if out.requires_grad and torch.is_grad_enabled():
         raise InvalidInput("out requires a gradient: call under torch.no_grad()")
-    if out.is_inference() and not torch.is_inference_mode_enabled():
-        raise InvalidInput(
-            "out was made in inference mode and can be written only there: pass another "
-            "tensor, or call under torch.inference_mode()"
-        )
-
-
-def _check_apart(out: Tensor, x: Tensor, weights: PackedWeights, routing: Routing) -> None:
-    """Raise InvalidInput if writing ``out`` would change an input."""
-    inputs = {
-        "x": x,
-        "topk_ids": routing.topk_ids,
-        "topk_weights": routing.topk_weights,
-        **{f"the weights' {name}": t for name, t in weights.experts.items()},
-        **{f"the weights' {name}": t for name, t in weights.shared.items()},
-    }
-    for name, tensor in inputs.items():
+    packed = (*weights.experts.values(), *weights.shared.values())
+    for tensor in (x, routing.topk_ids, routing.topk_weights, *packed):
         if tensor.layout is _STRIDED and overlap(tensor, out):
-            raise InvalidInput(f"out shares memory with {name}; pass another tensor")
+            raise InvalidInput(
+                "out shares memory with x, the routing or the weights: pass another tensor"
+            )
 
 
 def _check_values(ids: Tensor, topk_weights: Tensor, num_experts: int) -> None:
@@ -241,21 +207,10 @@ def check_function(name: str, value: F) -> F:
 
 
 def check_parts(
-    dispatcher: PrepareAndFinalize,
-    experts: PermuteExpertsUnpermute,
-    workspace: object,
-    checked: object,
-    peer_timeout: object,
+    dispatcher: PrepareAndFinalize, experts: PermuteExpertsUnpermute, peer_timeout: object
 ) -> None:
     """Raise InvalidProblem for parts that do not make a kernel."""
-    kinds = {
-        "dispatcher": instance("a PrepareAndFinalize", PrepareAndFinalize),
-        "experts": instance("a PermuteExpertsUnpermute", PermuteExpertsUnpermute),
-        "workspace": optional(instance("a Workspace", Workspace)),
-        "checked": optional(FLAG),
-        "peer_timeout": TIMEOUT,
-    }
-    accept(kinds, locals())
+    accept({"peer_timeout": TIMEOUT}, {"peer_timeout": peer_timeout})
     if dispatcher.problem != experts.problem:
         raise InvalidProblem(
             "dispatcher and experts were made for different problems: make both for the same "
@@ -322,14 +277,12 @@ def _end(tensor: Tensor) -> int:
     return tensor.data_ptr() + tensor.itemsize * (1 + reach)
 
 
-def check_shared(function: Callable[[Tensor], object], x: Tensor) -> Tensor:
+def check_shared(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Return ``function(x)``.
 
-    Raises InvalidInput if its shape or dtype differ from those of x, or if the function changed x
-    in place. Tensors of `torch.inference_mode` count no changes, so these are not checked.
+    Raises InvalidInput if its shape or dtype differ from those that x has, or if the function
+    changed x in place. Tensors of `torch.inference_mode` count no changes: these are not checked.
     """
-    if not callable(function):
-        check_function("shared", function)
     changes = None if x.is_inference() else x._version
     extra = function(x)
     if changes is not None and x._version != changes:
@@ -337,10 +290,9 @@ def check_shared(function: Callable[[Tensor], object], x: Tensor) -> Tensor:
             "shared experts changed their input in place, and the routed experts still read it: "
             "return a new tensor"
         )
-    expected = f"{tuple(x.shape)} {x.dtype}"
-    if not isinstance(extra, Tensor):
-        raise InvalidInput(f"shared experts returned {extra!r}, expected {expected}")
     if extra.shape != x.shape or extra.dtype != x.dtype:
-        found = f"{tuple(extra.shape)} {extra.dtype}"
-        raise InvalidInput(f"shared experts returned {found}, expected {expected}")
+        raise InvalidInput(
+            f"shared experts returned {tuple(extra.shape)} {extra.dtype}, "
+            f"expected {tuple(x.shape)} {x.dtype}"
+        )
     return extra

@@ -21,7 +21,7 @@ def elsewhere(x: object) -> int | None:
 
 
 def on_device(x: object) -> AbstractContextManager[object]:
-    """Make the device x, or that of tensor x, the thread's current one, which kernels start on.
+    """Make the device x, or the device of tensor x, the thread's current one, for kernels.
 
     Operators of torch do so by themselves, kernels of Triton and of libraries do not. A new
     thread's current device is the first one, and a model may be spread over devices.

@@ -195,7 +195,7 @@ def follow(device: torch.device, reader: Any = None) -> Any:
     Return None, and wait for nothing, while such a stream is being captured by another thread: the
     current stream would become a part of that capture.
 
-    reader: a stream that may still read the output; the current stream waits for it, too.
+    reader: a stream that may still read the output; the current stream also waits for it.
     """
     current = torch.cuda.current_stream(device)
     last = _last.get(device)

@@ -75,15 +75,15 @@ def same_choice(
     )  # fmt: skip
 
 
-def join(group: dist.ProcessGroup, timeout: float, checked: bool) -> tuple[str, Agreement | None]:
-    """Return the name that all ranks give a new kernel, and its agreement if it is checked.
+def join(group: dist.ProcessGroup, timeout: float, checked: bool) -> tuple[str, Agreement]:
+    """Return the name that all ranks give a new kernel, and its agreement. Collective.
 
-    Collective. Raises GroupMismatch on all ranks if only some are checked, and PeerFailed if a
-    rank does not come.
+    Raises GroupMismatch on all ranks if only some are checked, and PeerFailed if a rank does not
+    come.
     """
     _same("compose a kernel", {"checked": str(checked)}, None, group, timeout)
     agreement = Agreement(group, timeout)
-    return f"kernel {agreement.step}", agreement if checked else None
+    return f"kernel {agreement.step}", agreement
 
 
 def has_backend(group: dist.ProcessGroup, device_type: str, *names: str) -> bool:
@@ -125,14 +125,10 @@ def _same(
 
 def _fingerprint(problem: MoEProblem) -> dict[str, str]:
     """Return what all ranks must have in common, by field name."""
-    own = ("parallel", "device")
-    values = {f.name: repr(getattr(problem, f.name)) for f in fields(problem) if f.name not in own}
-    parallel = problem.parallel
-    return values | {
-        "ep_size": str(parallel.ep_size),
-        "tp_size": str(parallel.tp_size),
-        "dp_size": str(parallel.dp_size),
-        "nodes": str(parallel.nodes),
+    own, shared = ("parallel", "device"), ("ep_size", "tp_size", "dp_size", "nodes")
+    return {
+        **{f.name: repr(getattr(problem, f.name)) for f in fields(problem) if f.name not in own},
+        **{name: str(getattr(problem.parallel, name)) for name in shared},
         "device": problem.device.type,
     }
 

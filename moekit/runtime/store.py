@@ -1,8 +1,8 @@
 """The key-value store of the process group, accessed in bounded time.
 
 The process that hosts the store may be stopped or dead. torch's client then blocks without a limit
-and holds a lock meanwhile, so one thread's wait blocks another thread's write. Every access
-therefore goes through a `_Line`, a client and a thread that serve one caller at a time.
+and holds a lock, so one thread's wait blocks another thread's write. Every access
+therefore goes through a thread with its own client, which serves one caller at a time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,10 +27,8 @@ class StoreLost(Exception):
 class Job:
     """Work on the store, and the reply to its caller."""
 
-    def __init__(
-        self, work: Callable[[Any, Job], Any], tidy: Callable[[Any, Any], None] | None
-    ) -> None:
-        self.work, self.tidy = work, tidy
+    def __init__(self, work: Callable[[Any, Job], Any]) -> None:
+        self.work = work
         self.reply: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         self.abandoned = False
         self.shared = False
@@ -52,37 +49,30 @@ class Job:
             raise StoreLost("answered too late")
 
 
-class _Line:
-    """A client of the store, and the thread that uses it."""
-
-    def __init__(self, store: Store) -> None:
-        self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        # A daemon thread: one that waits for the store must not keep the process alive.
-        thread = threading.Thread(
-            target=_serve, args=(store, self.jobs), name="moekit-store", daemon=True
-        )
-        thread.start()
-        _open_lines[thread] = self.jobs
-
-    def __del__(self) -> None:
-        self.jobs.put(None)
-
-
+# A line is the queue of a thread that uses one client of the store, for one caller at a time.
+_Line = queue.SimpleQueue[Job | None]
 _idle: WeakKeyDictionary[Store, list[_Line]] = WeakKeyDictionary()
 _opening = threading.Lock()
-_open_lines: WeakKeyDictionary[threading.Thread, queue.SimpleQueue[Job | None]] = (
-    WeakKeyDictionary()
-)
+_threads: WeakKeyDictionary[threading.Thread, _Line] = WeakKeyDictionary()
+
+
+def _line(store: Store) -> _Line:
+    jobs: _Line = queue.SimpleQueue()
+    # A daemon thread: one that waits for the store must not keep the process alive.
+    thread = threading.Thread(target=_serve, args=(store, jobs), name="moekit-store", daemon=True)
+    thread.start()
+    _threads[thread] = jobs
+    return jobs
 
 
 @atexit.register
 def _close() -> None:
     """End the threads: Python aborts if one returns from the store while it shuts down."""
-    lines = list(_open_lines.items())
-    for _, jobs in lines:
+    threads = dict(_threads)
+    for jobs in threads.values():
         jobs.put(None)
     deadline = time.monotonic() + 1.0
-    for thread, _ in lines:
+    for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
@@ -101,14 +91,17 @@ def access(
     try:
         line = lines.pop()
     except IndexError:
-        line = _Line(store)
-    job = Job(work, tidy)
+        line = _line(store)
+    job = Job(work)
     try:
-        line.jobs.put(job)
+        line.put(job)
         result, error = job.reply.get(timeout=seconds)
     except queue.Empty:
         lines.append(line)  # later jobs queue behind this one, so that threads do not pile up
         raise StoreLost(f"did not answer within {seconds:g} s") from None
+    except BaseException:  # an interrupt: this thread may go on waiting for other ranks
+        line.put(None)
+        raise
     finally:
         job.abandoned = True
     lines.append(line)
@@ -116,6 +109,8 @@ def access(
         raise StoreLost("is gone") from error
     if error is not None:
         raise error
+    if tidy is not None:
+        line.put(Job(lambda client, _: tidy(client, result)))
     return result
 
 
@@ -127,7 +122,7 @@ def host_of(store: Any) -> str:
     return f"the process{at} that hosts it (torchrun's launcher or global rank 0)"
 
 
-def _serve(store: Store, jobs: queue.SimpleQueue[Job | None]) -> None:
+def _serve(store: Store, jobs: _Line) -> None:
     client: Any = None
     while (job := jobs.get()) is not None:
         if job.abandoned:
@@ -141,9 +136,6 @@ def _serve(store: Store, jobs: queue.SimpleQueue[Job | None]) -> None:
         except BaseException as raised:
             error = raised
         job.reply.put((result, error))
-        if error is None and job.tidy is not None:
-            with suppress(RuntimeError):  # the next access meets the same error
-                job.tidy(client, result)
         del job, result, error
 
 

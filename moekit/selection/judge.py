@@ -12,13 +12,11 @@ from typing import NamedTuple
 
 from moekit.contract.explanation import Explanation
 from moekit.contract.specs import CHECK_FAILED, BackendSpec, DispatcherSpec, SpecT
-from moekit.discovery.packages import not_installed
-from moekit.discovery.registry import Registry
+from moekit.discovery.registry import Registry, not_installed
 from moekit.errors import NameClash, UnknownBackend
 from moekit.problem import MoEProblem
 from moekit.selection.composite import find_experts
 from moekit.selection.policy import Candidate, Ranking, expected, rank
-from moekit.untrusted.code import watched
 
 
 class Asked(NamedTuple):
@@ -78,7 +76,7 @@ class Selection:
             ),
             expected(self.problem, ranking.candidates),
             frozenset(filter(_is_fault, chain(*self.rejected.values()))),
-            tuple(not_installed(self.problem)),
+            partial(not_installed, self.problem),
             partial(_notes, self.problem, ranking.note, ranking.candidates[:1]),
         )
 
@@ -136,12 +134,9 @@ def judge(
 def _checked(
     specs: Sequence[BackendSpec], problem: MoEProblem
 ) -> Iterator[tuple[BackendSpec, list[str]]]:
-    """Yield each spec with the reasons against it. A check that hangs is named in the log."""
-    begun: list[str] = []
-    with watched(lambda: f"checking backends (now the {begun[-1]})"):
-        for spec in specs:
-            begun.append(f"{spec.kind} {spec.name!r}")
-            yield spec, spec.unsupported(problem)
+    """Yield each spec with the reasons against it."""
+    for spec in specs:
+        yield spec, spec.unsupported(problem)
 
 
 def _nothing_to_move(spec: DispatcherSpec, problem: MoEProblem) -> list[str]:

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from moekit.backends.bridge import bridge
-from moekit.backends.local import local_spec
+from moekit.backends.bridge import bridge, local_spec
 from moekit.contract import PermuteExpertsUnpermute, PrepareAndFinalize
 from moekit.contract.explanation import Explanation
 from moekit.contract.specs import BackendSpec, DispatcherSpec
@@ -20,7 +19,6 @@ from moekit.errors import GroupMismatch, MoekitError, NoBackend, PeerFailed, Uns
 from moekit.kernel import ModularKernel
 from moekit.problem import MoEProblem
 from moekit.problem.problem import summary
-from moekit.runtime.group import resolve, same_choice
 from moekit.runtime.workspace import Workspace
 from moekit.selection.judge import Selection, judge
 from moekit.selection.policy import Candidate
@@ -101,6 +99,8 @@ def compose(
     """
     accept(_PROBLEM | {"group": optional(GROUP)}, locals())
     moves = problem.parallel.moves_tokens
+    if moves:
+        from moekit.runtime.group import same_choice
     try:
         accept(_COMPOSED, locals())
         selection = judge(problem, dispatcher, experts, backends or registry())
@@ -197,7 +197,11 @@ def _make(candidate: Candidate, selection: Selection, group: dist.ProcessGroup |
     dispatcher, experts = candidate.dispatcher, candidate.experts
     moves = problem.parallel.moves_tokens
     if dispatcher.moves_tokens and not moves:
-        dispatcher, group = local_spec(dispatcher), resolve(problem, group)
+        dispatcher = local_spec(dispatcher)
+        if group is not None:
+            from moekit.runtime.group import resolve
+
+            group = resolve(problem, group)
     with _blaming(dispatcher):
         dispatcher_class = dispatcher.load()
     # Experts first: they hold nothing that would have to be freed if the dispatcher fails.

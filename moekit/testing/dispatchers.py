@@ -22,7 +22,7 @@ from moekit.testing.distributed import RankError, RankPool
 from moekit.testing.memory import older_objects_skipped
 from moekit.testing.ranks import Call, Job, Members
 from moekit.testing.unreduced import LEAVES_SUMS
-from moekit.untrusted.switches import switch
+from moekit.untrusted.arguments import switch
 
 # Numbers of ranks to test with, up to 8, instead of `world_sizes`: "2,8".
 WORLD_SIZES_VARIABLE = "MOEKIT_TEST_WORLD_SIZES"

@@ -5,13 +5,15 @@ A value of another kind raises an error that names the argument, the value and t
     _KINDS = {"steps": size(), "name": optional(NAME), "min_gain": real(above=0.0)}
     given = accept(_KINDS, {"steps": steps, "name": name, "min_gain": min_gain})
 
-Tables are for constructors and setup. Calls use the faster `moekit.runtime.checks`.
+Tables are for constructors and setup. Calls use the faster `moekit.runtime.checks`. The kinds of
+JSON values are in `moekit.untrusted.json_kinds`.
 """
 
 from __future__ import annotations
 
 import math
 import operator
+import os
 import reprlib
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -22,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moekit.errors import InvalidProblem, MoekitError
+from moekit.errors import InvalidInput, InvalidProblem, MoekitError
 from moekit.untrusted.code import printable, text_of
 
 # Bounds of sizes: far above every model and machine, and low enough that loops over ranks or
@@ -48,8 +50,8 @@ class Kind:
     keep: Callable[[Any], Any]
 
 
-class _Inside(Exception):
-    """A field of an object is of another kind."""
+class Inside(Exception):
+    """A part of a value is of another kind; the text names the part."""
 
 
 def accept(
@@ -68,7 +70,7 @@ def accept(
             kept[name] = kind.keep(values[name])
         except MoekitError:
             raise
-        except _Inside as fault:
+        except Inside as fault:
             raise error(f"{name}.{fault}") from None
         except Exception:  # a foreign value may raise anything
             raise error(f"{name}={shown(values[name])}: it must be {kind.wanted}") from None
@@ -97,7 +99,7 @@ def shown(value: object) -> str:
     return printable(text_of(lambda: _short.repr(value)), 400)
 
 
-def _require(condition: bool) -> None:
+def require(condition: bool) -> None:
     if not condition:
         raise ValueError
 
@@ -106,9 +108,9 @@ def size(least: int = 1, most: int = MAX_TOKENS) -> Kind:
     """Return the kind of Python or numpy integers within the bounds, kept as int; no bools."""
 
     def keep(value: Any) -> int:
-        _require(isinstance(value, Integral) and not isinstance(value, bool))
+        require(isinstance(value, Integral) and not isinstance(value, bool))
         number = operator.index(value)
-        _require(least <= number <= most)
+        require(least <= number <= most)
         return number
 
     return Kind(f"an integer of at least {least} and at most {most}", keep)
@@ -118,10 +120,10 @@ def real(*, above: float = -math.inf, most: float = math.inf, finite: bool = Tru
     """Return the kind of numbers within the bounds, kept as float; no NaN and no bools."""
 
     def keep(value: Any) -> float:
-        _require(isinstance(value, Real) and not isinstance(value, bool))
+        require(isinstance(value, Real) and not isinstance(value, bool))
         number = float(value)
-        _require(number <= most and (number > above or above == -math.inf))
-        _require(math.isfinite(number) or not finite)
+        require(number <= most and (number > above or above == -math.inf))
+        require(math.isfinite(number) or not finite)
         return number
 
     bounds = (("above", above), ("at most", most))
@@ -133,7 +135,7 @@ def matching(wanted: str, accepts: Callable[[Any], object]) -> Kind:
     """Return the kind of values for which ``accepts`` is true, kept as they are."""
 
     def keep(value: Any) -> Any:
-        _require(bool(accepts(value)))
+        require(bool(accepts(value)))
         return value
 
     return Kind(wanted, keep)
@@ -145,7 +147,7 @@ def instance(wanted: str, *types: type) -> Kind:
 
 def choice(names: Collection[str]) -> Kind:
     def keep(value: Any) -> str:
-        _require(isinstance(value, str) and value in names)
+        require(isinstance(value, str) and value in names)
         return str(value)
 
     return Kind(f"one of {', '.join(sorted(names))}", keep)
@@ -158,7 +160,7 @@ def converted(wanted: str, type_: type, makers: Mapping[type, Callable[[Any], An
         for source, make in makers.items():
             if isinstance(value, source):
                 return make(value)
-        _require(isinstance(value, type_))
+        require(isinstance(value, type_))
         return value
 
     return Kind(wanted, keep)
@@ -169,58 +171,6 @@ def sequence(wanted: str, type_: type) -> Kind:
     return matching(
         f"a list or tuple of {wanted}",
         lambda value: isinstance(value, (list, tuple)) and all(isinstance(v, type_) for v in value),
-    )
-
-
-def items(kind: Kind, least: int, most: int) -> Kind:
-    """Return the kind of lists of JSON, of so many values of one kind."""
-
-    def keep(value: Any) -> list[Any]:
-        _require(isinstance(value, list) and least <= len(value) <= most)
-        return list(_within(kind, dict(enumerate(value))).values())
-
-    count = str(most) if least == most else f"{least} to {most}"
-    return Kind(f"a list of {count}, each {kind.wanted}", keep)
-
-
-def _within(kind: Kind, values: Mapping[Any, object]) -> dict[Any, Any]:
-    """Return the items as their kind keeps them; an error names the place of the wrong one."""
-    kept = {}
-    for key, item in values.items():
-        place = shown(key).strip("'")
-        kept[key] = accept({place: kind}, {place: item}, _Inside)[place]
-    return kept
-
-
-def record(kinds: Mapping[str, Kind]) -> Kind:
-    """Return the kind of objects of JSON; an error names the field that is wrong.
-
-    Fields that are null, missing, or not in ``kinds`` are allowed.
-    """
-
-    def keep(value: Any) -> dict[str, Any]:
-        _require(isinstance(value, dict))
-        given = {name: kind for name, kind in kinds.items() if value.get(name) is not None}
-        accept(given, value, _Inside)
-        return dict(value)
-
-    return Kind("an object", keep)
-
-
-def table(kind: Kind, most: int) -> Kind:
-    """Return the kind of objects of JSON whose fields, of any name, are all of one kind."""
-
-    def keep(value: Any) -> dict[str, Any]:
-        _require(isinstance(value, dict) and len(value) <= most)
-        return _within(kind, value)
-
-    return Kind(f"an object of at most {most} fields, each {kind.wanted}", keep)
-
-
-def text(most: int) -> Kind:
-    return matching(
-        f"a text of at most {most} characters",
-        lambda value: isinstance(value, str) and len(value) <= most,
     )
 
 
@@ -247,3 +197,18 @@ GROUP = matching(
     lambda value: callable(value.size) and callable(value.rank),
 )
 TIMEOUT = real(above=0.0, most=float(2**31))
+
+
+def switch(name: str, default: bool, environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether variable ``name`` is 1; ``default`` where it is unset or empty.
+
+    Raises InvalidInput for any other value than 0 and 1.
+    """
+    environ = os.environ if environ is None else environ
+    value = environ.get(name, "").strip()
+    if value not in ("", "0", "1"):
+        raise InvalidInput(
+            f"{name}={value!r}: expected 0 or 1; set one of them, or unset the variable for "
+            f"{int(default)}"
+        )
+    return value == "1" if value else default

@@ -6,15 +6,10 @@ BaseException only (pyo3's PanicException, pytest's Skipped), exceptions whose t
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-
-logger = logging.getLogger("moekit")
+from contextlib import contextmanager
 
 _LONGEST = 2000
-_SLOW = 10.0  # seconds
 
 
 class Fault(Exception):
@@ -30,24 +25,6 @@ def contained() -> Iterator[None]:
         raise
     except BaseException as error:
         raise Fault(describe(error)) from error
-
-
-@contextmanager
-def watched(what: Callable[[], str], seconds: float = _SLOW) -> Iterator[None]:
-    """Log a warning with the text of ``what()`` if the block takes longer than ``seconds``."""
-
-    def warn() -> None:
-        text = "moekit: %s has taken %g s so far; `python -m moekit doctor` ends what hangs"
-        logger.warning(text, what(), seconds)
-
-    timer = threading.Timer(seconds, warn)
-    timer.daemon = True
-    with suppress(RuntimeError):  # no more threads can be started: skip the warning
-        timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def describe(error: BaseException) -> str:

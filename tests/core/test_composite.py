@@ -1,6 +1,6 @@
 """Composites of experts backends: the kit's calls and memory, names, weights, warm-up.
 
-Their numbers are those of their members, which the whole kit tests.
+The whole kit tests the members, which compute the numbers.
 """
 
 from __future__ import annotations

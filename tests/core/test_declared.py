@@ -101,7 +101,7 @@ def test_what_is_not_declared_is_found(tmp_path) -> None:
 
 
 def test_every_package_is_tested_with_the_settings_of_the_whole() -> None:
-    """pytest takes those of the folder that it is given, and then finds no tests/support."""
+    """pytest takes the settings of the folder it is given, and then finds no tests/support."""
     own = [
         name
         for name in PACKAGES

@@ -62,12 +62,45 @@ def test_a_limit_is_a_reason_where_tokens_move(fact, layer, reason) -> None:
         assert reasons(within, **layer) == []
 
 
-@pytest.mark.parametrize("wrong", [0, -1, True, 2.0, "8"])
-def test_limits_are_positive_ints(wrong) -> None:
-    with pytest.raises(
-        InvalidInput, match="most_top_k=.*must be an integer of at least 1 .*or None"
-    ):
-        replace(ANY, most_top_k=wrong)
+EXPERTS = ExpertsSpec(name="a", target="a:A", format=ActivationFormat.STANDARD, reduces=False)
+
+
+@pytest.mark.parametrize(
+    ("fact", "wrong", "says"),
+    [
+        ("most_top_k", (0, -1, True, 2.0, "8"), "must be an integer of at least 1 .*or None"),
+        (
+            "name",
+            ("a b", "a|b", "", 5, None, "a\n", "x" * 99, b"a"),
+            "it must be lower-case letters",
+        ),
+        ("requires", ((5,), ("a b",), ("",), "triton", ("x" * 10**6,)), "importable names"),
+        ("priority", (float("nan"), True, 10**5000), "it must be an integer"),
+        ("schemes", (frozenset({"fp3"}), frozenset(), {5}, ["none"]), "a frozenset of at least 1"),
+        ("dtypes", (frozenset({"float64"}), {1: 2}), "it must be a frozenset"),
+        ("wire_schemes", ({"fp3"},), "it must be a frozenset"),
+        ("activations", (frozenset({"tanh", None}),), "it must be a frozenset"),
+        ("devices", ((), ("CUDA",), "cpu", ("cuda>=" + "9" * 5000 + ".0",)), "it must be a tuple"),
+        ("format", ("standard",), "it must be an ActivationFormat"),
+        ("target", ("acme", ".:x", "a:b:c", None), "it must be 'package.module:Class'"),
+        ("check", (5,), "it must be a function, or None"),
+        ("footprint", (5,), "it must be a function, or None"),
+        ("reduces", ("no", 1), "it must be True or False"),
+        ("ids_dtype", ("int8",), "it must be one of any, int32, int64"),
+        ("install_hint", (None,), "it must be a string"),
+    ],
+)
+def test_a_wrong_fact_is_refused(fact, wrong, says) -> None:
+    for value in wrong:
+        with pytest.raises(InvalidInput, match=says):
+            replace(EXPERTS if hasattr(EXPERTS, fact) else ANY, **{fact: value})
+
+
+def test_experts_that_contradict_themselves_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="set reduces=False"):
+        replace(EXPERTS, reduces=True, format=ActivationFormat.BATCHED)
+    with pytest.raises(InvalidInput, match="set takes_quantized or takes_unquantized"):
+        replace(EXPERTS, takes_quantized=False, takes_unquantized=False)
 
 
 @pytest.mark.parametrize("scheme", ["fp8_block", "fp8_tensor", "nvfp4"])
@@ -85,21 +118,3 @@ def test_scales_travel_with_every_row(scheme: str) -> None:
     assert len(scale) == 5 and bool(torch.isfinite(scale[ids[:, 0] >= 0]).all())
     if activation.per_tensor:
         assert scale.shape == (5, 1) and len(set(scale.flatten().tolist())) == 1
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"reduces": True, "format": ActivationFormat.BATCHED}, "set reduces=False"),
-        (
-            {"reduces": True, "takes_quantized": False, "takes_unquantized": False},
-            "set takes_quantized or takes_unquantized",
-        ),
-    ],
-)
-def test_experts_that_contradict_themselves_are_refused(changes, says) -> None:
-    with pytest.raises(InvalidInput, match=says):
-        ExpertsSpec(
-            name="a", target="a:A",
-            **{"format": ActivationFormat.STANDARD, "schemes": frozenset({"none"}), **changes},
-        )  # fmt: skip

@@ -24,7 +24,7 @@ def _seed() -> str:
     return os.environ.get("MOEKIT_TEST_SEED", str(int(commit or "0", 16)))
 
 
-def test_random_calls_return_or_raise_a_moekit_error() -> None:
+def test_random_calls_return_or_raise_an_allowed_error() -> None:
     script, seed = Path(__file__).parents[1] / "support" / "fuzz_surface.py", _seed()
     print(f"repeat with MOEKIT_TEST_SEED={seed}")
     done = subprocess.run(
@@ -61,9 +61,8 @@ class Unprintable(InvalidInput):
 @pytest.mark.parametrize(
     ("call", "fault"),
     [
-        (lambda: _raise(TypeError("x")), TypeError),
+        (lambda: _raise(RuntimeError("x")), RuntimeError),
         (lambda: _raise(AssertionError()), AssertionError),
-        (lambda: _raise(ValueError("not moekit's")), ValueError),
         (lambda: _raise(SystemExit(2)), SystemExit),
         (lambda: _raise(KeyboardInterrupt()), KeyboardInterrupt),
         (lambda: _raise(Unprintable()), KeyError),
@@ -74,7 +73,7 @@ def test_faults_are_told(call, fault) -> None:
     assert type(fault_of(call, seconds=0.5)) is fault
 
 
-@pytest.mark.parametrize("call", [int, lambda: _raise(InvalidInput("x")),
+@pytest.mark.parametrize("call", [int, lambda: _raise(TypeError("x")),
                                   lambda: _raise(PeerFailed("x"))])  # fmt: skip
 def test_what_is_allowed_is_no_fault(call) -> None:
     assert fault_of(call) is None

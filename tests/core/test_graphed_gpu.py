@@ -135,7 +135,7 @@ def test_weights_that_change_in_place() -> None:
 
 
 def test_other_streams_wait_for_each_other() -> None:
-    """Every call on a stream of its own, each behind work that takes long."""
+    """Each call is on another stream, behind work that takes long."""
     kernel = kernel_of()
     packed = packed_for(kernel)
     graphed = GraphedKernel(kernel, packed)

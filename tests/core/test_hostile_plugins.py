@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 from fake_plugins import PROBLEM, Fakes, installed, offers
@@ -20,12 +15,9 @@ from hostile_plugins import CASES, DEADLY
 
 import moekit
 from moekit.cli.main import main
-from moekit.contract import specs
-from moekit.contract.specs import DispatcherSpec, ExpertsSpec
 from moekit.discovery import registry as plugins
 from moekit.discovery.entry_points import SWITCHES
-from moekit.selection import judge, select
-from moekit.untrusted import code as strangers
+from moekit.selection import select
 from moekit.untrusted import process as isolate
 
 HERE = Path(__file__).parents[1] / "support"
@@ -81,63 +73,6 @@ def test_plugins_prints_what_no_ascii_terminal_shows(tmp_path: Path) -> None:
 
 
 # -- the parts ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [DispatcherSpec, ExpertsSpec])
-def test_every_field_of_a_spec_has_a_kind(kind: type) -> None:
-    assert {field.name for field in dataclasses.fields(kind)} <= specs._KINDS.keys()
-
-
-def test_interrupts_pass() -> None:
-    with pytest.raises(KeyboardInterrupt), strangers.contained():
-        raise KeyboardInterrupt
-
-
-class Warned(threading.Event):
-    """Set by a warning of `watched`, whose text it keeps."""
-
-    text = ""
-
-    def warning(self, text: str, *args: object) -> None:
-        self.text = text % args
-        self.set()
-
-
-def test_a_slow_plugin_is_named_while_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    warned = Warned()
-    monkeypatch.setattr(strangers, "logger", warned)
-    with strangers.watched(lambda: "loading plugin slow", seconds=0.05):
-        assert warned.wait(60)
-    assert warned.text.startswith("moekit: loading plugin slow has taken 0.05 s so far")
-    warned.clear()
-    with strangers.watched(lambda: "loading plugin quick", seconds=60):
-        timers = [each for each in threading.enumerate() if isinstance(each, threading.Timer)]
-    for timer in timers:
-        timer.join()
-    assert timers and not warned.is_set()
-
-
-def test_a_check_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    warned, known = Warned(), plugins.registry().copy()
-    monkeypatch.setattr(strangers, "logger", warned)
-    monkeypatch.setattr(judge, "watched", partial(strangers.watched, seconds=0.05))
-    check = lambda problem: [] if warned.wait(60) else ["nobody was told"]  # noqa: E731
-    known.register(replace(known.expert("torch"), name="stuck", check=check))
-    assert moekit.explain(PROBLEM, experts="stuck", backends=known).chosen is not None
-    assert "checking backends (now the experts backend 'stuck') has taken" in warned.text
-
-
-def test_isolated_memory_and_files() -> None:
-    def hoard(tell: isolate.Report) -> None:
-        bytearray(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-
-    def flood(tell: isolate.Report) -> NoReturn:
-        while True:
-            print("x" * 10**7)
-
-    assert isolate.run(hoard, 600) == ([], "MemoryError")
-    answers, fault = isolate.run(flood, 600)
-    assert answers == [] and "File too large" in fault
 
 
 def test_isolated_answers_and_faults() -> None:

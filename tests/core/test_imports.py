@@ -11,7 +11,7 @@ import moekit
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = {"moekit", "moekit.plugin", "moekit.errors", "moekit.testing", "moekit.checkpoint"}
-# Device code that plugins share, with an interface of its own.
+# Device code that plugins share; its package has its own interface.
 SHARED = {"moekit_kernels"}
 # moekit-bench measures what the core chooses, and moekit-vllm reads an engine's layers as the core
 # reads checkpoints and transformers' modules: they are released with the core and may look inside.
@@ -27,7 +27,7 @@ def imports(file: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name.name
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             yield node.lineno, node.module
-            if node.module == "moekit":  # `from moekit import runtime` imports a module, too
+            if node.module == "moekit":  # `from moekit import runtime` also imports a module
                 for name in node.names:
                     if (ROOT / "moekit" / name.name).is_dir():
                         yield node.lineno, f"moekit.{name.name}"
@@ -71,7 +71,7 @@ def test_the_example_imports_the_public_surface():
 
 
 def test_no_modules_of_the_core_import_each_other_in_a_circle():
-    """Imports inside functions and for type checking count, too."""
+    """Imports inside functions and for type checking count."""
     files = {}
     for file in sorted((ROOT / "moekit").rglob("*.py")):
         parts = file.relative_to(ROOT).with_suffix("").parts
@@ -90,7 +90,7 @@ def test_no_modules_of_the_core_import_each_other_in_a_circle():
 
 
 def test_rooms_import_from_the_lines_below():
-    """The lines are those in CONTRIBUTING.md. Imports for type checking count, too."""
+    """The lines are those in CONTRIBUTING.md. Imports for type checking count."""
     text = (ROOT / "CONTRIBUTING.md").read_text().partition("A room of the core imports from")[2]
     rooms = [line.strip() for line in text.splitlines() if line.startswith("    ")]
     level = {room: -number for number, room in enumerate(rooms)}

@@ -114,11 +114,11 @@ def test_bad_out_and_foreign_weights() -> None:
     rows = torch.randn(T + 1, H)
     with pytest.raises(InvalidInput, match="shares memory"):
         kernel(rows[:-1], packed, routing, out=rows[1:])
-    with pytest.raises(InvalidInput, match="out shares memory with the weights' w2"):
+    with pytest.raises(InvalidInput, match="out shares memory with x, the routing or"):
         kernel(x, packed, routing, out=packed["w2"].view(-1)[: T * H].view(T, H))
     drawn = torch.rand(T, H)
     given = moekit.Routing(drawn.view(-1)[: T * K].view(T, K), routing.topk_ids)
-    with pytest.raises(InvalidInput, match="out shares memory with topk_weights"):
+    with pytest.raises(InvalidInput, match="out shares memory"):
         kernel(x, packed, given, out=drawn)
     both = torch.randn(2 * T, H)  # one allocation, two halves: fine
     kernel(both[:T], packed, routing, out=both[T:])
@@ -151,13 +151,8 @@ def test_forgotten_steps_are_named() -> None:
     x, routing = tokens()
     with pytest.raises(WeightsError, match="are ExpertWeights.*pack them with this kernel"):
         kernel(x, w, routing)
-    with pytest.raises(WeightsError, match="needs moekit.ExpertWeights, but got tuple"):
-        kernel.pack((w.w13, w.w2))
     packed = kernel.pack(w)
-    with pytest.raises(InvalidInput, match="routing is tuple, expected moekit.Routing"):
-        kernel(x, packed, (routing.topk_weights, routing.topk_ids))
     for shared, said in (
-        (lambda x: None, "returned None"),
         (lambda x: x[:1], r"returned \(1, 64\)"),
         (lambda x: x.double(), "float64"),
     ):
@@ -208,16 +203,6 @@ def test_environment_names_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     explanation = moekit.explain(PROBLEM)
     assert explanation.chosen.experts == "reference" and "MOEKIT_EXPERTS" in explanation.why
     assert moekit.explain(PROBLEM, experts="torch").chosen.experts == "torch"
-
-
-def test_a_token_cannot_name_an_expert_twice() -> None:
-    kernel = moekit.compose(PROBLEM, "batched_reference", "torch")
-    packed = kernel.pack(weights())
-    x, routing = tokens()
-    twice = routing.topk_ids.clone()
-    twice[3] = 2
-    with pytest.raises(InvalidInput, match=r"token 3 are \[2, 2\]"):
-        kernel(x, packed, Routing(routing.topk_weights, twice))
 
 
 def test_two_calls_in_flight() -> None:
@@ -326,7 +311,7 @@ def test_layers_share_the_arena() -> None:
 
 def test_memory_needs_a_token_count() -> None:
     kernel = moekit.compose(PROBLEM)
-    with pytest.raises(InvalidInput, match="pass num_tokens"):
+    with pytest.raises(InvalidInput, match="num_tokens=None: it must be an integer"):
         kernel.memory()
     assert kernel.memory(128).total > kernel.memory(16).total > 0
     for wrong in (-1, 2.5, True):
@@ -416,7 +401,7 @@ def test_a_priority_that_fails_is_a_reason(wrong) -> None:
     explanation = moekit.explain(PROBLEM, backends=registry)
     assert explanation.chosen.experts == "torch"
     with pytest.raises(
-        Unsupported, match="prefer=1000000000: it must be an integer|prefer: ZeroDivisionError"
+        Unsupported, match="prefer returned 1000000000, expected an integer|ZeroDivisionError"
     ):
         moekit.compose(PROBLEM, experts="picky", backends=registry)
 

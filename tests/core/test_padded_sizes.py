@@ -15,7 +15,8 @@ from torch import Tensor
 import moekit
 from moekit import ExpertsSpec, MoEProblem, ParallelConfig, Registry, Workspace, registry
 from moekit.backends import padding
-from moekit.backends.padding import PaddedExperts, pad_weights
+from moekit.backends.adapters import PaddedExperts
+from moekit.backends.padding import pad_weights
 from moekit.errors import Unsupported
 from moekit.problem import ActivationFormat
 from moekit.problem.quant import SCHEMES

@@ -1,4 +1,4 @@
-"""A stranger's package, from `pip install` to `pip uninstall`, in a venv of its own."""
+"""A stranger's package, from `pip install` to `pip uninstall`, in a separate venv."""
 
 from __future__ import annotations
 

@@ -230,7 +230,7 @@ def test_a_rebalancer_refuses_wrong_arguments() -> None:
     packed = kernel.pack(random_weights(kernel.problem))
     with pytest.raises(InvalidInput, match="packed must hold the weights of at least one"):
         Rebalancer(kernel, [])
-    with pytest.raises(InvalidInput, match="policy must be a function or one of"):
+    with pytest.raises(InvalidInput, match="policy='best': it must be a function"):
         Rebalancer(kernel, [packed], policy="best")
     kernel.experts.spec = replace(kernel.experts.spec, movable=False)
     with pytest.raises(Unsupported, match="'torch'.*cannot move") as caught:
@@ -239,7 +239,7 @@ def test_a_rebalancer_refuses_wrong_arguments() -> None:
 
 
 def test_layers_that_share_weights_are_refused() -> None:
-    """To move the experts of one layer would move those of the other, too."""
+    """Moving the experts of one layer would also move the other's."""
     layer, weights = loaded_layer(experts="torch")
     tied, own = (loaded_layer(experts="torch")[0] for _ in range(2))
     layer.load_weights(weights)

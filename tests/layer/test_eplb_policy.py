@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from moekit import MoEProblem, ParallelConfig
-from moekit.eplb import POLICIES, Balanced, Placement, improve
-from moekit.eplb.policy import _in_place, _nearest, named_policy
+from moekit.eplb import Balanced, Placement, improve
 from moekit.errors import InvalidInput, InvalidProblem
 
 
@@ -253,13 +252,6 @@ def test_experts_do_not_move_needlessly() -> None:
                 assert moved(worse, improve(Balanced(), load, worse)) == 2
 
 
-def test_bins_keep_their_contents() -> None:
-    assert _nearest([[4, 5], [0, 1], [2, 3]], [(0, 1), (2, 9), (5, 4)]) == [[0, 1], [2, 3], [4, 5]]
-    assert _nearest([[1, 2, 3], [4, 5]], [(4, 5, 6), (1, 2)]) == [[1, 2, 3], [4, 5]]
-    assert _in_place([7, 3, 5], (5, 6, 7)) == [5, 3, 7]
-    assert _in_place([1, 1, 2], (1, 2, 1)) == [1, 2, 1]
-
-
 # -- hierarchical -----------------------------------------------------------------------------
 
 
@@ -294,7 +286,7 @@ def test_groups_that_do_not_divide_are_refused(groups, nodes) -> None:
 
 
 def test_nodes_of_unequal_size_are_refused() -> None:
-    with pytest.raises(InvalidProblem, match="'global'"):
+    with pytest.raises(InvalidProblem, match=r"use Balanced\(\)"):
         Balanced(2, 2)(torch.ones(18), default(18, 0, 4))
     Balanced()(torch.ones(18), default(18, 0, 4))
 
@@ -360,16 +352,3 @@ def test_a_placement_must_be_better_by_min_gain() -> None:
     assert improve(better, SKEWED, bad, gain + 0.01) == bad
     assert improve(worse, SKEWED, good) == good
     assert improve(worse, SKEWED, good, -float("inf")) == bad, "a policy may have other aims"
-
-
-def test_policies_by_name(monkeypatch) -> None:
-    assert named_policy("global", {}) == Balanced()
-    assert named_policy("hierarchical", {"num_groups": 8, "num_nodes": 2}) == Balanced(8, 2)
-    monkeypatch.setitem(POLICIES, "mine", lambda: max)
-    assert named_policy("mine", {}) is max
-    with pytest.raises(InvalidInput, match="must be a function or one of global, hier.*'nearest'"):
-        named_policy("nearest", {})
-    with pytest.raises(InvalidInput, match="num_nodes"):
-        named_policy("hierarchical", {"num_groups": 8})
-    with pytest.raises(InvalidInput, match="num_groups"):
-        named_policy("global", {"num_groups": 8})

@@ -294,7 +294,7 @@ def test_the_pair_that_is_fastest_at_the_capacity_is_chosen(tuned: Path) -> None
     explanation = moekit.explain(MOVING.replace(max_num_tokens=16), backends=movers("a", "b"))
     assert "at T=16 on 4 ranks" in explanation.why
     assert "|" not in explanation.chosen.experts
-    # Behind one dispatcher, too.
+    # Also behind one dispatcher.
     rows = moekit.explain(MOVING.replace(max_num_tokens=16), "rows", backends=movers("a", "b"))
     assert rows.chosen.experts == "b"
 

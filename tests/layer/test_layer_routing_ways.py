@@ -1,4 +1,4 @@
-"""Hash routing and simulated routing, alone and in the layer."""
+"""Hash routing, alone and in the layer, and simulated routing."""
 
 from __future__ import annotations
 
@@ -114,12 +114,14 @@ def test_wrong_tables(options: dict, error: type, said: str) -> None:
     [
         (dict(hash_table=hash_table() * 0), InvalidInput, "or names one twice"),
         (dict(hash_table=hash_table()[:, :2]), InvalidInput, r"\(V, 3\)"),
-        (dict(hash_table=hash_table(), simulated="hot"), InvalidProblem, "each choose all experts"),
+        (
+            dict(hash_table=hash_table(), custom_routing_function=torch.add),
+            InvalidProblem, "would ignore hash_table",
+        ),
         (
             dict(hash_table=hash_table(), e_score_correction_bias=torch.zeros(E)),
             InvalidProblem, "would ignore e_score_correction_bias",
         ),
-        (dict(simulated="normal"), InvalidProblem, "fixed, hot, uniform, zipf"),
     ],
 )  # fmt: skip
 def test_wrong_configs(options: dict, error: type, said: str) -> None:
@@ -142,10 +144,9 @@ def test_token_ids_of_a_layer() -> None:
 
 
 @pytest.mark.parametrize("kind", SIMULATED)
-@pytest.mark.parametrize("drawn", [True, False])
-def test_simulated_loads(kind: str, drawn: bool) -> None:
+def test_simulated_loads(kind: str) -> None:
     T, experts, top_k = 6000, 16, 3
-    generator = torch.Generator().manual_seed(5) if drawn else None
+    generator = torch.Generator().manual_seed(5)
     made = moekit.simulate_routing(kind, T, experts, top_k, generator=generator, index=2)
     assert made.topk_ids.shape == made.topk_weights.shape == (T, top_k)
     torch.testing.assert_close(made.topk_weights.sum(1), torch.ones(T))
@@ -166,28 +167,6 @@ def test_simulated_loads(kind: str, drawn: bool) -> None:
     assert 0.15 < float(made.topk_weights.std()) < 0.25
 
 
-def test_simulated_without_a_generator_is_the_same_everywhere() -> None:
-    first, again, other = (
-        moekit.simulate_routing("zipf", 40, E, K, index=index) for index in (0, 0, 1)
-    )
-    assert torch.equal(first.topk_ids, again.topk_ids)
-    assert torch.equal(first.topk_weights, again.topk_weights)
-    assert not torch.equal(first.topk_ids, other.topk_ids)
-    longer = moekit.simulate_routing("uniform", 90, E, K).topk_ids[:40]
-    assert torch.equal(longer, moekit.simulate_routing("uniform", 40, E, K).topk_ids)
-
-
-def test_a_simulated_layer_ignores_logits() -> None:
-    made = layer(simulated="hot")
-    assert "simulated: hot" in repr(made)
-    x, padding = torch.randn(7, H), torch.arange(7) == 2
-    out = made(x, torch.randn(7, E), is_padding=padding)
-    routing = moekit.simulate_routing("hot", 7, E, K)
-    ids = routing.topk_ids.masked_fill(padding[:, None], -1)
-    assert torch.equal(out, made(x, topk_weights=routing.topk_weights, topk_ids=ids))
-    assert not out[2].any() and out[1].any()
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [
@@ -201,8 +180,3 @@ def test_a_simulated_layer_ignores_logits() -> None:
 def test_wrong_simulations(arguments: tuple, error: type, said: str) -> None:
     with pytest.raises(error, match=said):
         moekit.simulate_routing(*arguments)
-
-
-def test_simulated_routing_is_not_batch_invariant() -> None:
-    with pytest.raises(InvalidProblem, match="cannot be batch-invariant"):
-        FusedMoE(E, K, H, I, device="cpu", batch_invariant=True, simulated="uniform")

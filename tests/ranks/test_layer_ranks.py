@@ -21,18 +21,13 @@ def ranks():
 # Arguments of Case: tp and dp sizes and ep, or (ep, tp, dp) sizes.
 SPREADS = {
     "1 rank": {},
-    "1 rank, ep": {"ep": True},
-    "tp 2": {"tp": 2},
     "tp 2, ep": {"tp": 2, "ep": True},
-    "dp 2": {"dp": 2},
     "dp 2, ep": {"dp": 2, "ep": True},
     "tp 4": {"tp": 4},
-    "tp 4, ep": {"tp": 4, "ep": True},
     "tp 2, dp 2": {"tp": 2, "dp": 2},
     "tp 2, dp 2, ep": {"tp": 2, "dp": 2, "ep": True},
     "dp 4": {"dp": 4},
     "dp 4, ep": {"dp": 4, "ep": True},
-    "experts x slices": {"parallel": (2, 2, 1)},
     "experts x slices, 2 batches": {"parallel": (2, 2, 2)},
     "experts x slices, 4 batches": {"parallel": (2, 2, 4)},
 }

@@ -52,7 +52,6 @@ JUNK: tuple[Callable[[], Any], ...] = tuple(
     lambda: torch.ones(T, H, dtype=torch.complex64), lambda: torch.ones(T, H).to_sparse(),
     lambda: torch.ones(T, H).to_sparse_csr(), lambda: torch.ones(1, H).expand(T, H),
     lambda: torch.ones(T, H, device="meta"), lambda: torch.ones(T, H, requires_grad=True),
-    lambda: torch.nested.nested_tensor([torch.ones(2, H), torch.ones(1, H)]),
     lambda: torch.full((T, E), float("nan")), lambda: torch.full((T, K), 2**62),
     lambda: torch.ones(T, E, dtype=torch.float8_e4m3fn), lambda: torch.ones(T, dtype=torch.bool),
     lambda: torch.quantize_per_tensor(torch.ones(T, H), 0.1, 0, torch.quint8),

@@ -2,9 +2,10 @@
 
     python tests/support/fuzz_surface.py --cases 1000000 [--seed N] [--seconds N] [--memory-gb N]
 
-Each case must return, or raise a MoekitError (the command line: exit with a documented code),
-within a time limit; the process runs under a memory limit (RLIMIT_AS). Anything else is a fault:
-the call is printed with its seed, and the exit code is 1. test_fuzz_surface.py runs some cases.
+Each case must return, or raise one of ALLOWED (the command line: exit with a documented code),
+within a time limit; the process runs under a memory limit (RLIMIT_AS). A kernel that returns must
+be right. Anything else is a fault: the call is printed with its seed, and the exit code is 1.
+test_fuzz_surface.py runs some cases.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -29,12 +31,15 @@ from fuzz_junk import JUNK, E, H, I, K, T
 
 import moekit
 from moekit import eplb
+from moekit.backends.reference import oracle
 from moekit.cli.main import main as command_line
 from moekit.errors import MoekitError
 from moekit.untrusted.arguments import shown
 from moekit.untrusted.code import first_line
 
 CASE_SECONDS = 300.0  # a guard against hangs
+# Python's own errors are for values of a wrong type.
+ALLOWED = (MoekitError, TypeError, ValueError, AttributeError)
 
 
 class Late(BaseException):
@@ -179,38 +184,6 @@ def _problem(d: Draw) -> Call:
     return lambda: moekit.explain(moekit.MoEProblem(**sizes, **given))
 
 
-def _parallel(d: Draw) -> Call:
-    sizes = (1, 2, 3, 8)
-    given = d.some(
-        ep_size=sizes, ep_rank=(0, 1), tp_size=sizes, tp_rank=(0, 1), dp_size=sizes, nodes=sizes
-    )
-    flat = d.some(tp_size=sizes, dp_size=sizes, rank=(0, 1, 2), enable_expert_parallel=_FLAG)
-    if d.random.random() < 0.5:
-        return lambda: moekit.ParallelConfig(**given)
-    return lambda: moekit.parallel_config(**flat)
-
-
-def _parts(d: Draw) -> Call:
-    one, two = d("silu", "swigluoai"), d.some(alpha=(None, 1.5), limit=(None, 7, 1.0))
-    kind = d("cpu", "cuda")
-    spec = d.some(capability=((9, 0), None), name=("x",), arch=("gfx942",))
-    operand = dict(dtype=d("int8"), group=d((1, -1), (128, 128)))
-    operand |= d.some(static=_FLAG, zero_points=_FLAG, act_order=_FLAG, scale_dtype=("float32",))
-    scheme = dict(name=d("none")) | d.some(weight=(None,), activation=(None,))
-    text, device, wanted = d("cpu", "sm90"), d(torch.device("cpu")), d("cpu", "cuda>=9.0")
-    return d.random.choice(
-        (
-            lambda: moekit.Activation(one, **two),
-            lambda: str(moekit.DeviceSpec(kind, **spec)),
-            lambda: moekit.DeviceSpec.parse(text),
-            lambda: moekit.DeviceSpec.of(device),
-            lambda: moekit.DeviceSpec("cuda", (9, 0)).meets(wanted),
-            lambda: moekit.OperandQuant(**operand),
-            lambda: moekit.QuantScheme(**scheme),
-        )
-    )
-
-
 def _route(d: Draw) -> Call:
     given = (d(logits), d(K, 1))
     more = d.some(
@@ -266,11 +239,12 @@ def _kernel(d: Draw) -> Call:
     few = d(0, 1, 3)
     if isinstance(few, int) and 10**4 < few < 2**31:
         few = 3
+    right = partial(_right, given)
     return d.random.choice(
         (
+            lambda: right(KERNEL(**given, **more)),
             lambda: KERNEL(**given, **more, **shared),
-            lambda: KERNEL(**given, **more, **shared),
-            lambda: KERNEL.start(**given, **more, **after).result(),
+            lambda: right(KERNEL.start(**given, **more, **after).result()),
             lambda: KERNEL.memory(count),
             lambda: KERNEL.warmup(given["weights"], few),
             lambda: KERNEL.pack(given["weights"]),
@@ -278,12 +252,9 @@ def _kernel(d: Draw) -> Call:
     )
 
 
-def _parts_of_kernel(d: Draw) -> Call:
-    given = d(KERNEL.dispatcher), d(KERNEL.experts)
-    more = d.some(
-        workspace=(None,), checked=(None, True, False), peer_timeout=(60.0,), explanation=(None,)
-    )
-    return lambda: moekit.ModularKernel(*given, **more)
+def _right(given: dict[str, Any], out: torch.Tensor) -> None:
+    expected = oracle(given["x"], weights(), given["routing"], PROBLEM)
+    assert torch.allclose(out, expected, rtol=1e-4, atol=1e-4), "a wrong number"
 
 
 def _weights(d: Draw) -> Call:
@@ -318,10 +289,8 @@ def _layer(d: Draw) -> Call:
         params_dtype=(torch.float32, torch.bfloat16),
         quant=("none", "int8_w8a16"),
         activation=("silu", "gelu"),
-        is_act_and_mul=(None, True, False),
         has_bias=_FLAG,
         shared_experts=(None, lambda: torch.neg),
-        shared_experts_partial=_FLAG,
         max_num_tokens=(None, 2),
         batch_invariant=_FLAG,
         dispatcher=_NAMES,
@@ -390,8 +359,7 @@ def _eplb(d: Draw) -> Call:
     for name, value in window.items():  # a large window takes memory, which is no fault
         window[name] = 3 if type(value) is int and 10**3 < value < 2**31 else value
     options = d.some(
-        policy=("global", "hierarchical", lambda: eplb.Balanced()),
-        options=(None, {"num_groups": 2, "num_nodes": 1}),
+        policy=(None, lambda: eplb.Balanced()),
         window=(1, 3),
         min_gain=(0.0, 0.5),
         staging_bytes=(1, 2**20),
@@ -462,13 +430,10 @@ def _cli(d: Draw) -> Call:
 # Each with its share of the cases.
 SURFACE: dict[str, tuple[Callable[[Draw], Call], int]] = {
     "MoEProblem, explain": (_problem, 5),
-    "ParallelConfig, parallel_config": (_parallel, 20),
-    "Activation, DeviceSpec, OperandQuant, QuantScheme": (_parts, 30),
     "route": (_route, 15),
     "to_physical": (_to_physical, 10),
     "compose, explain": (_compose, 5),
     "ModularKernel's calls": (_kernel, 30),
-    "ModularKernel": (_parts_of_kernel, 5),
     "ExpertWeights": (_weights, 15),
     "FusedMoE": (_layer, 4),
     "FusedMoE's calls": (_layer_calls, 15),
@@ -478,7 +443,7 @@ SURFACE: dict[str, tuple[Callable[[Draw], Call], int]] = {
 
 
 def fault_of(call: Call, seconds: float = CASE_SECONDS) -> BaseException | None:
-    """Return what ``call`` raised, unless it is a MoekitError; Late if it took longer."""
+    """Return what ``call`` raised, unless it is ALLOWED; Late if it took longer."""
 
     def late(*_: object) -> None:
         raise Late
@@ -487,7 +452,7 @@ def fault_of(call: Call, seconds: float = CASE_SECONDS) -> BaseException | None:
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         call()
-    except MoekitError as error:
+    except ALLOWED as error:
         try:
             str(error)
         except Exception as worse:

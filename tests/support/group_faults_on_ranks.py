@@ -11,6 +11,7 @@ import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from moekit.backends.reference import oracle
 from moekit.contract import PrepareAndFinalize, Routing
 from moekit.errors import GroupMismatch, PeerFailed
 from moekit.kernel import ModularKernel
+from moekit.runtime import warmup
 from moekit.runtime.workspace import Workspace
 from moekit.selection import select
 from moekit.testing.distributed import wait_until_connected
@@ -260,12 +262,12 @@ def warmup_of_other_sizes(rank: int, world_size: int) -> tuple[list[int], str]:
     """
     layer, sizes = Layer(dist.new_group(), 2.0), []
     layer.kernel.experts.largest_calls = lambda num_tokens: (num_tokens, 3)[: 1 + rank]
-    layer.kernel._random_call = lambda weights, tokens, device: sizes.append(tokens)
-    layer.kernel.warmup(layer.packed, 5)
-    try:
-        layer.kernel.warmup(layer.packed, 5 + rank)
-    except PeerFailed as error:
-        return sizes, str(error)
+    with mock.patch.object(warmup, "_random_call", lambda *given: sizes.append(given[-1])):
+        layer.kernel.warmup(layer.packed, 5)
+        try:
+            layer.kernel.warmup(layer.packed, 5 + rank)
+        except PeerFailed as error:
+            return sizes, str(error)
     return sizes, "no error"
 
 

@@ -29,8 +29,6 @@ VOCAB = 96
 
 RoutedFn = Callable[[int, Tensor], Tensor]
 """(layer, x_TH) -> out_TH, in the model's dtype: the whole MoE block but its shared experts."""
-ExpertsFn = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, x_TH, topk_ids_TK int64, topk_weights_TK) -> out_TH, in the model's dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,26 +49,20 @@ class Names:
     down_bias: str | None = None  # (E, H), inside the router weight: weight * (h @ w + bias)
     router_bias: str | None = None  # (E,), added to the logits
     correction_bias: str | None = None  # (E,), for the choice of experts only; fp32 on disk, always
-    shared_gate: str | None = None  # (S, H)
-    shared_up: str | None = None  # (S, H)
-    shared_down: str | None = None  # (H, S)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingSpec:
-    """The steps from logits_TE to topk_ids_TK and topk_weights_TK, and the dtype of each."""
+    """The steps from logits_TE to topk_ids_TK and topk_weights_TK, and the dtype of the logits."""
 
     scoring: Literal["softmax", "sigmoid"]
     topk_first: bool = False  # top-k of the logits, then score those K (softmax: over K alone)
-    renormalize: bool = False  # divide by (the sum over K + renormalize_eps)
-    renormalize_eps: float = 0.0
+    renormalize: bool = False  # divide by the sum over K
     num_groups: int = 1  # a group's score is the sum of its two best (score + correction bias)
     topk_groups: int = 1
     scaling_factor: float = 1.0  # after renormalizing
     weight_on_input: bool = False  # weight * x goes into GEMM 1, the output is not weighted
     logits_dtype: Literal["model", "float32"] = "model"  # of the router's GEMM
-    score_dtype: Literal["model", "float32"] = "float32"  # of softmax or sigmoid, and renormalizing
-    weights_dtype: Literal["model", "float32"] = "model"  # of the weights handed to the experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +86,6 @@ class HFModel:
     top_k: int
     hidden_size: int
     intermediate_size: int  # of one routed expert
-    shared_intermediate_size: int = 0
     names: Names
     routing: RoutingSpec
     activation: ActivationSpec = ActivationSpec()
@@ -104,22 +95,9 @@ class HFModel:
     shared: str | None = None
     returns_pair: bool = False  # the block's forward returns (out, something)
 
-    def keys(self, layer: int) -> dict[str, tuple[int, ...]]:
-        """Return every key of this MoE layer in the file, with its shape."""
-        e, h, i = self.num_experts, self.hidden_size, self.intermediate_size
-        s, n = self.shared_intermediate_size, self.names
-        table = [(n.router, (e, h)), (n.router_bias, (e,)), (n.correction_bias, (e,))]
-        table += [(n.shared_gate, (s, h)), (n.shared_up, (s, h)), (n.shared_down, (h, s))]
-        table += [(n.gate_up, (e, h, 2 * i)), (n.gate_up_bias, (e, 2 * i)), (n.down_bias, (e, h))]
-        table += [(n.gate, (i, h)), (n.up, (i, h)), (n.down, (e, i, h) if n.gate_up else (h, i))]
-        rows = [(key, shape, x) for key, shape in table if key for x in range(e)]
-        return {key.format(layer=layer, expert=x): shape for key, shape, x in rows}
 
-
-def _names(block: str, shared: str = "", **roles: str) -> Names:
-    """Return names under model.layers.N.<block>, with those of a shared MLP."""
-    if shared:
-        roles |= {f"shared_{p}": f"{shared}.{p}_proj.weight" for p in ("gate", "up", "down")}
+def _names(block: str, **roles: str) -> Names:
+    """Return names under model.layers.N.<block>."""
     prefix = "model.layers.{layer}." + block + "."
     return Names(**{role: prefix + name for role, name in roles.items()})  # type: ignore[arg-type]
 
@@ -132,7 +110,7 @@ MIXTRAL = HFModel(
     config=dict(intermediate_size=128, num_local_experts=8),
     names=_names("block_sparse_moe", router="gate.weight", gate="experts.{expert}.w1.weight",
                  up="experts.{expert}.w3.weight", down="experts.{expert}.w2.weight"),
-    routing=RoutingSpec(scoring="softmax", renormalize=True, weights_dtype="float32"),
+    routing=RoutingSpec(scoring="softmax", renormalize=True),
 )
 QWEN3_MOE = HFModel(
     name="qwen3_moe", top_k=3, hidden_size=96, intermediate_size=64,
@@ -142,18 +120,18 @@ QWEN3_MOE = HFModel(
 )
 DEEPSEEK_V3 = HFModel(
     name="deepseek_v3", num_experts=16, top_k=4, hidden_size=96, intermediate_size=64,
-    shared_intermediate_size=128, moe_layers=(1, 2), shared="shared_experts",
+    moe_layers=(1, 2), shared="shared_experts",
     config=dict(
         num_hidden_layers=3, first_k_dense_replace=1, intermediate_size=128,
         moe_intermediate_size=64, n_routed_experts=16, n_shared_experts=2, n_group=4, topk_group=2,
         routed_scaling_factor=2.5, norm_topk_prob=True, num_key_value_heads=4, kv_lora_rank=32,
         q_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16,
     ),
-    names=_names("mlp", "shared_experts", router="gate.weight", **_PER_EXPERT,
+    names=_names("mlp", router="gate.weight", **_PER_EXPERT,
                  correction_bias="gate.e_score_correction_bias"),
     routing=RoutingSpec(
-        scoring="sigmoid", renormalize=True, renormalize_eps=1e-20, num_groups=4, topk_groups=2,
-        scaling_factor=2.5, logits_dtype="float32", weights_dtype="float32",
+        scoring="sigmoid", renormalize=True, num_groups=4, topk_groups=2,
+        scaling_factor=2.5, logits_dtype="float32",
     ),
 )
 GPT_OSS = HFModel(
@@ -166,15 +144,15 @@ GPT_OSS = HFModel(
     names=replace(_names("mlp", **_FUSED, gate_up_bias="experts.gate_up_proj_bias",
                          down_bias="experts.down_proj_bias", router_bias="router.bias"),
                   interleaved=True),
-    routing=RoutingSpec(scoring="softmax", topk_first=True, score_dtype="model"),
+    routing=RoutingSpec(scoring="softmax", topk_first=True),
     activation=ActivationSpec(kind="swigluoai", alpha=1.702, limit=7.0),
 )
 LLAMA4 = HFModel(
     name="llama4_text", top_k=1, hidden_size=64, intermediate_size=128,
-    shared_intermediate_size=128, block="model.layers.{layer}.feed_forward", router="router",
+    block="model.layers.{layer}.feed_forward", router="router",
     shared="shared_expert", returns_pair=True,
     config=dict(intermediate_size=128, num_local_experts=8, intermediate_size_mlp=128, head_dim=16),
-    names=_names("feed_forward", "shared_expert", **_FUSED),
+    names=_names("feed_forward", **_FUSED),
     routing=RoutingSpec(scoring="sigmoid", topk_first=True, weight_on_input=True),
 )
 # fmt: on
@@ -225,9 +203,7 @@ class Capture:
     """Inputs and outputs of one MoE block, in the dtypes of transformers."""
 
     x_TH: Tensor
-    logits_TE: Tensor
     topk_ids_TK: Tensor  # int64; the order over K is transformers'
-    topk_weights_TK: Tensor
     shared_TH: Tensor | None  # of the shared experts alone
     out_TH: Tensor  # of the block: routed + shared
 
@@ -235,14 +211,13 @@ class Capture:
 Captures = dict[int, Capture]
 
 
-def _read_router(hf: HFModel, output: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (logits_TE, topk_ids_TK, topk_weights_TK) of the router module's result."""
+def _chosen(hf: HFModel, output: Any) -> Tensor:
+    """Return topk_ids_TK of the router module's result."""
     if not hf.routing.weight_on_input:
-        logits_TE, weights_TK, ids_TK = output
-        return logits_TE, ids_TK, weights_TK
-    scores_TE, logits_TE = output  # Llama 4: 0 where not chosen
-    ids_TK = logits_TE.topk(hf.top_k, dim=-1).indices
-    return logits_TE, ids_TK, scores_TE.gather(1, ids_TK)
+        _, _, ids_TK = output
+        return ids_TK
+    _, logits_TE = output  # Llama 4
+    return logits_TE.topk(hf.top_k, dim=-1).indices
 
 
 @torch.no_grad()
@@ -264,20 +239,10 @@ def forward(hf: HFModel, model: PreTrainedModel, ids_BS: Tensor) -> tuple[Tensor
     captures: Captures = {}
     for layer in hf.moe_layers:
         x_TH, out_TH = (t.reshape(-1, hf.hidden_size) for t in seen[layer, "."][:2])
-        logits_TE, ids_TK, weights_TK = _read_router(hf, seen[layer, hf.router][1:])
+        ids_TK = _chosen(hf, seen[layer, hf.router][1:])
         shared_TH = seen[layer, hf.shared][1].view_as(x_TH) if hf.shared else None
-        captures[layer] = Capture(x_TH, logits_TE, ids_TK, weights_TK, shared_TH, out_TH)
+        captures[layer] = Capture(x_TH, ids_TK, shared_TH, out_TH)
     return logits_BSV, captures
-
-
-def after_own_router(hf: HFModel, model: PreTrainedModel, experts: ExpertsFn) -> RoutedFn:
-    """Return a `RoutedFn` that uses the model's own router module and then `experts`."""
-
-    def routed(layer: int, x_TH: Tensor) -> Tensor:
-        router = model.get_submodule(f"{hf.block.format(layer=layer)}.{hf.router}")
-        return experts(layer, x_TH, *_read_router(hf, router(x_TH))[1:])
-
-    return routed
 
 
 @torch.no_grad()

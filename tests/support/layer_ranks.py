@@ -75,7 +75,9 @@ def my_layer(case: Case, rank: int, device: str = "cpu") -> FusedMoE | None:
     group = group_of(case.ranks)
     if rank >= case.ranks:
         return None
-    share = 1 / tp_slices(case) if case.shared == "partial" else 1.0
+    partial = case.shared == "partial"
+    share = 1 / tp_slices(case) if partial else 1.0
+    shared = SharedExperts(lambda x: share * torch.sin(x), partial)
     knobs: dict[str, Any] = {
         "num_experts": EXPERTS,
         "top_k": K,
@@ -86,8 +88,7 @@ def my_layer(case: Case, rank: int, device: str = "cpu") -> FusedMoE | None:
         "group": group,
         "experts": "torch",
         "peer_timeout": 20.0,
-        "shared_experts": (lambda x: share * torch.sin(x)) if case.shared else None,
-        "shared_experts_partial": case.shared == "partial",
+        "shared_experts": shared if case.shared else None,
     }
     if case.parallel is not None:
         ep_size, tp_size, dp_size = case.parallel

@@ -85,7 +85,7 @@ class Router:
 
 
 def routed_layer(
-    name: str,
+    model: str | hfm.HFModel,
     path: str,
     layer: int,
     x_TH: Tensor,
@@ -94,10 +94,10 @@ def routed_layer(
     experts: str | None = None,
 ) -> Tensor:
     """Compute the routed part of one MoE layer with moekit, from the file: (T, H)."""
-    hf = MODELS[name]
+    hf = MODELS[model] if isinstance(model, str) else model
     problem = problem_of(hf, x_TH.dtype, parallel)
     kernel = moekit.compose(problem, dispatcher, experts)
-    weights = kernel.pack(load_experts(path, name, layer, problem))
+    weights = kernel.pack(load_experts(path, hf.name, layer, problem))
     routing = Router.read(hf, Path(path), layer)(x_TH)
     out = kernel(x_TH, weights, routing)
     kernel.destroy()

@@ -96,14 +96,15 @@ class Host:
         self._take(steps)
         return Flight(place, arrived, [len(xs[i // copies]) for i in range(len(self.layer))])
 
-    def combine(self, flight: Flight, work, leave=()) -> list[torch.Tensor]:
+    def combine(self, flight: Flight, work, leave=(), refused=False) -> list[torch.Tensor]:
         """Let ``work(rank, tokens, y)`` write y, combine, and return each rank's output.
 
         leave: ranks whose experts leave the sum to the combine: there ``work`` returns Unreduced.
+        refused: whether a rank makes the call NaN.
         """
         buffers, steps, outs = self.sets[flight.place], [], []
         for i, (transfer, tokens) in enumerate(zip(self.ranks, flight.arrived, strict=True)):
-            y = transfer.output(buffers[i])
+            y = transfer.output(tokens.handle)
             y.fill_(float("nan"))
             rows = work(i, tokens, y)
             p = self.layer[i]
@@ -115,13 +116,16 @@ class Host:
                 before = [lambda: None] if leave else []
                 steps.append(before + transfer.gather(tokens.handle, outs[-1]))
         number, flags = int(buffers[0].epoch) + 1, [self.flags(each) for each in buffers]
+        told = [int(each.refused) for each in buffers]
+        assert any(told) == refused
         for mine in flags:  # the first rank would wait endlessly for the others
             mine[COMBINE.value :] = number << 32 | _RAISED_BY_TEST
         self._take(steps)
         for i, mine in enumerate(flags):
-            want = [[number << 32] * len(flags)] * self.layout.chunks
+            want = [[number << 32 | each for each in told]] * self.layout.chunks
             assert mine[COMBINE.value :].tolist() == want, f"rank {i}: a flag is missing"
             assert int(buffers[i].epoch) == number and not buffers[i].counters.any()
+            assert not buffers[i].refused.any()
             assert not self.lost[i].ranks.any()
         return outs
 

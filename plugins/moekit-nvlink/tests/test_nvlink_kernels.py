@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -47,7 +47,9 @@ class Shape:
         return Host(layer, self.batched, self.programs, seed)
 
 
-def routing_of(tokens: int, shape: Shape, kind: str, draw: torch.Generator) -> moekit.Routing:
+def routing_of(
+    tokens: int, shape: Shape, kind: str, draw: torch.Generator, most: int | None
+) -> moekit.Routing:
     """Weights are NaN where there is no expert."""
     scores = torch.rand(tokens, shape.experts, generator=draw)
     if kind == "hot":
@@ -61,7 +63,7 @@ def routing_of(tokens: int, shape: Shape, kind: str, draw: torch.Generator) -> m
     elif kind == "holes":
         ids[torch.rand(ids.shape, generator=draw) < 0.4] = -1
     weights[ids < 0] = float("nan")
-    return moekit.Routing(weights, ids.contiguous())
+    return moekit.Routing(weights, ids.contiguous(), max_tokens=most)
 
 
 class Call:
@@ -71,8 +73,11 @@ class Call:
         self.shape, self.host = shape, host
         batches = shape.ep * shape.tp // shape.copies
         now = [counts[b % len(counts)] for b in range(batches)]
+        # Every other call says how many tokens any rank has.
+        most = max(now) if torch.rand((), generator=draw) < 0.5 else None
         self.xs = [torch.randn(n, shape.hidden, generator=draw).to(shape.dtype) for n in now]
-        self.routings = [routing_of(n, shape, kind, draw) for n in now]
+        self.routings = [routing_of(n, shape, kind, draw, most) for n in now]
+        self.rows = batches * (shape.capacity if most is None else max(1, most))
 
     def dispatch(self, place: int = 0) -> None:
         self.flight = self.host.dispatch(self.xs, self.routings, place=place)
@@ -82,7 +87,7 @@ class Call:
 
     def _check_batched(self, mine: range, arrived) -> None:
         """An expert's rows are its tokens, by batch and token."""
-        assert arrived.topk_ids is None and len(arrived.x) == len(mine)
+        assert arrived.topk_ids is None and arrived.x.shape[:2] == (len(mine), self.rows)
         for local, expert in enumerate(mine):
             want = torch.cat([
                 x[(r.topk_ids == expert).any(1)]
@@ -93,16 +98,16 @@ class Call:
 
     def _check_rows(self, mine: range, arrived) -> None:
         """A batch's rows are its tokens with an expert here; the others have none."""
+        assert len(arrived.x) == len(arrived.topk_ids) == self.rows
         for b, (x, routing) in enumerate(zip(self.xs, self.routings, strict=True)):
             here = (routing.topk_ids >= mine.start) & (routing.topk_ids < mine.stop)
             used, local = here.any(1), torch.where(here, routing.topk_ids - mine.start, -1)
-            first = b * self.shape.capacity
-            rows = slice(first, first + int(used.sum()))
-            assert torch.equal(arrived.x[rows], x[used])
-            assert torch.equal(arrived.topk_ids[rows], local[used].int())
-            got, want = arrived.topk_weights[rows], routing.topk_weights[used]
+            rows, count = slice(b, None, len(self.xs)), int(used.sum())
+            assert torch.equal(arrived.x[rows][:count], x[used])
+            ids = arrived.topk_ids[rows]
+            assert torch.equal(ids[:count], local[used].int()) and (ids[count:] == -1).all()
+            got, want = arrived.topk_weights[rows][:count], routing.topk_weights[used]
             assert torch.equal(got[here[used]], want[here[used]])
-            assert (arrived.topk_ids[rows.stop : first + self.shape.capacity] == -1).all()
 
     def combine(self) -> None:
         """Expert e returns (e + 1) * x in slices of different sizes, and nothing for padding."""
@@ -238,6 +243,23 @@ def test_ids_beyond_the_last_expert_go_nowhere(batched) -> None:
 
 
 @FORMATS
+def test_a_rank_without_room_for_the_tokens_of_another_makes_nan_once(batched) -> None:
+    """Its experts do not see these tokens. Checked calls refuse a max_tokens that differs."""
+    shape = Shape(batched, 3, capacity=9)
+    host, draw = shape.host(), torch.Generator().manual_seed(4)
+    for most in ((9, 9, 9), (9, 2, 9), (9, None, 9)):
+        call = Call(shape, host, (9, 2, 5), "random", draw)
+        call.routings = [replace(r, max_tokens=m) for r, m in zip(call.routings, most, strict=True)]
+        flight = host.dispatch(call.xs, call.routings)
+        refused = 2 in most
+        outs = host.combine(flight, call.experts, refused=refused)
+        if refused:
+            assert outs[1].isnan().all()  # the others learn it by its flags
+        else:
+            call.check(outs)
+
+
+@FORMATS
 def test_tokens_that_begin_within_a_word(batched) -> None:
     shape = Shape(batched, 2, dtype=torch.bfloat16)
     host, draw = shape.host(), torch.Generator().manual_seed(2)
@@ -296,7 +318,7 @@ def test_scales_travel_with_their_rows(batched: bool) -> None:
     xs = [torch.randn(5, 256, generator=draw).to(torch.float8_e4m3fn) for _ in layer]
     scales = [torch.rand(5, 2, generator=draw) for _ in layer]
     shape = Shape(batched, 2, experts=4, top_k=2)
-    routings = [routing_of(5, shape, "random", draw) for _ in layer]
+    routings = [routing_of(5, shape, "random", draw, 6) for _ in layer]
     flight = host.dispatch(xs, routings, scales)
 
     def work(rank: int, tokens, y) -> None:

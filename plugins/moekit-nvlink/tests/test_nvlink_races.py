@@ -74,7 +74,7 @@ class Layer:
             return number, arrived
 
         def finish(number: int, arrived) -> None:
-            call, y = calls[number], moves.output(arrived.handle.buffer)
+            call, y = calls[number], moves.output(arrived.handle)
             y_here = y[: len(arrived.x)]
             reads = [
                 t for t in (arrived.x, arrived.topk_ids, arrived.topk_weights) if t is not None

@@ -8,7 +8,7 @@ import random
 import socket
 import threading
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ class Buffer:
 
     bytes: this rank's buffer, uint8. peers: int64 addresses of all ranks' buffers. used: int32, the
     rows of each batch in the call before. counters: int32, zero between kernels. epoch: int64, the
-    number of calls.
+    number of calls. refused: int32 (1,), not zero where this rank makes the call NaN on all ranks.
     """
 
     bytes: Tensor
@@ -72,8 +72,10 @@ class Buffer:
     used: Tensor
     counters: Tensor
     epoch: Tensor
+    refused: Tensor
     lost: Lost
     handle: Any = None
+    _typed: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -90,14 +92,21 @@ class Buffer:
             used=ints(ranks),
             counters=ints(1 + ranks + chunks),
             epoch=ints(1, torch.int64),
+            refused=ints(1),
             lost=lost,
             handle=handle,
         )
 
     def region(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a part of this rank's buffer as a tensor."""
-        nbytes = torch.Size(shape).numel() * dtype.itemsize
-        return self.bytes[offset : offset + nbytes].view(dtype).view(shape)
+        whole = self._typed.get(dtype)
+        if whole is None:
+            whole = self._typed[dtype] = self.bytes.view(dtype)
+        strides = [1]
+        for size in shape[:0:-1]:
+            strides.insert(0, strides[0] * size)
+        first = whole.storage_offset() + offset // dtype.itemsize
+        return whole.as_strided(shape, strides, first)
 
 
 class Buffers:

@@ -58,7 +58,8 @@ class _Dispatcher(PrepareAndFinalize):
 
     Where a rank does not come to a call for about 100 seconds, the output is NaN, and the next call
     raises PeerFailed, which names that rank. Where a rank refuses its input, the output is NaN on
-    all ranks, and the next call is right. Checked kernels raise before.
+    all ranks, and the next call is right; so it is where ranks differ in ``max_tokens`` and one
+    of them has no room for the tokens of another. Checked kernels raise before.
     """
 
     lease: Lease[Buffers]
@@ -101,7 +102,7 @@ class _Dispatcher(PrepareAndFinalize):
     def output(self, dispatched: Dispatched) -> Tensor:
         """Return memory for y that other ranks read."""
         call: Call = dispatched.handle
-        return self._transfer.output(call.buffer)[: len(dispatched.x)]
+        return self._transfer.output(call)[: len(dispatched.x)]
 
     def finalize(
         self, y: Tensor | Unreduced, dispatched: Dispatched, out_TH: Tensor
@@ -130,15 +131,13 @@ class _Dispatcher(PrepareAndFinalize):
         """Take part in the call without tokens, and make it NaN on all ranks: none waits."""
         if not self.lease.held:
             return
-        p, lost = self.problem, self.lease.value.lost.flags
-        ids = torch.empty((0, p.top_k), dtype=torch.int32, device=lost.device)
-        x = torch.empty((0, p.hidden_size), dtype=p.dtype, device=lost.device)
+        p, device = self.problem, self.lease.value.lost.flags.device
+        ids = torch.empty((0, p.top_k), dtype=torch.int32, device=device)
+        x = torch.empty((0, p.hidden_size), dtype=p.dtype, device=device)
         with suppress(MoekitError):  # the caller's own error matters
             tokens = self.prepare(x, Routing(ids.float(), ids), None).result()
-            # The combine sends lost[0] to all ranks, which then write NaN; later calls are right.
-            lost[:1].fill_(1)
+            tokens.handle.buffer.refused.fill_(1)  # the combine tells all ranks
             self.abandon(tokens)
-            torch.amax(lost[1:], 0, keepdim=True, out=lost[:1])
 
     def _gather(self, call: Call, out_TH: Tensor, steps: Callable[[Tensor], list[Step]]) -> None:
         out = out_TH if out_TH.stride(1) == 1 else torch.empty_like(out_TH).contiguous()

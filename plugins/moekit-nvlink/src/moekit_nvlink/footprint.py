@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from moekit.plugin import Footprint, MoEProblem
@@ -55,8 +55,9 @@ class Ranks:
 class Layout:
     """Byte offsets in a buffer, which every rank has.
 
-    Standard: ``rows`` are (batch, slot), with ids and weights for each. Batched: they are (local
-    expert, slot), with ``slots`` for each expert. ``entries`` is the number of rows that a token
+    Standard: ``rows`` are (slot, batch), with ids and weights for each, so that a call of few
+    tokens takes the first ones. Batched: they are (local expert, slot), with ``slots`` for each
+    expert. ``entries`` is the number of rows that a token
     gets back from other ranks: one for each share of the experts, or one for each assignment.
     ``top_k``: layers with another one must not share a buffer, even if all offsets are equal. A
     row's ids lie elsewhere then, and ids of an earlier call would be taken for this one's.
@@ -107,6 +108,11 @@ class Layout:
             batched, capacity, p.top_k, slots, rows, entries, x, scale, ids, weights, y, counts,
             flags, chunks, nbytes,
         )  # fmt: skip
+
+    def of_call(self, tokens: int) -> Layout:
+        """Return the layout of a call in which no rank passes more than ``tokens``: fewer rows."""
+        slots = self.slots // self.capacity * tokens
+        return replace(self, slots=slots, rows=self.rows // self.slots * slots)
 
     @property
     def chunk(self) -> int:

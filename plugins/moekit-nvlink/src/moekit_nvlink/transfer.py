@@ -106,10 +106,11 @@ class Tile:
 class Call:
     """The results of a dispatch that its combine needs.
 
-    places: int32 (T, entries), the rows of each token.
+    layout: of this call. places: int32 (T, entries), the rows of each token.
     """
 
     buffer: Buffer
+    layout: Layout
     places: Tensor
     weights: Tensor
 
@@ -136,28 +137,33 @@ class Transfer(ABC):
     ) -> tuple[list[Step], Dispatched]:
         """Return the steps that transfer x (T, ...) and what belongs to it, and what arrives."""
 
-    def output(self, buffer: Buffer) -> Tensor:
+    def of_call(self, routing: Routing) -> Layout:
+        """Return the layout of a call."""
+        most = routing.max_tokens
+        return self.layout if most is None else self.layout.of_call(max(1, most))
+
+    def output(self, call: Call) -> Tensor:
         """Return (R, H) or (experts, slots, H), where `gather` takes the experts' output."""
-        p = self.problem
-        return buffer.region(self.layout.y, self.layout.shape(p.hidden_size), p.dtype)
+        p, at = self.problem, call.layout
+        return call.buffer.region(at.y, at.shape(p.hidden_size), p.dtype)
 
     def gather(self, call: Call, out_TH: Tensor) -> list[Step]:
         """Return the steps that write the sum of each token's outputs; out_TH has unit strides."""
-        r, at, buffer, (T, H) = self.ranks, self.layout, call.buffer, out_TH.shape
+        r, at, buffer, (T, H) = self.ranks, call.layout, call.buffer, out_TH.shape
         tile = Tile.of_combine(T, H, out_TH.itemsize, at.entries * r.tp, self.settings.programs)
         return [partial(
             _combine, (tile.programs,),
             out_TH, buffer.peers, call.places, call.weights, buffer.counters, buffer.epoch,
-            buffer.lost.ranks, buffer.lost.flags, T, out_TH.stride(0), r.rank, _SPINS, at.y,
-            at.flags,
+            buffer.refused, buffer.lost.ranks, buffer.lost.flags, T, out_TH.stride(0), r.rank,
+            at.rows, _SPINS, at.y, at.flags,
             RANKS=r.count, RANKS_2=r.count_2, TP=r.tp, LISTED=self.batched, ROWS_EACH=at.entries,
-            PER_RANK=at.rows, CHUNKS=at.chunks, H=H, TOKENS=tile.tokens, COLUMNS=tile.columns,
-            STAGES=tile.stages, num_warps=tile.warps,
+            CHUNKS=at.chunks, H=H, TOKENS=tile.tokens, COLUMNS=tile.columns, STAGES=tile.stages,
+            num_warps=tile.warps,
         )]  # fmt: skip
 
     def reduce(self, call: Call, given: Unreduced, out_TH: Tensor) -> list[Step]:
         """Do as `gather` for experts that leave the sum over K to it; out_TH has unit strides."""
-        r, at, p, buffer, (T, H) = self.ranks, self.layout, self.problem, call.buffer, out_TH.shape
+        r, at, p, buffer, (T, H) = self.ranks, call.layout, self.problem, call.buffer, out_TH.shape
         ids = buffer.region(at.ids, (at.rows, p.top_k), torch.int32)
         weights = buffer.region(at.weights, (at.rows, p.top_k), torch.float32)
         rows, places = given.rows_NH, given.places_RK
@@ -169,8 +175,8 @@ class Transfer(ABC):
             partial(
                 _reduce, (programs,),
                 out_TH, buffer.peers, rows, ids if places is None else places, ids, weights,
-                buffer.used, call.places, buffer.counters, buffer.epoch, buffer.lost.ranks,
-                buffer.lost.flags, T, out_TH.stride(0), rows.stride(0), r.rank, at.capacity,
+                buffer.used, call.places, buffer.counters, buffer.epoch, buffer.refused,
+                buffer.lost.ranks, buffer.lost.flags, T, out_TH.stride(0), rows.stride(0), r.rank,
                 at.chunk, _SPINS, summing, at.y, at.flags,
                 RANKS=r.count, RANKS_2=r.count_2, SHARES=r.shares, TP=r.tp, K=p.top_k,
                 SORTED=places is not None, CHUNKS=at.chunks, H=H, TOKENS=tile.tokens,
@@ -187,11 +193,13 @@ class Transfer(ABC):
         count = torch.cuda.get_device_properties(device).multi_processor_count
         return Tile.reduce_each * min(count, self.settings.most_multiprocessors or count)
 
-    def _arrived(self, buffer: Buffer, x: Tensor, scale: Tensor | None, **more: Any) -> Dispatched:
-        at = self.layout
+    @staticmethod
+    def _arrived(call: Call, x: Tensor, scale: Tensor | None, **more: Any) -> Dispatched:
+        buffer, at = call.buffer, call.layout
         if scale is not None:
             more["x_scale"] = buffer.region(at.scale, at.shape(scale.shape[1]), torch.float32)
-        return Dispatched(x=buffer.region(at.x, at.shape(x.shape[1]), x.dtype), **more)
+        x = buffer.region(at.x, at.shape(x.shape[1]), x.dtype)
+        return Dispatched(x=x, handle=call, **more)
 
 
 class RowTransfer(Transfer):
@@ -200,7 +208,7 @@ class RowTransfer(Transfer):
     def send(
         self, buffer: Buffer, x: Tensor, scale: Tensor | None, routing: Routing
     ) -> tuple[list[Step], Dispatched]:
-        r, at, (T, K) = self.ranks, self.layout, routing.topk_ids.shape
+        r, at, (T, K) = self.ranks, self.of_call(routing), routing.topk_ids.shape
         places = torch.empty((T, r.shares), dtype=torch.int32, device=x.device)
         words, row_words = _words(x, places)
         groups = 0 if scale is None else scale.shape[1]
@@ -211,7 +219,7 @@ class RowTransfer(Transfer):
                 _dispatch_rows, (tile.programs,),
                 words, routing.topk_weights if scale is None else scale, routing.topk_ids,
                 routing.topk_weights, buffer.peers, places, buffer.counters, buffer.epoch,
-                T, r.rank, at.capacity, at.x, at.scale, at.ids, at.weights, at.flags,
+                T, r.rank, at.x, at.scale, at.ids, at.weights, at.flags,
                 SHARES=r.shares, SHARES_2=triton.next_power_of_2(r.shares), RANKS_2=r.count_2,
                 TP=r.tp, COPIES=r.copies, SHARE=r.share, LARGER=r.larger, K=K,
                 K_2=triton.next_power_of_2(K), WORDS=row_words, GROUPS=groups,
@@ -221,17 +229,16 @@ class RowTransfer(Transfer):
             ),
             partial(
                 _receive_rows, (r.batches,),
-                buffer.peers, buffer.used, buffer.epoch, buffer.lost.ranks, buffer.lost.flags,
-                r.rank, at.capacity, _SPINS, at.ids, at.flags,
+                buffer.peers, buffer.used, buffer.refused, buffer.epoch, buffer.lost.ranks,
+                buffer.lost.flags, r.rank, at.slots // r.batches, _SPINS, at.ids, at.flags,
                 RANKS=r.count, COPIES=r.copies, COPIES_2=triton.next_power_of_2(r.copies), K=K,
                 K_2=triton.next_power_of_2(K), SCAN=256, num_warps=4,
             ),
         ]  # fmt: skip
         return steps, self._arrived(
-            buffer, x, scale,
+            Call(buffer, at, places, routing.topk_weights), x, scale,
             topk_ids=buffer.region(at.ids, (at.rows, K), torch.int32),
             topk_weights=buffer.region(at.weights, (at.rows, K), torch.float32),
-            handle=Call(buffer, places, routing.topk_weights),
         )  # fmt: skip
 
 
@@ -243,7 +250,7 @@ class AssignmentTransfer(Transfer):
     def send(
         self, buffer: Buffer, x: Tensor, scale: Tensor | None, routing: Routing
     ) -> tuple[list[Step], Dispatched]:
-        p, r, at, (T, K) = self.problem, self.ranks, self.layout, routing.topk_ids.shape
+        p, r, at, (T, K) = self.problem, self.ranks, self.of_call(routing), routing.topk_ids.shape
         experts, mine = p.num_physical_experts, p.local_experts
         positions, places = torch.empty((2, T, K), dtype=torch.int32, device=x.device)
         counts = torch.empty(len(mine), dtype=torch.int32, device=x.device)
@@ -255,34 +262,32 @@ class AssignmentTransfer(Transfer):
             partial(
                 _count, (-(-experts // 8),),
                 routing.topk_ids, positions, buffer.peers, buffer.counters, buffer.epoch,
-                T * K, r.rank, at.counts, at.flags,
+                T * K, r.rank, at.slots, at.counts, at.flags,
                 RANKS=r.count, RANKS_2=r.count_2, COPIES=r.copies, EXPERTS=experts, TILE=8,
                 SCAN=512, num_warps=4,
             ),
             partial(
                 _dispatch_assignments, (tile.programs,),
                 words, routing.topk_weights if scale is None else scale, routing.topk_ids,
-                positions, buffer.peers, places, buffer.counters, buffer.epoch, lost.ranks,
-                lost.flags, T, r.rank, _SPINS, at.x, at.scale, at.counts, at.flags,
+                positions, buffer.peers, places, buffer.counters, buffer.epoch, buffer.refused,
+                lost.ranks, lost.flags, T, r.rank, at.slots, at.rows, _SPINS, at.x, at.scale,
+                at.counts, at.flags,
                 RANKS=r.count, RANKS_2=r.count_2, TP=r.tp, COPIES=r.copies,
                 BATCHES_2=triton.next_power_of_2(r.batches), EXPERTS=experts, SHARE=r.share,
-                LARGER=r.larger, SLOTS=at.slots, PER_RANK=at.rows, K=K,
-                K_2=triton.next_power_of_2(K), WORDS=row_words, GROUPS=groups,
+                LARGER=r.larger, K=K, K_2=triton.next_power_of_2(K), WORDS=row_words, GROUPS=groups,
                 GROUPS_2=triton.next_power_of_2(max(1, groups)), WORDS_TILE=tile.columns,
                 num_warps=tile.warps,
             ),
             partial(
                 _receive_assignments, (1,),
-                buffer.peers, counts, buffer.epoch, lost.ranks, lost.flags, r.rank,
+                buffer.peers, counts, buffer.epoch, buffer.refused, lost.ranks, lost.flags, r.rank,
                 mine.start, len(mine), _SPINS, at.counts, at.flags,
                 RANKS=r.count, RANKS_2=r.count_2, BATCHES=r.batches, EXPERTS=experts,
                 LOCAL_2=triton.next_power_of_2(len(mine)), num_warps=1,
             ),
         ]  # fmt: skip
-        arrived = self._arrived(
-            buffer, x, scale, expert_num_tokens=counts,
-            handle=Call(buffer, places, routing.topk_weights),
-        )  # fmt: skip
+        call = Call(buffer, at, places, routing.topk_weights)
+        arrived = self._arrived(call, x, scale, expert_num_tokens=counts)
         if len(mine) == arrived.x.shape[0]:
             return steps, arrived
         return steps, _first_experts(arrived, len(mine))

@@ -12,6 +12,7 @@ from moekit_kernels.launch import wait_then_launch_dependents
 
 from .flags import (
     COUNTS,
+    LOW,
     ROWS,
     at,
     call_number,
@@ -28,8 +29,8 @@ from .flags import (
 
 @triton.jit
 def count_assignments(
-    ids_ptr, positions_ptr, peers_ptr, counters_ptr, epoch_ptr, assignments, rank, counts_at,
-    flags_at,
+    ids_ptr, positions_ptr, peers_ptr, counters_ptr, epoch_ptr, assignments, rank, slots,
+    counts_at, flags_at,
     RANKS: tl.constexpr, RANKS_2: tl.constexpr, COPIES: tl.constexpr, EXPERTS: tl.constexpr,
     TILE: tl.constexpr, SCAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -38,6 +39,7 @@ def count_assignments(
     Args:
         ids_ptr: int32 or int64 (T * K,) of EXPERTS physical experts. positions_ptr: int32
             (T * K,), written: how many earlier assignments have the same expert.
+        slots: rows of an expert, which all ranks must agree on.
     """
     if PDL:
         wait_then_launch_dependents()
@@ -58,32 +60,36 @@ def count_assignments(
         tl.store(counts + expert, before, mask=(expert < EXPERTS) & tells)
     if is_last(counters_ptr, tl.num_programs(0)):
         number = tl.load(epoch_ptr) + 1
-        raise_flags(peers_ptr, rank, number << 32, flags_at, COUNTS, RANKS, RANKS_2)
+        raise_flags(peers_ptr, rank, (number << 32) | slots, flags_at, COUNTS, RANKS, RANKS_2)
 
 
 @triton.jit
 def dispatch_assignments(
     x_ptr, scale_ptr, ids_ptr, positions_ptr, peers_ptr, places_ptr, counters_ptr, epoch_ptr,
-    error_ptr, lost_ptr, T, rank, spins, x_at, scale_at, counts_at, flags_at,
+    refused_ptr, error_ptr, lost_ptr, T, rank, slots, per_rank, spins, x_at, scale_at, counts_at,
+    flags_at,
     RANKS: tl.constexpr, RANKS_2: tl.constexpr, TP: tl.constexpr, COPIES: tl.constexpr,
     BATCHES_2: tl.constexpr, EXPERTS: tl.constexpr, SHARE: tl.constexpr, LARGER: tl.constexpr,
-    SLOTS: tl.constexpr, PER_RANK: tl.constexpr, K: tl.constexpr, K_2: tl.constexpr,
-    WORDS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_2: tl.constexpr, WORDS_TILE: tl.constexpr,
-    PDL: tl.constexpr,
+    K: tl.constexpr, K_2: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr,
+    GROUPS_2: tl.constexpr, WORDS_TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write each token's row and scales to the places of its experts.
 
     Args:
         x_ptr ... counters_ptr: as in `dispatch_rows`, and positions_ptr as in `count_assignments`.
-        places_ptr: int32 (T, K), written: share * PER_RANK + row, or -1.
-        SLOTS: rows of an expert; PER_RANK: rows of a rank.
+        places_ptr: int32 (T, K), written: share * per_rank + row, or -1.
+        refused_ptr: int32 (1,), set if another rank has another number of slots.
+        slots: rows of an expert; per_rank: rows of a rank.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     number, r = call_number(epoch_ptr), tl.arange(0, RANKS_2)
-    _, complete = wait_for(peers_ptr, lost_ptr, error_ptr, rank, r, r < RANKS, number, spins,
-                           flags_at, COUNTS, RANKS)  # fmt: skip
+    flag, complete = wait_for(peers_ptr, lost_ptr, error_ptr, rank, r, r < RANKS, number, spins,
+                              flags_at, COUNTS, RANKS)  # fmt: skip
     wait_for_kernel(PDL)
     launch_dependents(PDL)
+    if tl.max(((r < RANKS) & (flag & LOW != slots)).to(tl.int32), axis=0) * complete != 0:
+        tl.store(refused_ptr, 1)
+        complete = 0
 
     batch = rank // COPIES
     b, k, word = tl.arange(0, BATCHES_2), tl.arange(0, K_2), tl.arange(0, WORDS_TILE)
@@ -101,9 +107,9 @@ def dispatch_assignments(
         position = tl.load(positions_ptr + token * K + k, mask=real, other=0)
         owner = tl.where(real, owner_of(expert, SHARE, LARGER), 0)
         local = expert - owner * SHARE - tl.minimum(owner, LARGER)
-        row = local * SLOTS + tl.sum(others, axis=0) + position
+        row = local * slots + tl.sum(others, axis=0) + position
         if w == 0:
-            place = tl.where(real, owner * PER_RANK + row, -1)
+            place = tl.where(real, owner * per_rank + row, -1)
             tl.store(places_ptr + token * K + k, place, mask=k < K)
         if COPIES > 1:
             real = tl.where(token % COPIES == rank % COPIES, expert, -1) >= 0
@@ -128,8 +134,8 @@ def dispatch_assignments(
 
 @triton.jit
 def receive_assignments(
-    peers_ptr, counts_ptr, epoch_ptr, error_ptr, lost_ptr, rank, first, experts, spins,
-    counts_at, flags_at,
+    peers_ptr, counts_ptr, epoch_ptr, refused_ptr, error_ptr, lost_ptr, rank, first, experts,
+    spins, counts_at, flags_at,
     RANKS: tl.constexpr, RANKS_2: tl.constexpr, BATCHES: tl.constexpr, EXPERTS: tl.constexpr,
     LOCAL_2: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -150,4 +156,5 @@ def receive_assignments(
     counts = at(peers_ptr, rank, counts_at, tl.int32)
     for b in tl.static_range(BATCHES):
         total += tl.load(counts + b * EXPERTS + first + expert, mask=there, other=0)
-    tl.store(counts_ptr + expert, total * complete, mask=there)
+    taken = (complete != 0) & (tl.load(refused_ptr) == 0)
+    tl.store(counts_ptr + expert, tl.where(taken, total, 0), mask=there)

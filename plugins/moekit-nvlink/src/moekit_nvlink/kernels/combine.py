@@ -26,10 +26,10 @@ from .flags import (
 
 @triton.jit
 def combine_rows(
-    out_ptr, peers_ptr, places_ptr, weights_ptr, counters_ptr, epoch_ptr, error_ptr,
-    lost_ptr, T, out_stride, rank, spins, y_at, flags_at,
+    out_ptr, peers_ptr, places_ptr, weights_ptr, counters_ptr, epoch_ptr, refused_ptr, error_ptr,
+    lost_ptr, T, out_stride, rank, per_rank, spins, y_at, flags_at,
     RANKS: tl.constexpr, RANKS_2: tl.constexpr, TP: tl.constexpr, LISTED: tl.constexpr,
-    ROWS_EACH: tl.constexpr, PER_RANK: tl.constexpr, CHUNKS: tl.constexpr, H: tl.constexpr,
+    ROWS_EACH: tl.constexpr, CHUNKS: tl.constexpr, H: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Sum each token's rows in fp32, in the order of its places.
@@ -38,17 +38,18 @@ def combine_rows(
         out_ptr: (T, H), rows ``out_stride`` apart; NaN where a rank did not come.
         places_ptr: int32 (T, ROWS_EACH) from the dispatch. weights_ptr: fp32 (T, ROWS_EACH), read
             with LISTED.
-        PER_RANK: rows of y on a rank. CHUNKS: flags, see `reduce_rows`; the last one says that
+        per_rank: rows of y on a rank. CHUNKS: flags, see `reduce_rows`; the last one says that
             all of y is there.
     """
     wait_for_kernel(PDL)
     program, programs = tl.program_id(0), tl.num_programs(0)
     number = tl.load(epoch_ptr) + 1
     if program == 0:  # this rank's experts are done, as they come before on the stream
-        value = (number << 32) | tl.load(lost_ptr)
+        value = (number << 32) | tl.load(lost_ptr) | tl.load(refused_ptr)
         raise_flags(peers_ptr, rank, value, flags_at, COMBINE, RANKS, RANKS_2, 0, CHUNKS, CHUNKS)
     if is_last(counters_ptr, programs):  # all programs have read the number
         tl.store(epoch_ptr, number)
+        tl.store(refused_ptr, 0)
     r = tl.arange(0, RANKS_2)
     flag, complete = wait_for(peers_ptr, lost_ptr, error_ptr, rank, r, r < RANKS, number, spins,
                               flags_at, COMBINE, RANKS, CHUNKS - 1)  # fmt: skip
@@ -69,9 +70,9 @@ def combine_rows(
         for j in tl.static_range(ROWS_EACH):
             place = tl.load(places_ptr + token * ROWS_EACH + j, mask=exists, other=-1)
             there = (place >= 0)[:, None] & inside[None, :]
-            row = tl.maximum(place, 0) % PER_RANK
+            row = tl.maximum(place, 0) % per_rank if LISTED else tl.maximum(place, 0)
             for t in tl.static_range(TP):
-                source = tl.maximum(place, 0) // PER_RANK * TP + t if LISTED else j * TP + t
+                source = tl.maximum(place, 0) // per_rank * TP + t if LISTED else j * TP + t
                 y = region(tl.load(peers_ptr + source), y_at, type)
                 rows = (y[:, None] if LISTED else y) + row.to(tl.int64)[:, None] * H
                 got = tl.load(rows + h + column[None, :], mask=there, other=0.0,

@@ -62,7 +62,7 @@ def _summed(
 @triton.jit
 def reduce_rows(
     out_ptr, peers_ptr, rows_ptr, sorted_ptr, ids_ptr, weights_ptr, used_ptr, places_ptr,
-    counters_ptr, epoch_ptr, error_ptr, lost_ptr, T, out_stride, rows_stride, rank, capacity,
+    counters_ptr, epoch_ptr, refused_ptr, error_ptr, lost_ptr, T, out_stride, rows_stride, rank,
     chunk, spins, summing, y_at, flags_at,
     RANKS: tl.constexpr, RANKS_2: tl.constexpr, SHARES: tl.constexpr, TP: tl.constexpr,
     K: tl.constexpr, SORTED: tl.constexpr, CHUNKS: tl.constexpr, H: tl.constexpr,
@@ -81,7 +81,7 @@ def reduce_rows(
         ids_ptr: int32 (R, K), -1 for none. weights_ptr: fp32 (R, K). used_ptr: int32 (RANKS,), the
             rows of each batch. places_ptr: int32 (T, SHARES) from the dispatch.
         counters_ptr: int32 (1 + RANKS + CHUNKS,), zero before and after.
-        chunk: tokens, and slots of a batch, of a chunk. CHUNKS: chunks of ``capacity``.
+        chunk: tokens, and slots of a batch, of a chunk. CHUNKS: chunks of the most tokens.
         summing: programs that sum for other ranks; the others combine.
     """
     wait_for_kernel(PDL)
@@ -104,14 +104,14 @@ def reduce_rows(
                 for step in range(turn, steps, summing):
                     slot = c * chunk + step // PARTS * TOKENS + line
                     h = step % PARTS * COLUMNS + column
-                    row, exists, inside = batch * capacity + slot, slot < end, h < H
+                    row, exists, inside = slot * RANKS + batch, slot < end, h < H
                     total = _summed(rows_ptr, sorted_ptr, ids_ptr, weights_ptr, row, exists, h,
                                     inside, rows_stride, K, SORTED, type)  # fmt: skip
                     tl.store(y + row[:, None].to(tl.int64) * H + h[None, :], total,
                              mask=exists[:, None] & inside[None, :])  # fmt: skip
                 turn = (turn + summing - steps % summing) % summing
             if is_last(counters_ptr + 1 + RANKS + c, summing):
-                value = (number << 32) | tl.load(lost_ptr)
+                value = (number << 32) | tl.load(lost_ptr) | tl.load(refused_ptr)
                 # Behind the last chunk with rows for other ranks, all are complete.
                 raise_flags(peers_ptr, rank, value, flags_at, COMBINE, RANKS, RANKS_2, c,
                             tl.where(c == sent - 1, CHUNKS, c + 1), CHUNKS)  # fmt: skip
@@ -155,3 +155,4 @@ def reduce_rows(
         launch_dependents(PDL)
         if is_last(counters_ptr, combining):
             tl.store(epoch_ptr, number)
+            tl.store(refused_ptr, 0)

@@ -1,6 +1,7 @@
 """Dispatch of `nvlink_ht`: a token's row goes once to every rank that has one of its experts.
 
-Row ``batch * capacity + slot`` of a rank's buffer belongs to the token with that slot in ``batch``.
+Row ``slot * batches + batch`` of a rank's buffer belongs to the token with that slot in ``batch``:
+its place does not depend on how many tokens a call may have.
 Slots are given in the order of tokens, for each share of the experts, so that equal inputs give
 equal rows. Ranks with the same batch find the same slots, and each of them sends every COPIES-th
 token.
@@ -46,7 +47,7 @@ def _goes_to(
 @triton.jit
 def dispatch_rows(
     x_ptr, scale_ptr, ids_ptr, weights_ptr, peers_ptr, places_ptr, counters_ptr, epoch_ptr,
-    T, rank, capacity, x_at, scale_at, ids_at, weights_at, flags_at,
+    T, rank, x_at, scale_at, ids_at, weights_at, flags_at,
     SHARES: tl.constexpr, SHARES_2: tl.constexpr, RANKS_2: tl.constexpr, TP: tl.constexpr,
     COPIES: tl.constexpr, SHARE: tl.constexpr, LARGER: tl.constexpr, K: tl.constexpr,
     K_2: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_2: tl.constexpr,
@@ -72,7 +73,7 @@ def dispatch_rows(
     start = tl.minimum(program * share, T)
     end = tl.minimum(start + share, T)
     shares = tl.arange(0, SHARES_2)
-    first_row = rank // COPIES * capacity
+    BATCHES: tl.constexpr = SHARES * TP // COPIES
 
     before = tl.zeros([SHARES_2], tl.int32)
     for first in range(0, start, SCAN):
@@ -89,7 +90,8 @@ def dispatch_rows(
         goes = _goes_to(ids_ptr, token, exists, shares, SHARES, K, K_2, SHARE, LARGER)
         # Not tl.cumsum, which Triton 3.6 does not compile for fewer rows than warps.
         earlier = tl.sum(lower[:, :, None] * goes[None, :, :], axis=1)
-        place = tl.where(goes != 0, first_row + before[None, :] + earlier, -1)
+        place = (before[None, :] + earlier) * BATCHES + rank // COPIES
+        place = tl.where(goes != 0, place, -1)
         tl.store(
             places_ptr + token[:, None] * SHARES + shares[None, :], place,
             mask=exists[:, None] & (shares < SHARES)[None, :],
@@ -150,13 +152,16 @@ def dispatch_rows(
 
 @triton.jit
 def receive_rows(
-    peers_ptr, used_ptr, epoch_ptr, error_ptr, lost_ptr, rank, capacity, spins, ids_at, flags_at,
-    RANKS: tl.constexpr, COPIES: tl.constexpr, COPIES_2: tl.constexpr, K: tl.constexpr,
+    peers_ptr, used_ptr, refused_ptr, epoch_ptr, error_ptr, lost_ptr, rank, most, spins, ids_at,
+    flags_at, RANKS: tl.constexpr, COPIES: tl.constexpr, COPIES_2: tl.constexpr, K: tl.constexpr,
     K_2: tl.constexpr, SCAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Wait for the rows of one batch, and give the rows behind them no expert.
 
-    used_ptr: int32 (batches,), rows of the call before, updated.
+    Args:
+        used_ptr: int32 (batches,), rows of the call before, updated.
+        refused_ptr: int32 (1,), set if the batch has more than ``most`` rows: another rank has
+            another max_tokens, and experts do not see the rows behind it.
     """
     batch, copy = tl.program_id(0), tl.arange(0, COPIES_2)
     flag, complete = wait_for(
@@ -167,11 +172,14 @@ def receive_rows(
     launch_dependents(PDL)
     # Ranks with the same tokens send the same count.
     count = tl.max(tl.where(copy < COPIES, flag & LOW, 0), axis=0).to(tl.int32) * complete
-    ids = at(peers_ptr, rank, ids_at, tl.int32)
+    if count > most:
+        tl.store(refused_ptr, 1)
+    ids, used = at(peers_ptr, rank, ids_at, tl.int32), tl.load(used_ptr + batch)
     k = tl.arange(0, K_2)
-    for first in range(count, tl.load(used_ptr + batch), SCAN):
-        row = first + tl.arange(0, SCAN)
-        place = (batch * capacity + row)[:, None].to(tl.int64) * K + k[None, :]
-        tl.store(ids + place, -1, mask=(row < capacity)[:, None] & (k < K)[None, :])
+    BATCHES: tl.constexpr = RANKS // COPIES
+    for first in range(count, used, SCAN):
+        slot = first + tl.arange(0, SCAN)
+        place = (slot * BATCHES + batch)[:, None].to(tl.int64) * K + k[None, :]
+        tl.store(ids + place, -1, mask=(slot < used)[:, None] & (k < K)[None, :])
     tl.debug_barrier()  # all threads have read the old number
     tl.store(used_ptr + batch, count)

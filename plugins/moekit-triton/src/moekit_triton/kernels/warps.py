@@ -12,6 +12,7 @@ constants are passed apart.)
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -37,9 +38,14 @@ RING = gl.constexpr(8)
 
 def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Return the tensor descriptor of a matrix, in boxes of rows x columns."""
-    box = [rows, columns]
-    layout = gl.NVMMASharedLayout.get_default_for(box, _DTYPES[tensor.dtype])
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), box, layout)
+    layout = _layout(rows, columns, tensor.dtype)
+    shape, strides = list(tensor.shape), list(tensor.stride())
+    return TensorDescriptor(tensor, shape, strides, [rows, columns], layout)
+
+
+@functools.cache
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], _DTYPES[dtype])
 
 
 # Two of these have other names before triton 3.8, the last one before 3.9.

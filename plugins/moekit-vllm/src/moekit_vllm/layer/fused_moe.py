@@ -117,7 +117,6 @@ class FusedMoE(moekit.FusedMoE):
             params_dtype=torch.get_default_dtype() if params_dtype is None else params_dtype,
             quant=scheme,
             activation=computed,
-            is_act_and_mul=None if is_act_and_mul else False,
             prefix=prefix or None,
             **keywords,
         )

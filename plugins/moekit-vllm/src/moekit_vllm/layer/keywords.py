@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -47,7 +48,9 @@ def activation_of(
     taken = {name: keywords.pop(name, None) for name in NUMBERS}
     numbers = {name: number for name, number in taken.items() if number is not None}
     if not is_act_and_mul:  # vLLM's activations without a gate have no numbers
-        return activation
+        if isinstance(activation, Activation):
+            return replace(activation, name=_without_gate(activation.name))
+        return _without_gate(activation)
     if isinstance(activation, str):
         known = RENAMED.get(activation, activation)
         return vllm_activation(activation, **numbers) if numbers else known
@@ -57,6 +60,10 @@ def activation_of(
             "Activation, or give its name"
         )
     return activation
+
+
+def _without_gate(name: str) -> str:
+    return name if name.startswith("relu2") or name.endswith("_no_mul") else f"{name}_no_mul"
 
 
 def set_routing(
@@ -74,7 +81,10 @@ def set_routing(
         raise InvalidProblem(f"zero_expert_type={kind!r}: it must be 'identity' or None")
     if not (zero_experts := keywords.get("zero_expert_num")):
         keywords.pop("zero_expert_num", None)
-    ignored = [] if keywords.get("use_grouped_topk") else ["num_expert_group", "topk_group"]
+    grouped = keywords.pop("use_grouped_topk", False)
+    ignored = [] if grouped else ["num_expert_group", "topk_group"]
+    if grouped and custom is None and keywords.get("num_expert_group") is None:
+        raise InvalidProblem("use_grouped_topk=True needs num_expert_group and topk_group")
     factor = 1.0
     if scales_output:
         factor = float(keywords.pop("routed_scaling_factor", 1.0))
@@ -84,7 +94,7 @@ def set_routing(
                 f"zero_expert_num={zero_experts} out"
             )
     if hash_table is not None:
-        scoring, grouped = keywords.get("scoring_func"), keywords.get("use_grouped_topk")
+        scoring = keywords.get("scoring_func")
         if grouped or custom is not None or scoring != "sqrtsoftplus":
             raise InvalidProblem(
                 "vLLM reads hash_indices_table with scoring_func='sqrtsoftplus' only, and without "
@@ -96,8 +106,8 @@ def set_routing(
     if custom is not None:
         keywords["custom_routing_function"] = _with_vllm_names(custom)
         ignored = [
-            "use_grouped_topk", "num_expert_group", "topk_group", "e_score_correction_bias",
-            "scoring_func", "routed_scaling_factor",
+            "num_expert_group", "topk_group", "e_score_correction_bias", "scoring_func",
+            "routed_scaling_factor",
         ]  # fmt: skip
     for name in ignored:
         keywords.pop(name, None)

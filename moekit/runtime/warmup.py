@@ -1,0 +1,48 @@
+"""Calls that compile and allocate what later calls need."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from moekit.contract import PackedWeights, Routing
+from moekit.runtime.checks import device_of
+
+if TYPE_CHECKING:
+    from moekit.runtime.graphs import Kernel
+
+logger = logging.getLogger("moekit")
+
+
+def warm_up(kernel: Kernel, weights: PackedWeights, num_tokens: int) -> None:
+    """Do as `ModularKernel.warmup` says."""
+    powers = (1 << n for n in range(num_tokens.bit_length()))
+    sizes = {*powers, *kernel.experts.largest_calls(num_tokens)}
+    if (group := kernel.dispatcher.group) is not None:
+        from moekit.runtime.agreement import exchange
+
+        # Ranks with one expert more may name other sizes, and all must make the same calls.
+        mine = " ".join(map(str, sizes))
+        for said in exchange(f"warm up with {num_tokens} tokens", mine, group):
+            sizes.update(map(int, said.split()))
+    with kernel.experts.tuning():
+        # The largest first: the workspace grows once, and too little memory fails at once.
+        for step, tokens in enumerate(sorted(sizes, reverse=True)):
+            begin = time.perf_counter()
+            _random_call(kernel, weights, tokens)
+            if (seconds := time.perf_counter() - begin) > 1:
+                logger.info("moekit: warm-up %d of %d (%d tokens) took %.1f s",
+                            step + 1, len(sizes), tokens, seconds)  # fmt: skip
+
+
+def _random_call(kernel: Kernel, weights: PackedWeights, tokens: int) -> None:
+    p, device = kernel.problem, device_of(weights)
+    draw = torch.Generator(device).manual_seed(0)  # the caller's random state stays as it is
+    x = torch.randn(tokens, p.hidden_size, dtype=p.dtype, device=device, generator=draw)
+    ids = torch.arange(tokens * p.top_k, device=device) % p.num_physical_experts
+    ids = ids.view(tokens, p.top_k)
+    ones = torch.ones_like(ids, dtype=torch.float32)
+    kernel(x, weights, Routing(ones, ids, max_tokens=tokens))
