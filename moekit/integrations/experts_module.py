@@ -31,12 +31,8 @@ def read(
 ) -> tuple[MoEProblem, ExpertWeights]:
     """Return the module's problem, and its weights in the problem's layout, as views if possible.
 
-    Args:
-        module: The experts module.
-        dtype: The input's dtype, which the problem has if the weights are quantized.
-        top_k: Experts of each token.
-        quant: How to quantize weights that are not quantized yet.
-        on_input: The router weight scales the token instead of the result.
+    The problem has the input's ``dtype`` if the weights are quantized already; otherwise ``quant``
+    quantizes them. on_input: the router weight scales the token instead of the result.
 
     Raises:
         Unsupported: moekit cannot compute the module; the error names its class.
@@ -65,10 +61,8 @@ def read(
         device=weights.w13.device,
     )
     if stored and quant.weight is not None:
-        raise _unsupported(
-            module,
-            f"its weights are quantized already: call install() without quant={quant.name!r}",
-        )
+        already = f"its weights are quantized already: call install() without quant={quant.name!r}"
+        raise _unsupported(module, already)
     if stored:
         return problem.replace(quant=_stored_scheme(module, weights)), weights
     if quant.weight is None:
@@ -125,12 +119,7 @@ def _dbrx_weights(module: Any) -> ExpertWeights:
 
 
 def _parameters(module: nn.Module, *names: str) -> dict[str, Tensor]:
-    """Return the detached parameters by name.
-
-    Raises:
-        Unsupported: One of ``names`` is missing, or a parameter is none of them.
-        WeightsError: One has no data.
-    """
+    """Return the detached parameters by name; refuse other ones, and ones without data."""
     found = dict(module.named_parameters(recurse=False))
     known = {f"{name}{part}" for name in names for part in ("", "_bias", "_scale_inv")}
     if not set(names) <= set(found):
@@ -180,13 +169,9 @@ def _activation(module: nn.Module, gated: bool) -> tuple[Activation, bool]:
     that the module mentions. So a clamp, a factor or an order that moekit does not know is
     refused and never dropped.
     """
-    numbers = {
-        name: float(value)
-        for name, value in vars(module).items()
-        if isinstance(value, (int, float)) and ("limit" in name or "alpha" in name)
-    }
+    numbers = {n: float(v) for n, v in vars(module).items() if isinstance(v, (int, float))}
     limits = sorted({v for n, v in numbers.items() if "limit" in n and 0 < v < math.inf})
-    alphas = sorted({v for name, v in numbers.items() if "alpha" in name})
+    alphas = sorted({v for n, v in numbers.items() if "alpha" in n})
     generator = torch.Generator().manual_seed(0)
     h = torch.randn(96, 64, generator=generator, dtype=torch.float32, device="cpu")
     h[32:64] *= 4 * max(limits, default=8.0)
@@ -203,7 +188,7 @@ def _activation(module: nn.Module, gated: bool) -> tuple[Activation, bool]:
     raise _unsupported(
         module,
         "what it computes between its two products is none of moekit's activations "
-        f"(act_fn {getattr(module, 'act_fn', None)!r}, {numbers or 'no limit'})",
+        f"(act_fn {getattr(module, 'act_fn', None)!r}, limits {limits}, alphas {alphas})",
     )
 
 

@@ -30,6 +30,8 @@ logger = logging.getLogger("moekit")
 ATTRIBUTE = "_moekit_layer"  # of an experts module: its Layer
 # Only one thread at a time packs weights or drops packed ones.
 _lock = threading.RLock()
+# A child process has no thread that would release it. typeshed does not know the method.
+os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 _weak: Any = StorageWeakRef  # torch declares no types for it
 
 
@@ -47,23 +49,14 @@ class Options:
 
 @dataclass(frozen=True)
 class Packed:
-    """A packed module. A call keeps its Packed even if another thread repacks.
+    """A packed module. A call keeps its Packed even if another thread repacks."""
 
-    Attributes:
-        seen: The state of the parameters; see `_seen`.
-        storages: Keep the identities in ``seen`` from being given to other storages.
-        kernel: Runs the module.
-        weights: The packed weights.
-        eager: Computes a call.
-        graphed: Computes a call, and replays small ones as CUDA graphs; None if that is impossible.
-    """
-
-    seen: tuple[Any, ...]
-    storages: list[StorageWeakRef]
+    seen: tuple[Any, ...]  # the state of the parameters; see `_seen`
+    storages: list[StorageWeakRef]  # keep identities in `seen` from being given to other storages
     kernel: ModularKernel
     weights: PackedWeights
-    eager: Callable[..., Tensor]
-    graphed: graphs.Graphed | None
+    eager: Callable[..., Tensor]  # computes a call
+    graphed: graphs.Graphed | None  # the same, and replays small calls as CUDA graphs
 
 
 class Layer:
@@ -239,20 +232,12 @@ def _tensors(weights: PackedWeights) -> list[Tensor]:
 
 def _seen(module: nn.Module, dtype: torch.dtype, top_k: int) -> tuple[Any, ...]:
     """Return a value that changes if a parameter is replaced, moved, reallocated or written."""
-    return (
-        dtype,
-        top_k,
-        *[
-            (
-                p.untyped_storage()._cdata,
-                p.data_ptr(),
-                p.shape,
-                p.stride(),  # a view of the same memory is another parameter
-                0 if p.is_inference() else p._version,
-            )
-            for p in _parameters(module)
-        ],
-    )
+    seen: list[Any] = [dtype, top_k]
+    for p in _parameters(module):
+        version = 0 if p.is_inference() else p._version
+        # A view of the same memory is another parameter.
+        seen.append((p.untyped_storage()._cdata, p.data_ptr(), p.shape, p.stride(), version))
+    return tuple(seen)
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
@@ -267,7 +252,7 @@ _FREED = "the experts' parameters were freed after packing (install(free_origina
 
 
 def _freed(module: nn.Module | None) -> bool:
-    return module is not None and any(p.device.type == "meta" for p in _parameters(module))
+    return module is not None and any(p.is_meta for p in _parameters(module))
 
 
 def _free(module: nn.Module, weights: PackedWeights) -> None:

@@ -75,7 +75,7 @@ def modeling() -> dict[str, str]:
     }
 
 
-def whole_model(name: str, how: str = "eager") -> Any:
+def whole_model(name: str, how: str = "eager", layers: int = 6) -> Any:
     """Return a model without data, of the last class of its module that takes its own config."""
     if name not in modeling():
         pytest.skip(f"this transformers has no {name}")
@@ -88,9 +88,22 @@ def whole_model(name: str, how: str = "eager") -> Any:
         if not kind.__name__.startswith("Ernie4_5_VL_Moe")  # old names
     ]
     config = kinds[-1].config_class(**CONFIGS.get(name, {}))
+    for part in (config, *(getattr(config, each) for each in config.sub_configs)):
+        shorten(part, layers)
     config._experts_implementation = how
     with torch.device("meta"), no_init_weights():
         return kinds[-1](config)
+
+
+def shorten(config: Any, most: int) -> None:
+    """Leave ``most`` layers, also in lists that have an entry for each layer."""
+    layers = getattr(config, "num_hidden_layers", None)
+    if not isinstance(layers, int) or layers <= most:
+        return
+    config.num_hidden_layers = most
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) == layers:
+            setattr(config, name, value[:most])
 
 
 def implementations(model: Any) -> set[str | None]:
@@ -144,7 +157,7 @@ def test_a_config_that_names_moekit_is_refused(name: str) -> None:
 
 
 def test_parts_of_a_model() -> None:
-    model = whole_model("dots3_note")
+    model = whole_model("dots3_note", layers=100)  # whose last ones have experts of images
     model.set_experts_implementation({"vision_config": "moekit"})
     assert implementations(model) == {"eager", "moekit"}
     assert implementations(model.model.vision_tower) == {"moekit"}

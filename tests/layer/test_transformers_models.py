@@ -41,18 +41,6 @@ MODELS = {hf.name: hf for hf in hfm.MODELS} | {
             "topk_method": "group_limited_greedy",
         },
     ),
-    "glm4_moe": replace(
-        hfm.DEEPSEEK_V3,
-        name="glm4_moe",
-        config=dict(
-            num_hidden_layers=3, first_k_dense_replace=1, intermediate_size=128, head_dim=16,
-            moe_intermediate_size=64, n_routed_experts=16, n_shared_experts=1, n_group=4,
-            topk_group=2, routed_scaling_factor=2.5, norm_topk_prob=True,
-        ),
-    ),
-    "olmoe": replace(
-        hfm.QWEN3_MOE, name="olmoe", config=dict(intermediate_size=64, num_experts=8)
-    ),
 }  # fmt: skip
 MODELS["llama4"] = MODELS.pop("llama4_text")
 
@@ -161,7 +149,7 @@ def test_bf16_logits(load: Load, name: str, device: str) -> None:
     assert generated(moekit).shape == (2, 17)
 
 
-@every_model
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "llama4"])
 def test_a_broken_kernel_is_noticed(load: Load, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: other experts than the chosen ones compute each token."""
     eager, moekit = (load(name, FP32, how, "cpu") for how in ("eager", "moekit"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import multiprocessing
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -340,3 +342,32 @@ def test_a_backend_that_cannot() -> None:
         Unsupported, match="experts 'triton' cannot do this problem.*int4_w4a8_g128"
     ):
         logits(make(hfm.QWEN3_MOE))
+
+
+# -- processes -----------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_while_a_thread_packs() -> None:
+    """The child has no such thread, and does not wait for it."""
+    packs, forked = threading.Event(), threading.Event()
+    module = Odd()
+
+    def act_fn(x: Tensor) -> Tensor:
+        packs.set()
+        forked.wait(60)
+        return nn.functional.silu(x)
+
+    module.act_fn = act_fn  # type: ignore[method-assign]
+    thread = threading.Thread(target=experts_forward, args=(module, *inputs()))
+    thread.start()
+    assert packs.wait(60)
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=integration.repack, args=(nn.Module(),))
+    child.start()
+    forked.set()
+    child.join(60)
+    code = child.exitcode
+    child.kill()
+    thread.join()
+    assert code == 0

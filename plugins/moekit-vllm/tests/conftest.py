@@ -27,3 +27,13 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
 
     with Engines(tmp_path_factory.mktemp("plugins")) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def vllm_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let layers of vLLM be made in this process, with an H100's backends."""
+    import vllm_quantized_layers as layers
+
+    with pytest.MonkeyPatch.context() as patch, layers.process(tmp_path_factory.mktemp("gloo")):
+        layers.choose_backends(patch)
+        yield

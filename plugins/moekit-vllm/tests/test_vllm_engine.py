@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 pytest.importorskip("vllm")
 
 import vllm_models as models  # noqa: E402
-from vllm_engines import Engines, assert_same, distance  # noqa: E402
+from vllm_engines import Engines, assert_same  # noqa: E402
 
 CASES = {
     "qwen3_moe compiled": ("qwen3_moe", {"enforce_eager": False}, ""),
@@ -46,23 +45,6 @@ def test_families(saved, engines, name) -> None:
     assert any("local + torch" in line for line in ours["log"])
 
 
-def test_ways_to_serve(saved, engines, tmp_path) -> None:
-    """Cached prefixes, prompts in chunks, and tokens that are guessed and verified.
-
-    vLLM 0.32 starts no other engine in a process whose engine has guessed tokens.
-    """
-    chunks = {"enable_prefix_caching": True, "max_num_batched_tokens": 16}
-    guesses = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
-    stock = engines(saved("qwen3_moe"), "off")["first"]
-    cached = engines(saved("qwen3_moe"), "require", engine=chunks, again=True)
-    with Engines(tmp_path) as alone:
-        guessed = alone(saved("qwen3_moe"), "require", engine={"speculative_config": guesses})
-    for found in (cached, guessed):
-        assert "local + torch" in found["log"][0]
-        assert_same(stock, found["first"])
-    assert_same(stock, cached["again"])
-
-
 def test_weights_change_while_serving(saved, engines, tmp_path) -> None:
     """Experts by `load_weights` of the running model, then all by vLLM's `reload_weights`.
 
@@ -97,26 +79,3 @@ def test_ranks(saved, engines, tmp_path, name, whole) -> None:
     more = {"reload": saved(name, 1)} if name == "gpt_oss" else {}
     assert_same(engines(saved(name), "off", **more)["first"], ours["first"])
     assert "local + torch" in ours["text"]
-
-
-# -- the CPU's instruction sets ------------------------------------------------------------------
-
-
-def test_a_cpu_with_avx2(saved, engines, tmp_path) -> None:
-    lesser = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    with Engines(tmp_path, **lesser) as alone:
-        ours = alone(saved("qwen3_moe"), "require")
-    assert_same(engines(saved("qwen3_moe"), "off")["first"], ours["first"])
-
-
-@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="the CPU has no AMX")
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v2"])
-def test_a_cpu_with_amx(saved, engines, tmp_path, name) -> None:
-    """moekit's tokens are as near to fp32 as those of vLLM's kernel, which has AMX for bf16."""
-    with Engines(tmp_path, amx=True) as alone:
-        stock, ours = (
-            alone(saved(name), mode, engine={"dtype": "bfloat16"}) for mode in ("off", "require")
-        )
-    assert "local + torch" in ours["text"]
-    exact = engines(saved(name), "off")["first"]
-    assert distance(exact, ours["first"]) <= 1.5 * distance(exact, stock["first"])

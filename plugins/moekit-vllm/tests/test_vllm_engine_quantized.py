@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 
 import checkpoint_files as files  # noqa: E402
 import vllm_models as models  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 from vllm_engines import Engines, assert_same  # noqa: E402
 
 # Only the experts are quantized.
@@ -36,51 +36,31 @@ MXFP4: dict[str, Any] = {
         }
     },
 }
-_LINEAR = [f"self_attn.{part}_proj" for part in "qkvo"] + ["mlp.gate"]
-FP8: dict[str, Any] = {
-    "quant_method": "fp8",
-    "activation_scheme": "dynamic",
-    "modules_to_not_convert": ["lm_head"]
-    + [f"model.layers.{n}.{part}" for n in (0, 1) for part in _LINEAR],
-}
 
 
-def quantized(folder: Path, packer: files.Packer, config: dict[str, Any], seed: int) -> list[str]:
+def quantized(folder: Path, seed: int) -> list[str]:
     """Save a model with quantized experts, and one with the numbers that they represent."""
     plain = models.save("qwen3_moe", folder / "plain", seed)
-    tensors = load_file(plain / "model.safetensors")
-    packed, meant = {}, {}
-    for name, tensor in tensors.items():
-        if ".experts." in name:
-            parts, values = packer(tensor.float())
-            stem = name.removesuffix("weight")
-            packed |= {stem + suffix: part.contiguous() for suffix, part in parts.items()}
-            meant[name] = values.to(tensor.dtype)
-            assert torch.equal(meant[name].float(), values)
-        else:
-            packed[name] = meant[name] = tensor
-    said = json.loads((plain / "config.json").read_text())
-    saved = []
-    for kind, held, more in (
-        ("packed", packed, {"quantization_config": config}),
-        ("meant", meant, {}),
-    ):
-        (folder / kind).mkdir()
-        save_file(held, folder / kind / "model.safetensors", metadata={"format": "pt"})
-        (folder / kind / "config.json").write_text(json.dumps(said | more))
-        saved.append(str(folder / kind))
-    return saved
-
-
-@pytest.fixture(scope="module")
-def mxfp4(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
     packer = files.mxfp4(("weight_packed", "weight_scale"))
-    return [quantized(tmp_path_factory.mktemp("mxfp4"), packer, MXFP4, seed) for seed in (0, 1)]
+    packed, meant = {}, {}
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        if ".experts." not in name:
+            packed[name] = meant[name] = tensor
+            continue
+        parts, values = packer(tensor.float())
+        stem = name.removesuffix("weight")
+        packed |= {stem + suffix: part.contiguous() for suffix, part in parts.items()}
+        meant[name] = values.to(tensor.dtype)
+        assert torch.equal(meant[name].float(), values)
+    said = json.loads((plain / "config.json").read_text())
+    files.save(folder / "packed", packed, said | {"quantization_config": MXFP4})
+    files.save(folder / "meant", meant, said)
+    return [str(folder / "packed"), str(folder / "meant")]
 
 
-def test_mxfp4(engines: Engines, mxfp4: list[list[str]]) -> None:
+def test_mxfp4(engines: Engines, tmp_path: Path) -> None:
     """Weights alone are quantized, so the engines agree as closely as in fp32."""
-    (packed, meant), (other, meant_by_other) = mxfp4
+    (packed, meant), (other, meant_by_other) = (quantized(tmp_path / str(n), n) for n in (0, 1))
     ours = engines(packed, "require", reload=other)
     assert any("quant mxfp4_w4a16, silu on cpu: local + torch" in line for line in ours["log"])
     stock = engines(meant, "off")["first"]
@@ -88,21 +68,3 @@ def test_mxfp4(engines: Engines, mxfp4: list[list[str]]) -> None:
     assert_same(engines(meant_by_other, "off")["first"], ours["reloaded"])
     with pytest.raises(AssertionError):
         assert_same(stock, ours["reloaded"])
-
-
-def test_mxfp4_on_two_ranks(engines: Engines, mxfp4: list[list[str]], tmp_path: Path) -> None:
-    packed, meant = mxfp4[0]
-    two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    with Engines(tmp_path) as alone:
-        ranks = alone(packed, "require", engine=two)
-    assert_same(engines(meant, "off")["first"], ranks["first"])
-
-
-def test_fp8(engines: Engines, tmp_path: Path) -> None:
-    """Activations are rounded to fp8, which moves the logarithms of probabilities a little."""
-    packed, meant = quantized(tmp_path, files.fp8(-1, -1), FP8, 0)
-    bf16 = {"dtype": "bfloat16"}  # vLLM refuses fp8 weights in fp32 models
-    ours = engines(packed, "on", engine=bf16)  # vLLM has no kernel for it on CPUs
-    assert any("quant fp8_tensor, silu on cpu: local + torch" in line for line in ours["log"])
-    stock = engines(meant, "off", engine=bf16)
-    assert_same(stock["first"], ours["first"], "bfloat16")

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import sys
+from types import SimpleNamespace
 
+import checkpoint_files as files
 import moekit_vllm
 import pytest
 import torch
 import vllm_standin as standin
 from moekit_vllm import describe, hooks, problem, versions
-from safetensors.torch import save_file
 from tuned_tables import make_table, write_table
-from vllm_layers import INNER, E, H, K, applied, calls, drawn, error, made, vllm, want  # noqa: F401
+from vllm_layers import INNER, E, H, K, applied, calls, drawn, error, made, share, want
+from vllm_layers import vllm as vllm  # a fixture
 
 import moekit
 from moekit.errors import MoekitError
@@ -58,13 +59,10 @@ def test_classes_of_models_are_replaced_too() -> None:
     assert error(applied(layer, *calls()), want(drawn(), *calls())) < 1e-5
 
 
-def test_off(monkeypatch) -> None:
+def test_modes(monkeypatch) -> None:
     monkeypatch.setenv("MOEKIT_VLLM", "off")
     moekit_vllm.register()
     assert type(made(weights=drawn())) is standin.RoutedExperts
-
-
-def test_unknown_mode(monkeypatch) -> None:
     monkeypatch.setenv("MOEKIT_VLLM", "yes")
     with pytest.raises(MoekitError, match="one of off, on, require .got 'yes'"):
         moekit_vllm.register()
@@ -95,11 +93,6 @@ def _import_that_raises(monkeypatch, error):
     monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
 
 
-def _offloader_that_raises(monkeypatch):
-    module = sys.modules[versions._OFFLOADER]
-    monkeypatch.setattr(module, "get_offloader", raising(RuntimeError("no offloader is set")))
-
-
 def _hook_that_raises(monkeypatch):
     """The first class is replaced by then."""
     fail = raising(AssertionError("registered twice"))
@@ -111,12 +104,8 @@ def _hook_that_raises(monkeypatch):
     [
         (lambda m: _import_that_raises(m, RuntimeError("no device")), "RuntimeError: no device"),
         (lambda m: _import_that_raises(m, SystemExit("bad flags")), "SystemExit: bad flags"),
-        (_offloader_that_raises, "RuntimeError: no offloader is set"),
         (_hook_that_raises, "AssertionError: registered twice"),
-        (lambda m: m.setattr(sys.modules[versions._CUSTOM_OP], "op_registry_oot", []),
-         "'list' object has no attribute 'get'"),
         (lambda m: m.setattr(versions, "installed", lambda: "0.40.1"), "this is vLLM 0.40.1"),
-        (lambda m: m.setattr(versions, "installed", lambda: "1.33.0"), "this is vLLM 1.33.0"),
         (lambda m: m.setattr(versions, "installed", lambda: None), "vLLM is not installed"),
         (lambda m: m.delattr(standin.RoutedExperts, "register_oot"), "has no register_oot"),
         (lambda m: m.delitem(sys.modules, versions._CONFIG), "other modules than expected"),
@@ -145,6 +134,7 @@ LEFT = {
         {},
         "all2all_backend='deepep_low_latency'",
     ),
+    "elastic": (dict(ep_size=2, use_ep=True), {}, "elastic expert parallelism"),
     "prompts": (dict(pcp_size=2, ep_size=2, use_ep=True), {}, "prefill context parallelism"),
     "hash": (dict(dp_size=2), {"hash_indices_table": 1}, "routes by token ids"),
     "activation": (dict(activation="swiglu_of_tomorrow"), {}, "'swiglu_of_tomorrow'"),
@@ -164,6 +154,8 @@ def test_vllm_keeps_a_layer(monkeypatch, caplog, why, mode) -> None:
     monkeypatch.setenv("MOEKIT_VLLM", mode)
     moekit_vllm.register()
     changes, more, said = LEFT[why]
+    if why == "elastic":
+        monkeypatch.setattr(standin, "ranks", SimpleNamespace(tcp_store_group="vLLM's"))
     changes = dict(changes)
     activation = changes.pop("activation", "silu")
     config = standin.config(E, K, H, INNER, activation, **changes)
@@ -182,49 +174,40 @@ def test_vllm_keeps_a_layer(monkeypatch, caplog, why, mode) -> None:
         assert layer.quant_method.is_monolithic == (why == "method")
 
 
-def test_weights_of_another_process_stay_with_vllm(monkeypatch, caplog) -> None:
-    moekit_vllm.register()
-    monkeypatch.setattr(standin, "prepared", True)
-    assert made(weights=drawn()).prepared_by_vllm
-    assert "another process has prepared its weights" in caplog.text
-
-
-def test_kernels_that_cuda_graphs_cannot_hold(monkeypatch, caplog) -> None:
-    moekit_vllm.register()
+def _graphs(monkeypatch):
     compiled = standin.engine.compilation_config
     monkeypatch.setattr(compiled, "cudagraph_mode", standin.graphs.PIECEWISE)
-    assert made(weights=drawn()).prepared_by_vllm
-    assert "'torch' cannot be in the CUDA graphs that vLLM captures" in caplog.text
-    monkeypatch.setattr(standin, "engine", None)  # as in a call of `reload_weights`
-    assert not hasattr(made(weights=drawn()), "prepared_by_vllm")
 
 
-def test_weights_on_the_host_stay_with_vllm(monkeypatch, caplog) -> None:
+def _broken_backend(monkeypatch):
+    monkeypatch.setattr(moekit.ModularKernel, "pack", raising(ZeroDivisionError("in the backend")))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda m: m.setattr(standin, "prepared", True), "another process has prepared its weig"),
+        (lambda m: m.setattr(standin, "offloader", object()), "vLLM offloads weights to the host"),
+        (lambda m: m.delitem(sys.modules, versions._CPU_ROUTER), "inside its CPU kernels"),
+        (_graphs, "'torch' cannot be in the CUDA graphs that vLLM captures"),
+        (_broken_backend, "in the backend"),
+    ],
+)
+def test_vllm_keeps_layers_of_an_engine(monkeypatch, caplog, change, said) -> None:
+    change(monkeypatch)
     moekit_vllm.register()
-    monkeypatch.setattr(standin, "offloader", object())
-    assert made(weights=drawn()).prepared_by_vllm
-    assert "vLLM offloads weights to the host" in caplog.text
-
-
-def test_a_version_without_a_router_for_cpus_keeps_their_layers(monkeypatch, caplog) -> None:
-    monkeypatch.delitem(sys.modules, versions._CPU_ROUTER)
-    moekit_vllm.register()
-    assert made(weights=drawn()).prepared_by_vllm
-    assert "stays with vLLM" in caplog.text and "inside its CPU kernels" in caplog.text
-
-
-def test_a_backend_that_raises_leaves_the_layer_to_vllm(monkeypatch, caplog) -> None:
-    moekit_vllm.register()
-
-    def broken(self, weights):
-        raise ZeroDivisionError("in the backend")
-
-    monkeypatch.setattr(moekit.ModularKernel, "pack", broken)
     weights = drawn()
     layer = made(weights=weights)
-    assert applied(layer, *calls()) == "vLLM's own"
+    assert layer.prepared_by_vllm and applied(layer, *calls()) == "vLLM's own"
     assert layer.w13_weight.data_ptr() == weights["w13_weight"].data_ptr()
-    assert "in the backend" in caplog.text
+    assert "stays with vLLM" in caplog.text and said in caplog.text
+
+
+def test_reloading_weights_has_no_config_of_an_engine(monkeypatch) -> None:
+    _graphs(monkeypatch)
+    monkeypatch.setattr(standin, "engine", None)
+    moekit_vllm.register()
+    assert not hasattr(made(weights=drawn()), "prepared_by_vllm")
 
 
 def test_slow_backends_are_not_chosen_on_gpus(monkeypatch) -> None:
@@ -235,7 +218,7 @@ def test_slow_backends_are_not_chosen_on_gpus(monkeypatch) -> None:
     monkeypatch.setenv("MOEKIT_BLOCK", "triton,cutlass,deepgemm,marlin,flashinfer")
     monkeypatch.setattr(moekit.discovery.registry, "_registry", None)
     (reason,) = problem.too_slow(moekit.explain(asked))
-    assert "only 'torch' computes it" in reason and "pip install moekit-triton" in reason
+    assert "only 'torch' computes it" in reason and "plugins/moekit-triton" in reason
     assert not problem.too_slow(moekit.explain(asked.replace(device="cpu")))
 
 
@@ -284,13 +267,11 @@ def test_moekit_computes_on_cpus_where_it_must(monkeypatch, change) -> None:
 def test_moekit_computes_shares_of_the_experts_on_cpus() -> None:
     """vLLM's CPU kernels know no expert map."""
     moekit_vllm.register()
-    where = torch.tensor([0, 1, 2, -1, -1, -1], dtype=torch.int32)
-    config = standin.config(E, K, H, INNER, ep_size=2, ep_rank=0, use_ep=True)
-    held = {n: w[:3].clone() for n, w in drawn().items()}
-    layer = made(config, held, expert_map=where, method=WithCPUKernel)
+    layer, where = share(drawn(local=3), method=WithCPUKernel)
     x, topk_weights, ids = calls()
-    ours = torch.where(ids < 3, ids, -1)
-    assert error(applied(layer, x, topk_weights, ids), want(held, x, topk_weights, ours)) < 1e-5
+    ours = where[ids.long()]
+    wanted = want(drawn(local=3), x, topk_weights, ours)
+    assert error(applied(layer, x, topk_weights, ids), wanted) < 1e-5
 
 
 def test_the_line_states_expected_times(monkeypatch, caplog, tmp_path) -> None:
@@ -305,21 +286,6 @@ def test_the_line_states_expected_times(monkeypatch, caplog, tmp_path) -> None:
     assert caplog.records[0].getMessage().endswith(f"(by priority); tuned table: {times}")
 
 
-def _model(folder, **quantization):
-    stem = "model.layers.0.mlp.experts.{}.{}_proj.weight"
-    shapes = {"gate": (INNER, H), "up": (INNER, H), "down": (H, INNER)}
-    tensors = {
-        stem.format(n, part): torch.ones(shape, dtype=torch.bfloat16)
-        for n in range(E)
-        for part, shape in shapes.items()
-    }
-    save_file(tensors, folder / "model.safetensors")
-    config = dict(model_type="qwen3_moe", hidden_size=H, moe_intermediate_size=INNER,
-                  num_experts=E, num_experts_per_tok=K, torch_dtype="bfloat16")  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config | quantization))
-    return str(folder)
-
-
 @pytest.mark.parametrize(
     ("mode", "ranks", "fields", "said"),
     [
@@ -332,13 +298,14 @@ def _model(folder, **quantization):
 )
 def test_explain(monkeypatch, tmp_path, mode, ranks, fields, said) -> None:
     monkeypatch.setenv("MOEKIT_VLLM", mode)
+    model = str(files.write(tmp_path, files.bf16, E=E, H=H, I=INNER).path)
     parallel = moekit.ParallelConfig(ep_size=ranks)
-    found, (note,) = describe.problems(_model(tmp_path), parallel, device="cpu", **fields)
+    found, (note,) = describe.problems(model, parallel, device="cpu", **fields)
     assert said in note and note.startswith("in vLLM 0.33.0 ")
     assert ("unless" in note) == ("unless" in said)
     assert found.parallel.dp_size == 1 and found.num_local_experts == E // ranks
     monkeypatch.setenv("MOEKIT_DISPATCHER", "naive")
-    found, _ = describe.problems(_model(tmp_path), parallel, device="cpu", **fields)
+    found, _ = describe.problems(model, parallel, device="cpu", **fields)
     assert found.parallel.dp_size == ranks
 
 

@@ -11,36 +11,35 @@ import torch
 import vllm_standin as standin
 from moekit_vllm import experts, problem
 from torch._subclasses.fake_tensor import FakeTensorMode
-from vllm_layers import INNER, E, H, K, applied, calls, drawn, error, made, vllm, want  # noqa: F401
+from vllm_layers import INNER, E, H, K, applied, calls, drawn, error, made, share, want
+from vllm_layers import vllm as vllm  # a fixture
 
 import moekit
 from moekit.errors import MoekitError
 
 
-def test_an_update_to_another_form_is_an_error() -> None:
-    """CUDA graphs would read the former memory."""
-    moekit_vllm.register()
-    layer = made(weights=drawn())
-    for name, value in drawn(inner=2 * INNER).items():
-        setattr(layer, name, torch.nn.Parameter(value, requires_grad=False))
-    with pytest.raises(MoekitError, match=r"not with its new weights: .*other shapes"):
-        layer.quant_method.process_weights_after_loading(layer)
-
-
-def _failing_pack(monkeypatch):
+def _failing_pack(monkeypatch, layer=None):
     def broken(self, weights):
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr(moekit.ModularKernel, "pack", broken)
 
 
-def test_an_update_that_fails_is_an_error(monkeypatch) -> None:
-    """CUDA graphs hold moekit's kernel, so vLLM's cannot take the layer over."""
+def _other_form(monkeypatch, layer):
+    for name, value in drawn(inner=2 * INNER).items():
+        setattr(layer, name, torch.nn.Parameter(value, requires_grad=False))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"), [(_failing_pack, "no memory"), (_other_form, "other shapes")]
+)
+def test_an_update_that_fails_is_an_error(monkeypatch, change, said) -> None:
+    """CUDA graphs hold moekit's kernel and memory, so vLLM's kernel cannot take the layer over."""
     moekit_vllm.register()
     layer = made(weights=drawn())
     with monkeypatch.context() as patch:
-        _failing_pack(patch)
-        with pytest.raises(MoekitError, match=r"layers\.0.*not with its new weights: .*no memory"):
+        change(patch, layer)
+        with pytest.raises(MoekitError, match=rf"layers\.0.*not with its new weights: .*{said}"):
             layer.quant_method.process_weights_after_loading(layer)
     assert not hasattr(layer, "prepared_by_vllm")
     assert error(applied(layer, *calls()), want(drawn(), *calls())) < 1e-5
@@ -95,31 +94,10 @@ def test_ranks_add_up(placement, ranks) -> None:
     assert error(total, want(weights, x, topk_weights, ids)) < 1e-5
 
 
-def test_a_new_expert_map_is_followed() -> None:
-    """The rank's three experts are 0, 1, 2, then 1, 3, 5, and with a third rank 6, 7, 8."""
-    moekit_vllm.register()
-    where = torch.tensor([0, 1, 2, -1, -1, -1], dtype=torch.int32)
-    config = standin.config(E, K, H, INNER, ep_size=2, ep_rank=0, use_ep=True)
-    held = {n: w[:3].clone() for n, w in drawn().items()}
-    layer = made(config, dict(held), expert_map=where)
-    x, topk_weights, ids = calls()
-    split = config.moe_parallel_config
-    for ep_size, rank, mine in ((2, 0, [0, 1, 2]), (2, 1, [1, 3, 5]), (3, 2, [6, 7, 8])):
-        split.ep_size, split.ep_rank, layer.global_num_experts = ep_size, rank, 3 * ep_size
-        ids = torch.rand(len(x), 3 * ep_size).topk(K).indices.int()
-        layer.next_expert_map = torch.full((3 * ep_size,), -1, dtype=torch.int32)
-        layer.next_expert_map[mine] = torch.arange(3, dtype=torch.int32)
-        layer.update_expert_map_info()
-        own = layer.next_expert_map[ids.long()]
-        assert error(applied(layer, x, topk_weights, ids), want(held, x, topk_weights, own)) < 1e-5
-
-
 def test_a_call_reads_no_values(monkeypatch) -> None:
     """Tensors without values suffice, so that the host need not wait for the device."""
     moekit_vllm.register()
-    where = torch.tensor([-1, 0, -1, 1, -1, 2], dtype=torch.int32)
-    config = standin.config(E, K, H, INNER, ep_size=2, ep_rank=0, use_ep=True)
-    layer = made(config, {n: w[:3].clone() for n, w in drawn().items()}, expert_map=where)
+    layer, _ = share(drawn(local=3), (1, 3, 5))
     computing = layer.quant_method.moekit_experts
     monkeypatch.setattr(computing, "kernel", lambda x, packed, routing: routing)
     monkeypatch.setattr(experts, "_warm_up", lambda *_: None)
@@ -170,35 +148,8 @@ def test_vllms_batch_invariant_mode(monkeypatch, caplog) -> None:
         row = slice(token, token + 1)
         assert torch.equal(applied(layer, x[row], topk_weights[row], ids[row]), every[row])
     caplog.clear()
-    config = standin.config(E, K, H, INNER, ep_size=2, ep_rank=0, use_ep=True)
-    held = {n: w[: E // 2].clone() for n, w in drawn().items()}
-    assert made(config, held, expert_map=torch.tensor([0, 1, 2, -1, -1, -1])).prepared_by_vllm
+    assert share(drawn(local=3))[0].prepared_by_vllm
     assert "vLLM adds up partial sums of 2 expert-parallel ranks" in caplog.text
-
-
-@pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2_no_mul"])
-def test_what_vllm_pads_is_zero(activation) -> None:
-    """vLLM does not initialize the rows and columns that it adds."""
-    moekit_vllm.register()
-    gated, interleaved = not activation.endswith("no_mul"), activation == "swigluoai"
-    weights = drawn(halves=1 + gated)
-    wide, inner = H + 32, INNER + 16
-    w13 = torch.full((E, (1 + gated) * inner, wide), float("nan"))
-    w2 = torch.full((E, wide, inner), float("nan"))
-    halves = [w13] if interleaved or not gated else w13.chunk(2, dim=1)
-    for half, part in zip(halves, weights["w13_weight"].chunk(len(halves), dim=1), strict=True):
-        half[:, : part.shape[1], :H] = part
-    w2[:, :H, :INNER] = weights["w2_weight"]
-    config = standin.config(
-        E, K, wide, inner, activation, hidden_dim_unpadded=H,
-        intermediate_size_per_partition_unpadded=INNER, is_act_and_mul=gated,
-    )  # fmt: skip
-    layer = made(config, {"w13_weight": w13, "w2_weight": w2})
-    x, topk_weights, ids = calls()
-    out = applied(layer, torch.nn.functional.pad(x, (0, 32)), topk_weights, ids)
-    known = problem.activation_of(layer)
-    expected = want(weights, x, topk_weights, ids, known, interleaved)
-    assert error(out[:, :H], expected) < 1e-5 and (out[:, H:] == 0).all()
 
 
 @pytest.mark.parametrize(
@@ -210,6 +161,17 @@ def test_what_vllm_pads_is_zero(activation) -> None:
         ("swiglustep", {}, moekit.Activation("swiglustep", limit=7.0)),
         ("silu", {"swiglu_limit": 3.0}, moekit.Activation("silu", limit=3.0)),
         ("swigluoai", {"swiglu_limit": 7.0}, moekit.Activation("swigluoai")),
+        ("situ", {"activation_situ_beta": 2.0}, moekit.Activation("situ", alpha=2.0)),
+        (
+            "situ",
+            {"activation_situ_beta": 2.0, "activation_situ_linear_beta": -1.0},  # none
+            moekit.Activation("situ", alpha=2.0),
+        ),
+        (
+            "situ",
+            {"activation_situ_beta": 2.0, "activation_situ_linear_beta": 3.0},
+            moekit.Activation("situ", alpha=2.0, limit=3.0),
+        ),
         (
             "swigluoai_uninterleave",
             {"swiglu_limit": 5.0, "swiglu_alpha": 1.5, "swiglu_beta": 1.0},
@@ -271,15 +233,6 @@ def test_the_operator_fits_its_fake(monkeypatch) -> None:
     for tokens in (x, x.repeat(1, 2)[:, ::2], x[:0]):
         given = (tokens, topk_weights[: len(tokens)], ids[: len(tokens)], layer.layer_name)
         torch.library.opcheck(torch.ops.moekit.vllm_experts.default, given)
-
-
-def test_situ() -> None:
-    """Its numbers are in vLLM's config alone; a linear beta of zero or less means none."""
-    for linear, limit in ((None, None), (-1.0, None), (3.0, 3.0)):
-        more = dict(activation_situ_beta=2.0, activation_situ_linear_beta=linear)
-        layer = standin.RoutedExperts(standin.config(E, K, H, INNER, "situ", **more), drawn())
-        expected = moekit.Activation("situ", alpha=2.0, limit=limit)
-        assert problem.activation_of(layer) == expected
 
 
 def test_vllm_may_move_experts() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +23,12 @@ from moekit.checkpoint import Checkpoint, load_experts  # noqa: E402
 from moekit.problem.tolerance import rms_bound  # noqa: E402
 
 H, I = 320, 192  # Marlin has multiples of 256 and 128
-RANKS = [(1, 0), (2, 0), (2, 1)]
 GPT_OSS = layers.Format(
     files.mxfp4(("blocks", "scales")), {}, "gpt_oss_mxfp4", "GptOssMxfp4MoEMethod", "mxfp4_w4a16"
 )
-MXFP4 = layers.Format(
-    files.mxfp4(("weight", "weight_scale")), {}, "mxfp4", "Mxfp4MoEMethod", "mxfp4_w4a16"
-)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def vllm_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch, layers.process(tmp_path_factory.mktemp("gloo")):
-        layers.choose_backends(patch)
-        yield
+pytestmark = pytest.mark.usefixtures("vllm_process")
 
 
 def spoil(layer: Any) -> None:
@@ -147,27 +138,3 @@ def test_gpt_oss(tp_size: int, load: Any, tmp_path: Path) -> None:
     bound = rms_bound(whole)
     assert layers.relative_rms(total, want) < bound
     assert layers.relative_rms(shifted, want) > 0.3
-
-
-@pytest.mark.parametrize(("tp_size", "tp_rank"), RANKS)
-def test_padding_becomes_zeros(tp_size: int, tp_rank: int, tmp_path: Path) -> None:
-    made = files.write(tmp_path, MXFP4.packer, None, E=layers.E, H=H, I=I)
-    layer = layers.empty_layer(MXFP4, H, I, tp_size=tp_size, tp_rank=tp_rank)
-    spoil(layer)
-    layers.load(layer, made)
-    scheme, read = readers.read(layer, layer.quant_method)
-    problem = problem_of(layer, scheme, read)
-    assert (problem.hidden_size, problem.intermediate_size) == (512, 256 if tp_size == 1 else 128)
-    read.check(problem)
-    plain = read.canonical(problem).dequantize(problem.quant)
-    share = I // tp_size
-    mine = slice(tp_rank * share, (tp_rank + 1) * share)
-    gate, up = plain.w13.chunk(2, dim=1)
-    for got, want in (
-        (gate, made.gate[:, mine]),
-        (up, made.up[:, mine]),
-        (plain.w2, made.down[:, :, mine]),
-    ):
-        real = got[:, : want.shape[1], : want.shape[2]]
-        assert torch.equal(real, want)
-        assert int(got.count_nonzero()) == int(want.count_nonzero())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +13,7 @@ pytest.importorskip("vllm")
 
 import checkpoint_files as files  # noqa: E402
 import vllm_quantized_layers as layers  # noqa: E402
-from moekit_vllm import hooks  # noqa: E402
-from moekit_vllm.method import extend  # noqa: E402
+from moekit_vllm.method import extended  # noqa: E402
 from moekit_vllm.settings import Mode  # noqa: E402
 
 from moekit.errors import MoekitError  # noqa: E402
@@ -25,20 +22,16 @@ from moekit.problem.tolerance import rms_bound  # noqa: E402
 H, I = 256, 256
 
 
-@pytest.fixture(scope="module", autouse=True)
-def vllm_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch, layers.process(tmp_path_factory.mktemp("gloo")):
-        layers.choose_backends(patch)
-        yield
+pytestmark = pytest.mark.usefixtures("vllm_process")
 
 
-def extended(format: layers.Format, hidden: int = H, inner: int = I) -> Any:
+def empty(format: layers.Format) -> Any:
     """Return a layer whose method moekit extends, with vLLM's record for loading it anew."""
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-    layer = layers.empty_layer(format, hidden, inner)
+    layer = layers.empty_layer(format, H, I)
     record_metadata_for_reloading(layer)
-    extend(layer.quant_method, Mode.REQUIRE)
+    layer.quant_method = extended(layer.quant_method, Mode.REQUIRE)
     return layer
 
 
@@ -49,7 +42,7 @@ def written(format: layers.Format, folder: Path) -> files.Layer:
 
 def processed(format: layers.Format, made: files.Layer) -> Any:
     """Return a layer that moekit computes with a checkpoint's weights."""
-    layer = layers.load(extended(format), made)
+    layer = layers.load(empty(format), made)
     layer.quant_method.process_weights_after_loading(layer)
     return layer
 
@@ -150,7 +143,7 @@ def test_experts_move_between_ranks(name: str, tmp_path: Path) -> None:
     check_output(layer, moved)
 
 
-# -- memory that vLLM takes away, and files that it writes ---------------------------------
+# -- memory that vLLM takes away ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["fp8-block", "gptq", "ct-mxfp4", "modelopt-fp8"])
@@ -166,120 +159,6 @@ def test_sleep_of_level_2(name: str, tmp_path: Path) -> None:
         check_output(layer, made)
     with_new_parameters(layer, made)
     check_output(layer, made)
-
-
-def test_sleep_of_level_2_with_another_order_of_experts(half_of_the_experts: Any) -> None:
-    """moekit's table of the order is in that memory, too."""
-    made, layer = half_of_the_experts
-    with Allocated() as weights:
-        move(layer, 0, "round_robin")
-    check_share(layer, made, [0, 2])
-    weights.discard([*layer.buffers(), *made.tensors.values()])
-    with_new_parameters(layer, made)
-    rows = (made.gate[[0, 2]], made.up[[0, 2]], made.down[[0, 2]])
-    check_share(layer, files.Layer(made.path, made.sizes, *rows, made.tensors), [0, 2])
-
-
-# Formats whose packed weights are the loaded ones. Others have other names, which vLLM refuses.
-_AS_LOADED = ("fp8-block", "fp8-block-e8m0", "ct-fp8-block", "ct-fp8-channel", "ct-int8")
-
-
-@pytest.mark.parametrize("name", layers.FORMATS)
-def test_sharded_state(name: str, tmp_path: Path) -> None:
-    """vLLM writes the parameters of a layer to files by their names, and loads them elsewhere."""
-    from vllm.config import LoadConfig
-    from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
-
-    format = layers.FORMATS[name]
-    made = written(format, tmp_path / "hf")
-    layer = processed(format, made)
-    ShardedStateLoader.save_model(layer, str(tmp_path))
-    fresh, loader = extended(format), ShardedStateLoader(LoadConfig(load_format="sharded_state"))
-    folder = SimpleNamespace(model=str(tmp_path), model_weights=None)
-    try:
-        loader.load_weights(fresh, folder)
-    except KeyError as error:
-        assert "moekit_" in str(error) and name not in _AS_LOADED
-        return
-    fresh.quant_method.process_weights_after_loading(fresh)
-    check_output(fresh, made)
-    assert name in _AS_LOADED
-
-
-# -- expert maps that change ---------------------------------------------------------------
-
-
-@pytest.fixture
-def half_of_the_experts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """Return a checkpoint, and a layer of it that holds experts 0 and 1 of 4."""
-    from vllm.config import get_current_vllm_config
-
-    parallel = get_current_vllm_config().parallel_config
-    monkeypatch.setattr(parallel, "enable_expert_parallel", True)
-    hooks.install(Mode.REQUIRE)
-    format = layers.FORMATS["fp8-block"]
-    made = written(format, tmp_path)
-    layer = layers.load(layers.empty_layer(format, H, I, tp_size=2), made)
-    layer.quant_method.process_weights_after_loading(layer)
-    yield made, layer
-    hooks.uninstall()
-
-
-def check_share(layer: Any, made: files.Layer, held: list[int]) -> None:
-    """Compare with the sum over the experts that the layer holds, by vLLM's ids of them."""
-    table = torch.full((layer.global_num_experts,), -1)
-    table[held] = torch.arange(len(held))
-    assert layer.expert_map.tolist() == table.tolist()
-    x, routing = layers.inputs(H)
-    ids = torch.stack([torch.randperm(len(table))[: layers.TOP_K] for _ in x])
-    ids[0, 0] = held[0]
-    mine = layers.Routing(routing.topk_weights * (table[ids] >= 0), table[ids].clamp(min=0))
-    out = layer.quant_method.apply(layer, x, routing.topk_weights, ids).float()
-    bound = rms_bound(layer.quant_method.moekit_experts.kernel.problem)
-    assert layers.relative_rms(out, layers.expected_output(made, x, mine)) < bound
-
-
-def move(layer: Any, ep_rank: int, strategy: str = "linear", ep_size: int = 2) -> None:
-    """Give the layer another share of the experts, as elastic expert parallelism does."""
-    split = layer.moe_config.moe_parallel_config
-    split.ep_rank, split.ep_size = ep_rank, ep_size
-    layer.expert_map_manager._placement_strategy = strategy
-    layer.update_expert_map()
-
-
-def test_expert_maps_change(half_of_the_experts: Any) -> None:
-    made, layer = half_of_the_experts
-    check_share(layer, made, [0, 1])
-    where = held(layer)
-    move(layer, 0, "round_robin")
-    check_share(layer, made, [0, 2])
-    move(layer, 1, "round_robin")
-    check_share(layer, made, [1, 3])
-    move(layer, 1)
-    check_share(layer, made, [2, 3])
-    layer.global_num_experts = 6  # a third rank, with replicas of two experts
-    move(layer, 2, ep_size=3)
-    check_share(layer, made, [4, 5])
-    assert layer.quant_method.moekit_experts.kernel.problem.num_redundant_experts == 2
-    assert held(layer) == where
-    with pytest.raises(MoekitError, match="has 3 experts by its new expert map, and weights of 2"):
-        move(layer, 0)
-
-
-def test_expert_maps_change_with_the_weights(half_of_the_experts: Any) -> None:
-    """A map that was changed before the weights are processed again counts, too."""
-    made, layer = half_of_the_experts
-    experts = layer.quant_method.moekit_experts
-    split = layer.moe_config.moe_parallel_config
-    for rank, strategy, mine in ((0, "round_robin", [0, 2]), (1, "round_robin", [1, 3])):
-        split.ep_rank = rank
-        layer.expert_map_manager._placement_strategy = strategy
-        layer.expert_map_manager.update(split, global_num_experts=layers.E)
-        layer.register_buffer("_expert_map", layer.expert_map_manager.expert_map)
-        with_new_parameters(layer, made)
-        assert layer.quant_method.moekit_experts is experts
-        rows = (made.gate[mine], made.up[mine], made.down[mine])
-        check_share(layer, files.Layer(made.path, made.sizes, *rows, made.tensors), mine)
 
 
 # -- weights that vLLM quantizes when it loads them --------------------------------------
@@ -300,7 +179,7 @@ ONLINE = [
 @pytest.mark.parametrize("format", ONLINE, ids=lambda format: format.scheme)
 def test_weights_are_quantized_while_loading(format: layers.Format, tmp_path: Path) -> None:
     first, second = (written(format, tmp_path / name) for name in ("first", "second"))
-    layer = layers.load(extended(format), first)  # quantized with the last tensor
+    layer = layers.load(empty(format), first)  # quantized with the last tensor
     experts = layer.quant_method.moekit_experts
     assert experts is not None and experts.kernel.problem.quant.name == format.scheme
     layer.quant_method.process_weights_after_loading(layer)  # vLLM calls it for every layer
@@ -314,41 +193,10 @@ def test_weights_are_quantized_while_loading(format: layers.Format, tmp_path: Pa
 
 def test_weights_that_vllm_has_quantized_are_left_alone() -> None:
     """vLLM's second call finds its own kernel's weights if it has kept the layer."""
-    layer = extended(ONLINE[0])
+    layer = empty(ONLINE[0])
     layer._already_called_process_weights_after_loading = True
     layer.quant_method.process_weights_after_loading(layer)
     assert layer.quant_method.moekit_experts is None
-
-
-_allocate = torch.empty_strided
-
-
-def filled_with_noise(*args: Any, **more: Any) -> torch.Tensor:
-    """Allocate as `torch.empty_strided` does, in memory that was used before."""
-    made = _allocate(*args, **more)
-    return made.fill_(1e4) if made.is_floating_point() and not made.is_meta else made
-
-
-def test_weights_are_padded_to_whole_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM rounds both sizes up to 128, and leaves the rest of the 16-bit weights as allocated."""
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_processing
-
-    hidden, inner = 320, 192
-    made = files.write(tmp_path, files.bf16, None, E=layers.E, H=hidden, I=inner)
-    monkeypatch.setattr(torch, "empty_strided", filled_with_noise)
-    layer = layers.load(extended(ONLINE[1], hidden, inner), made)
-    finalize_layerwise_processing(layer, None)  # vLLM waits for as many numbers as there is memory
-    monkeypatch.undo()
-    problem = layer.quant_method.moekit_experts.kernel.problem
-    assert (problem.hidden_size, problem.intermediate_size) == (384, 256)
-    x, routing = layers.inputs(hidden)
-    padded = torch.nn.functional.pad(x, (0, 64))
-    out = layer.quant_method.apply(layer, padded, routing.topk_weights, routing.topk_ids).float()
-    want = layers.expected_output(made, x, routing)
-    assert layers.relative_rms(out[:, :hidden], want) < rms_bound(problem)
-    assert not out[:, hidden:].any()
 
 
 # -- biases ------------------------------------------------------------------------------
@@ -358,7 +206,7 @@ def test_gptq_keeps_the_biases_that_were_loaded(tmp_path: Path) -> None:
     """vLLM makes GPTQ's biases for every model, and notes which a checkpoint has."""
     format = layers.FORMATS["gptq"]
     made = written(format, tmp_path)
-    layer = layers.load(extended(format), made)
+    layer = layers.load(empty(format), made)
     bias = torch.randn(layers.E, H).half()
     list(layer.load_weights([(f"{e}.down_proj.bias", bias[e]) for e in range(layers.E)]))
     layer.quant_method.process_weights_after_loading(layer)
@@ -375,7 +223,7 @@ def test_gptq_keeps_the_biases_that_were_loaded(tmp_path: Path) -> None:
 def test_a_layer_that_moekit_cannot_compute_is_as_before(tmp_path: Path) -> None:
     format = layers.FORMATS["fp8-block"]
     made = written(format, tmp_path)
-    layer = layers.load(extended(format), made)
+    layer = layers.load(empty(format), made)
     layer.quant_method.weight_block_size = [64, 64]
     before = held_parameters(layer)
     with pytest.raises(MoekitError, match=r"stays with vLLM: .*blocks of 128 x 128"):

@@ -14,7 +14,7 @@ import checkpoint_files as files
 import pytest
 import torch
 from moekit_vllm import weights as readers
-from moekit_vllm.weights.fp8 import whole_blocks
+from moekit_vllm.weights.floats import whole_blocks
 from moekit_vllm.weights.parameters import real_neurons
 from torch import Tensor, nn
 
@@ -29,17 +29,16 @@ def method(name: str, **fields: Any) -> Any:
     return type(name, (), fields)()
 
 
-def layer(quant: Any, parameters: dict[str, Tensor], inner: int | None = None) -> Any:
-    inner = inner or I
+def layer(quant: Any, parameters: dict[str, Tensor]) -> Any:
     config = SimpleNamespace(
         hidden_dim=H,
         hidden_dim_unpadded=H,
         intermediate_size=I,
-        intermediate_size_per_partition=inner,
-        intermediate_size_per_partition_unpadded=inner,
+        intermediate_size_per_partition=I,
+        intermediate_size_per_partition_unpadded=I,
         is_act_and_mul=True,
         has_bias=False,
-        tp_size=I // inner,
+        tp_size=1,
         tp_rank=0,
         moe_parallel_config=SimpleNamespace(enable_eplb=False),
     )
@@ -95,49 +94,38 @@ def check(made: Any, packed: dict[str, Packed], scheme: str) -> None:
 # -- compressed-tensors of 0.26: Marlin's K-first layout ---------------------------------
 
 
-def marlin(**quant: Any) -> Any:
+def marlin(packer: files.Packer, **quant: Any) -> tuple[Any, dict[str, Packed]]:
+    """Return a layer whose parameters are (E, K / 8, N), and what it means."""
     said = SimpleNamespace(**({"symmetric": True, "actorder": None} | quant))
-    return method("CompressedTensorsWNA16MarlinMoEMethod", num_bits=4, weight_quant=said)
-
-
-def k_first(packer: files.Packer, quant: Any) -> tuple[Any, dict[str, Packed]]:
     packed = pack(packer)
     held = parameters(packed, transposed=True)
     # 0.26 makes g_idx for every checkpoint; without act-order nothing is loaded into it.
     for name, size in (("w13", H), ("w2", I)):
         held.setdefault(f"{name}_weight_g_idx", torch.full((E, size), -(2**30)))
-    made = layer(quant, held)
+    name = "CompressedTensorsWNA16MarlinMoEMethod"
+    made = layer(method(name, num_bits=4, weight_quant=said), held)
     for name in ("w13", "w2"):
         getattr(made, f"{name}_weight_packed").is_transposed = True
     assert made.w13_weight_packed.shape == (E, H // 8, 2 * I)
     return made, packed
 
 
-def test_marlin_symmetric() -> None:
-    made, packed = k_first(files.pack_quantized(64), marlin())
-    assert made.w2_weight_scale.shape == (E, I // 64, H)
-    check(made, packed, "int4_w4a16_g64")
+MARLIN: dict[str, tuple[files.Packer, dict[str, Any]]] = {
+    "g64": (files.pack_quantized(64), {}),
+    "g32_zp": (files.pack_quantized(32, True), {"symmetric": False}),
+    "channel": (files.pack_quantized(-1), {}),
+    "g32_act_order": (files.pack_quantized(32, act_order=True), {"actorder": "group"}),
+}
 
 
-def test_marlin_zero_points() -> None:
-    made, packed = k_first(files.pack_quantized(32, True), marlin(symmetric=False))
-    assert made.w13_weight_zero_point.shape == (E, H // 32, 2 * I // 8)
-    check(made, packed, "int4_w4a16_g32_zp")
-
-
-def test_marlin_channel() -> None:
-    made, packed = k_first(files.pack_quantized(-1), marlin())
-    check(made, packed, "int4_w4a16_channel")
-
-
-def test_marlin_act_order() -> None:
-    made, packed = k_first(files.pack_quantized(32, act_order=True), marlin(actorder="group"))
-    assert made.w2_weight_g_idx.shape == (E, I)
-    check(made, packed, "int4_w4a16_g32_act_order")
+@pytest.mark.parametrize("scheme", MARLIN)
+def test_marlin(scheme: str) -> None:
+    packer, quant = MARLIN[scheme]
+    check(*marlin(packer, **quant), f"int4_w4a16_{scheme}")
 
 
 def test_groups_of_the_act_order_that_are_runs() -> None:
-    made, packed = k_first(files.pack_quantized(32), marlin(actorder="group"))
+    made, packed = marlin(files.pack_quantized(32), actorder="group")
     for name, size in (("w13", H), ("w2", I)):
         setattr(made, f"{name}_weight_g_idx", (torch.arange(size) // 32).expand(E, -1))
     check(made, packed, "int4_w4a16_g32")
@@ -149,60 +137,56 @@ def test_groups_that_no_scheme_has_are_divided(
 ) -> None:
     for name, size in (("H", 2 * stored), ("I", stored)):
         monkeypatch.setattr(sys.modules[__name__], name, size)
-    made, packed = k_first(files.pack_quantized(stored), marlin())
-    check(made, packed, f"int4_w4a16_{scheme}")
+    check(*marlin(files.pack_quantized(stored)), f"int4_w4a16_{scheme}")
 
 
 def test_small_groups_are_refused() -> None:
-    made, _ = k_first(files.pack_quantized(16), marlin())
+    made, _ = marlin(files.pack_quantized(16))
     with pytest.raises(Unsupported, match=r"groups of 128, 64, 32 \(got 16\)"):
         readers.read(made, made.quant_method)
 
 
 def test_tensor_parallelism_that_cuts_the_act_order() -> None:
     """vLLM then keeps all of w2's scales on each rank."""
-    made, _ = k_first(files.pack_quantized(32, act_order=True), marlin(actorder="group"))
-    half = layer(
-        made.quant_method,
-        {
-            "w13_weight_packed": torch.cat(
-                [t[..., : I // 2] for t in made.w13_weight_packed.split(I, 2)], 2
-            ),
-            "w13_weight_scale": torch.cat(
-                [t[..., : I // 2] for t in made.w13_weight_scale.split(I, 2)], 2
-            ),
-            "w2_weight_packed": made.w2_weight_packed[:, : I // 16],
-            "w2_weight_scale": made.w2_weight_scale.data,
-            "w13_weight_g_idx": made.w13_weight_g_idx.data,
-            "w2_weight_g_idx": made.w2_weight_g_idx[:, : I // 2],
-        },
-        inner=I // 2,
+    made, _ = marlin(files.pack_quantized(32, act_order=True), actorder="group")
+    config = made.moe_config
+    config.intermediate_size_per_partition = config.intermediate_size_per_partition_unpadded = (
+        I // 2
     )
-    half.w13_weight_packed.is_transposed = True
     with pytest.raises(Unsupported, match="must not cut the groups of act-order"):
-        readers.read(half, half.quant_method)
+        readers.read(made, made.quant_method)
 
 
 # -- GPTQ of 0.26, which has act-order ---------------------------------------------------
 
 
-def test_gptq_act_order() -> None:
-    packed = pack(files.gptq(32, act_order=True))
-    config = SimpleNamespace(is_sym=True, desc_act=True, weight_bits=4)
+@pytest.mark.parametrize("act_order", [False, True])
+def test_gptq(act_order: bool) -> None:
+    """Without act-order, g_idx is ignored."""
+    packed = pack(files.gptq(32, act_order=act_order))
+    config = SimpleNamespace(is_sym=True, desc_act=act_order, weight_bits=4)
     held = parameters(packed, transposed=False)
     held |= {name: t.half() for name, t in held.items() if name.endswith("qzeros")}  # as 0.26 does
+    if not act_order:
+        held |= {f"{name}_g_idx": torch.full((E, 1), 99) for name in ("w13", "w2")}
     made = layer(method("AutoGPTQMoEMethod", quant_config=config), held)
     assert made.w13_qweight.shape == (E, H // 8, 2 * I)
-    check(made, packed, "int4_w4a16_g32_act_order")
+    check(made, packed, "int4_w4a16_g32" + "_act_order" * act_order)
 
 
-def test_gptq_without_act_order_ignores_g_idx() -> None:
-    packed = pack(files.gptq(64))
+@pytest.mark.parametrize("loaded", [set(), {"w2_bias"}])
+def test_gptq_has_the_biases_that_were_loaded(loaded: set[str]) -> None:
+    """0.32 and 0.33 make them for every model, and the config says nothing of them."""
+    held = parameters(pack(files.gptq(32)), transposed=False)
+    held |= {"w13_bias": torch.full((E, 2 * I), float("nan")), "w2_bias": torch.randn(E, H)}
     config = SimpleNamespace(is_sym=True, desc_act=False, weight_bits=4)
-    held = parameters(packed, transposed=False)
-    held |= {f"{name}_g_idx": torch.full((E, 1), 99) for name in ("w13", "w2")}
     made = layer(method("AutoGPTQMoEMethod", quant_config=config), held)
-    check(made, packed, "int4_w4a16_g64")
+    made._loaded_expert_biases = loaded
+    _, read = readers.read(made, made.quant_method)
+    if loaded:
+        assert torch.equal(read.w2_bias, held["w2_bias"]) and not read.w13_bias.any()
+    else:
+        assert read.w13_bias is None and read.w2_bias is None
 
 
 # -- 0.33 --------------------------------------------------------------------------------
@@ -214,18 +198,16 @@ def test_weights_that_are_quantized_anew_are_refused() -> None:
         readers.read(made, made.quant_method)
 
 
-def test_methods_are_known_by_the_class_that_they_extend() -> None:
-    """0.33 has INCARKWNA16MoEMethod, which extends MoeWNA16Method."""
+def test_moe_wna16_by_a_class_that_extends_it() -> None:
+    """0.33 has INCARKWNA16MoEMethod. Its parameters are (E, N, K / 2) of bytes."""
     packed = pack(files.gptq(64))
+    of_gptq = parameters(packed, transposed=False)
     held = {
-        f"{name}_{suffix}": torch.stack([joined[e] for e in range(E)])
-        for name, parts in (("w13", ("gate", "up")), ("w2", ("down",)))
-        for suffix in ("qweight", "scales")
-        for joined in [[torch.cat([packed[p][e][0][suffix].t() for p in parts]) for e in range(E)]]
+        name: of_gptq[name].transpose(1, 2).contiguous().view(dtype)
+        for stem in ("w13", "w2")
+        for name, dtype in ((f"{stem}_qweight", torch.uint8), (f"{stem}_scales", torch.float16))
     }
-    held = {n: t.contiguous().view(torch.uint8) if "qweight" in n else t for n, t in held.items()}
-    base = type("MoeWNA16Method", (), {})
-    quant = type("INCARKWNA16MoEMethod", (base,), {})()
+    quant = type("INCARKWNA16MoEMethod", (type("MoeWNA16Method", (), {}),), {})()
     quant.quant_config = SimpleNamespace(has_zp=False, weight_bits=4)
     made = layer(quant, held)
     assert made.w13_qweight.shape == (E, 2 * I, H // 2)

@@ -56,8 +56,6 @@ def generate(asked: dict[str, Any]) -> dict[str, Any]:
     prompts = asked.get("prompts", PROMPTS)
     llm = LLM(asked["model"], **(_DEFAULTS | asked["engine"]))
     found: dict[str, Any] = {"first": complete(llm, prompts)}
-    if asked.get("again"):
-        found["again"] = complete(llm, prompts)
     if path := asked.get("load"):
         llm.collective_rpc(load_experts, args=(path,))
         found["loaded"] = complete(llm, prompts)

@@ -15,8 +15,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import vllm_plugins
-import vllm_without_amx
 from vllm_engine import ANSWER
 
 _TIMEOUT = 900  # seconds for an engine to start and answer
@@ -29,17 +27,12 @@ class Engines:
     """A process that runs engines.
 
     Args:
-        folder: An empty folder, for plugins of vLLM.
-        plugins: Modules that vLLM loads as plugins in all of its processes.
-        amx: vLLM uses AMX if the CPU has it. By default its kernels are the same on all CPUs.
+        folder: An empty folder, for a plugin of vLLM.
         environment: More variables.
     """
 
-    def __init__(
-        self, folder: Path, *plugins: Any, amx: bool = False, **environment: object
-    ) -> None:
-        for plugin in (*plugins, *([] if amx else [vllm_without_amx])):
-            vllm_plugins.install(plugin, folder)
+    def __init__(self, folder: Path, **environment: object) -> None:
+        _hide_amx(folder)
         path = f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         defaults = dict(HF_HUB_OFFLINE=1, VLLM_LOGGING_LEVEL="INFO", PYTHONPATH=path)
         more = {name: str(value) for name, value in (defaults | environment).items()}
@@ -53,10 +46,9 @@ class Engines:
         Args:
             model: The folder.
             mode: A value of MOEKIT_VLLM.
-            more: "engine" has arguments of vLLM's LLM, and "prompts" other prompts. "again" asks
-                for the same completions once more, "load" names a checkpoint whose experts are
-                then written into the model while it serves ("loaded"), and "reload" a checkpoint
-                for vLLM's ``reload_weights`` ("reloaded").
+            more: "engine" has arguments of vLLM's LLM, and "prompts" other prompts. "load" names a
+                checkpoint whose experts are then written into the model while it serves
+                ("loaded"), and "reload" one for vLLM's ``reload_weights`` ("reloaded").
 
         Returns:
             For each of these, the tokens and log probabilities of every prompt; also moekit's
@@ -128,15 +120,15 @@ def assert_same(stock: list, ours: list, dtype: str = "float32", limit: float = 
     assert compared >= len(stock) * 3
 
 
-def distance(exact: list, found: list) -> float:
-    """Return the RMS difference of log probabilities up to the first token that differs."""
-    squares = []
-    for a, b in zip(exact, found, strict=True):
-        for token, other, logprob, near in zip(
-            a["tokens"], b["tokens"], a["logprobs"], b["logprobs"], strict=True
-        ):
-            if token != other:
-                break
-            squares.append((logprob - near) ** 2)
-    assert len(squares) >= 3 * len(exact)
-    return float((sum(squares) / len(squares)) ** 0.5)
+def _hide_amx(folder: Path) -> None:
+    """Install a plugin that hides AMX from vLLM in all of its processes; PYTHONPATH names it.
+
+    With AMX, vLLM has other kernels: for MLA in bf16 only, and for quantized experts.
+    """
+    hide = "torch.cpu._is_amx_tile_supported = lambda: False"
+    (folder / "without_amx.py").write_text(f"def register():\n    import torch\n    {hide}\n")
+    info = folder / "without_amx-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: without_amx\nVersion: 1.0\n")
+    entry = "[vllm.general_plugins]\nwithout_amx = without_amx:register\n"
+    (info / "entry_points.txt").write_text(entry)

@@ -77,6 +77,14 @@ def made(config=None, weights=None, cls=standin.RoutedExperts, **more):
     return layer
 
 
+def share(held, order=(0, 1, 2), **more):
+    """Return the layer of the first of two ranks, and where it has its three experts."""
+    where = torch.full((E,), -1, dtype=torch.int32)
+    where[list(order)] = torch.arange(3, dtype=torch.int32)
+    config = standin.config(E, K, H, INNER, ep_size=2, ep_rank=0, use_ep=True)
+    return made(config, held, expert_map=where, **more), where
+
+
 def applied(layer, x, topk_weights, ids):
     return layer.quant_method.apply(
         layer=layer, x=x, topk_weights=topk_weights, topk_ids=ids, shared_experts=None,

@@ -19,17 +19,6 @@ _COMMON = {
 }
 
 
-def save_tokenizer(folder: Path) -> None:
-    """Save a tokenizer whose tokens are bytes."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-
-
 _KV = {"num_key_value_heads": 2}
 _SOME_DENSE = {"intermediate_size": 256, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
 _GROUPS = {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1}
@@ -62,25 +51,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2Moe",
         _SOME_DENSE | _KV | dict(shared_expert_intermediate_size=96, num_experts=8),
     ),
-    "olmoe": ("Olmoe", _KV | dict(intermediate_size=64, num_experts=8, num_experts_per_tok=3)),
-    "granitemoe": (
-        "GraniteMoe",
-        _KV | dict(intermediate_size=96, num_local_experts=4, num_experts_per_tok=2),
-    ),
-    "glm4_moe": (
-        "Glm4Moe",
-        _SOME_DENSE | _KV | _GROUPS | dict(n_routed_experts=8, n_shared_experts=1, head_dim=32),
-    ),
-    "ernie4_5_moe": (
-        "Ernie4_5_Moe",
-        dict(intermediate_size=256, moe_intermediate_size=64, moe_num_experts=8, moe_k=2)
-        | dict(moe_num_shared_experts=1, moe_layer_start_index=1, moe_layer_end_index=1)
-        | _KV,
-    ),
-    "dots1": (
-        "Dots1",
-        _SOME_DENSE | _KV | _GROUPS | dict(n_routed_experts=8, n_shared_experts=1, head_dim=32),
-    ),
     "llama4": (
         "Llama4",
         dict(intermediate_size=64, intermediate_size_mlp=256, num_local_experts=4)
@@ -95,28 +65,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | dict(n_routed_experts=8, n_shared_experts=1, kv_lora_rank=512, q_lora_rank=None)
         | dict(qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=32, num_key_value_heads=4)
         | dict(topk_method="noaux_tc", scoring_func="sigmoid"),
-    ),
-    "hunyuan_v1_moe": (
-        "HunYuanMoEV1",
-        dict(intermediate_size=64, num_experts=4, moe_topk=2, num_shared_expert=1, head_dim=32)
-        | _KV,
-    ),
-    "afmoe": (
-        "Afmoe",
-        dict(num_experts=8, num_dense_layers=1, num_shared_experts=1, score_func="sigmoid")
-        | dict(route_norm=True, route_scale=1.5, n_group=1, topk_group=1, head_dim=32)
-        | _SOME_DENSE | _KV | _FULL,
-    ),
-    "exaone_moe": (
-        "ExaoneMoe",
-        dict(num_experts=8, num_shared_experts=1, n_group=1, topk_group=1, head_dim=32)
-        | dict(first_k_dense_replace=1, mlp_layer_types=["dense", "sparse"])
-        | _SOME_DENSE | _KV | _FULL,
-    ),
-    "lfm2_moe": ("Lfm2Moe", _SOME_DENSE | _KV | _FULL | dict(num_experts=8, num_dense_layers=1)),
-    "cohere2_moe": (
-        "Cohere2Moe",
-        dict(intermediate_size=64, num_experts=8, num_experts_per_tok=2, head_dim=32) | _KV | _FULL,
     ),
 }  # fmt: skip
 

@@ -79,11 +79,11 @@ def fail(
     return [{**each, "said": sorted(settings._said)} for each in found]
 
 
-def join(rank: int, world_size: int, dispatcher: str) -> dict[str, Any]:
+def join(rank: int, world_size: int) -> dict[str, Any]:
     """Load a layer on the first rank alone, as a rank that joins a running engine does."""
     if rank:
         return {}
-    start(rank, world_size, "on", dispatcher, tcp_store_group="vLLM's for elastic ranks")
+    start(rank, world_size, "on", "naive", tcp_store_group="vLLM's for elastic ranks")
     layer = layer_of(rank, world_size, list(range(one.E)), {})
     said = sorted(settings._said)
     return {"moekit": layer.quant_method.moekit_experts is not None, "said": said}

@@ -14,6 +14,8 @@ from torch import nn
 
 op_registry_oot: dict[str, type] = {}
 prepared = False
+# Of expert parallelism.
+ranks = SimpleNamespace()
 # The layers of the engine that runs, by name.
 running: dict[str, SimpleNamespace] = {}
 
@@ -29,9 +31,6 @@ class RoutedExperts(nn.Module):
         assert cls.__name__ not in op_registry_oot
         op_registry_oot[cls.__name__] = replacement
         return replacement
-
-    def update_expert_map_info(self):
-        self.expert_map = self.next_expert_map
 
     def __init__(self, config, weights, *, expert_map=None, method=None, **more):
         super().__init__()
@@ -116,6 +115,7 @@ def modules() -> dict[str, ModuleType]:
         "vllm.forward_context": {
             "get_forward_context": lambda: SimpleNamespace(no_compile_layers=here.running)
         },
+        "vllm.distributed": {"get_ep_group": lambda: here.ranks},
         "vllm.model_executor.utils": {"is_weights_pre_processed": lambda: here.prepared},
         "vllm.model_executor.offloader.base": {
             "NoopOffloader": NoopOffloader,

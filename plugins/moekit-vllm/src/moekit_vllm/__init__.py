@@ -6,19 +6,13 @@ can compute exactly. The other layers keep vLLM's own kernels, and one line of t
 
     settings  the variable MOEKIT_VLLM
     versions  the versions of vLLM, and whether an installed one has the hooks
-    hooks     registers moekit's `RoutedExperts` with vLLM
-    method    the part of a quantization method that moekit replaces
-    problem   an MoE layer of vLLM as a `moekit.MoEProblem`
-    weights   its loaded parameters as `moekit.ExpertWeights`
+    hooks, method
+              moekit's `RoutedExperts`, and the part of a quantization method that it replaces
+    problem, weights
+              an MoE layer of vLLM as a `moekit.MoEProblem` and `moekit.ExpertWeights`
     experts   the kernel and packed weights of a layer
     describe  `moekit explain --vllm`
-
-The package also has `FusedMoE` and `SharedFusedMoE`, layers with the interface of vLLM's, which
-need no vLLM:
-
-    layer     the layers
-    activations
-              vLLM's activations as moekit's
+    layer     `FusedMoE` and `SharedFusedMoE`, with the interface of vLLM's, which need no vLLM
 """
 
 from __future__ import annotations

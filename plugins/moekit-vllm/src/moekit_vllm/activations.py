@@ -28,22 +28,16 @@ def vllm_activation(
 ) -> Activation:
     """Return what vLLM computes for an activation (0.33, layers/fused_moe/activation.py).
 
-    Args:
-        name: In vLLM.
-        swiglu_limit: The clamp of swiglu kinds.
-        swiglu_alpha: Multiplies the gate in its sigmoid.
-        swiglu_beta: Added to the up projection.
-        activation_situ_beta: Of "situ".
-        activation_situ_linear_beta: Of "situ"; zero or less means none.
+    The limit clamps, alpha multiplies the gate in its sigmoid, and beta is added to the up
+    projection. A linear beta of zero or less means none.
 
     Raises:
         InvalidProblem: moekit has no such activation, or not with these numbers.
     """
     limit, alpha, beta = swiglu_limit, swiglu_alpha, swiglu_beta
     if name == "situ":
-        bound = activation_situ_linear_beta
-        bound = bound if bound is not None and bound > 0 else None
-        return Activation("situ", alpha=activation_situ_beta, limit=bound)
+        bound = activation_situ_linear_beta or 0.0
+        return Activation("situ", alpha=activation_situ_beta, limit=bound if bound > 0 else None)
     if name in ("swigluoai", "swiglustep"):
         if (limit, alpha) not in product((None, 7.0), (None, 1.702)):
             raise InvalidProblem(

@@ -21,13 +21,9 @@ def problems(
     MOEKIT_DISPATCHER names a dispatcher for the ranks' own tokens (``dp_size``).
 
     Args:
-        folder: The model's, with config.json and the weights.
         parallel: The ranks of the engine: ``tp_size`` with tensor parallel experts, ``ep_size``
             with ``--enable-expert-parallel``.
         fields: Fields of `MoEProblem` in place of what the checkpoint says.
-
-    Raises:
-        WeightsError: The folder holds no experts that moekit reads.
     """
     batches = parallel.dp_size if names_dispatcher() and parallel.tp_size == 1 else 1
     ranks = ParallelConfig(ep_size=parallel.ep_size, tp_size=parallel.tp_size, dp_size=batches)

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 import moekit
 from moekit import ModularKernel, MoEProblem, PackedWeights, Routing
-from moekit.errors import MoekitError
 from moekit.plugin import summary
 from moekit_vllm import versions, weights
 from moekit_vllm.packed import copy, form, forms
-from moekit_vllm.problem import exchanges_tokens, parallel_of, problem_of, too_slow
+from moekit_vllm.problem import exchanges_tokens, problem_of, too_slow
 from moekit_vllm.settings import Mode, say_once
 from moekit_vllm.weights.parameters import refusal
 
@@ -50,14 +49,8 @@ class LayerExperts:
     def of(cls, layer: Any, method: Any, before: LayerExperts | None) -> LayerExperts:
         """Pack a layer's loaded parameters; the layer then holds the packed weights instead.
 
-        Args:
-            layer: A `RoutedExperts` layer of vLLM.
-            method: Its quantization method.
-            before: What this method returned before the weights were updated. It keeps its memory,
-                which CUDA graphs may have captured.
-
-        Raises:
-            MoekitError: moekit cannot compute the layer; it is as it was before.
+        before: What this returned before the weights were updated. It keeps its memory, which CUDA
+        graphs may have captured. If this raises, the layer is as it was.
         """
         if versions.prepared_elsewhere():
             raise refusal("another process has prepared its weights for vLLM's own kernels")
@@ -66,20 +59,17 @@ class LayerExperts:
                 quant, loaded = weights.read(layer, method)
                 problem = problem_of(layer, quant, loaded)
             cpu_kernel = layer.expert_map is None and versions.has_cpu_kernel(method)
-            may_leave = cpu_kernel and method.moekit_mode is not Mode.REQUIRE
             with _on_all_ranks(layer):
-                kernel = kernel_for(problem, may_leave)
+                kernel = _kernel_for(problem, cpu_kernel and method.moekit_mode is not Mode.REQUIRE)
                 packed = kernel.pack(loaded)
                 order = _order(layer, problem)
                 if reasons := _against(kernel, packed, before):
                     raise refusal(*reasons)
             del loaded
-            if before is None:
-                made = cls(kernel, packed, order, _held(layer, packed))
-            else:
-                made = before
-                copy(packed, into=made.packed)
-                made._take(kernel, order)
+            made = before or cls(kernel, packed, order, _held(layer, packed))
+            copy(packed, into=made.packed)
+            if order is not None and made.to_physical is not None:
+                made.to_physical.copy_(order)  # vLLM's sleep mode may have discarded it
             _hold(layer, made.parameters)
         return made
 
@@ -87,39 +77,6 @@ class LayerExperts:
     def dispatches(self) -> bool:
         """Return whether a dispatcher of moekit moves the tokens."""
         return self.kernel.problem.parallel.moves_tokens
-
-    def follow(self, layer: Any) -> None:
-        """Compute by the layer's new expert map, with the same weights.
-
-        Raises:
-            MoekitError: The rank now holds another number of experts, or moekit computes their
-                sum with another backend.
-        """
-        held = self.kernel.problem
-        problem = held.replace(
-            num_redundant_experts=layer.global_num_experts - held.num_experts,
-            parallel=parallel_of(layer),
-        )
-        kernel = kernel_for(problem)
-        if problem.num_local_experts != held.num_local_experts:
-            raise MoekitError(
-                f"{layer.layer_name} has {problem.num_local_experts} experts by its new expert "
-                f"map, and weights of {held.num_local_experts}: restart the engine"
-            )
-        if kernel.experts.spec.name != self.packed.backend:
-            raise MoekitError(
-                f"{layer.layer_name} has weights for {self.packed.backend!r}, but by its new "
-                f"expert map moekit chooses {kernel.experts.spec.name!r}: set MOEKIT_EXPERTS="
-                f"{self.packed.backend} and restart the engine"
-            )
-        self._take(kernel, _order(layer, problem))
-
-    def _take(self, kernel: ModularKernel, order: Tensor | None) -> None:
-        self.kernel, held = kernel, self.to_physical
-        if order is not None and held is not None and form(order) == form(held):
-            held.copy_(order)  # where CUDA graphs read it
-        else:
-            self.to_physical = order
 
     def __call__(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """Return this rank's partial sum (T, H) in x's dtype; the whole sum if `dispatches`.
@@ -151,20 +108,12 @@ def _warm_up(kernel: ModularKernel, packed: PackedWeights, num_tokens: int) -> N
         kernel.warmup(packed, num_tokens)
 
 
-def kernel_for(problem: MoEProblem, cpu_kernel: bool = False) -> ModularKernel:
-    """Return the kernel for a problem; equal problems share one.
-
-    Args:
-        problem: A layer's.
-        cpu_kernel: As in `too_slow`.
-
-    Raises:
-        MoekitError: No backend computes the problem, or none as fast as vLLM's kernel.
-    """
+def _kernel_for(problem: MoEProblem, cpu_kernel: bool) -> ModularKernel:
+    """Return the kernel for a problem, unless vLLM's is faster; equal problems share one."""
     kernel = _kernels.get(problem)
     if kernel is None:
         # Ids come from vLLM's router, and checks by value would wait for the GPU.
-        group = versions.expert_parallel_group() if problem.parallel.moves_tokens else None
+        group = versions.expert_ranks().device_group if problem.parallel.moves_tokens else None
         kernel = _kernels[problem] = _in_own_memory(
             lambda: moekit.compose(problem, group=group, checked=False, peer_timeout=_PEER_TIMEOUT)
         )
@@ -186,12 +135,11 @@ def _in_own_memory(make: Callable[[], ModularKernel]) -> ModularKernel:
     index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
     def run() -> ModularKernel:
-        if index is None:
-            return make()
-        torch.accelerator.set_device_index(index)
-        kernel = make()
-        torch.accelerator.synchronize()  # the calling thread has another stream
-        return kernel
+        with torch.accelerator.device_index(index):
+            kernel = make()
+            if index is not None:
+                torch.accelerator.synchronize()  # the calling thread has another stream
+            return kernel
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(run).result()
@@ -202,9 +150,9 @@ def _on_all_ranks(layer: Any) -> Iterator[None]:
     """Raise on every rank if the context raises on one. Collective if ranks exchange tokens.
 
     vLLM's kernels and moekit's move tokens in different ways, so a rank that alone left the layer
-    to vLLM would hang.
+    to vLLM would hang. In engines with elastic ranks, all leave it to vLLM, and some load alone.
     """
-    if not exchanges_tokens(layer):
+    if not exchanges_tokens(layer) or versions.elastic():
         yield
         return
     error: Exception | None = None
@@ -225,10 +173,10 @@ def _order(layer: Any, problem: MoEProblem) -> Tensor | None:
     experts = layer.expert_map
     if experts is None:
         return None
-    start = problem.local_experts.start
-    places = torch.where(experts >= 0, experts + start, -1).long()
-    mine = torch.arange(len(places), device=places.device)
-    linear = torch.where((mine >= start) & (mine < problem.local_experts.stop), mine, -1)
+    mine = problem.local_experts
+    places = torch.where(experts >= 0, experts + mine.start, -1).long()
+    linear = torch.full_like(places, -1)
+    linear[mine.start : mine.stop] = torch.arange(mine.start, mine.stop, device=places.device)
     if torch.equal(places, linear):
         return None
     if problem.parallel.moves_tokens:
@@ -249,10 +197,10 @@ def _against(
         return ["its packed weights have other shapes or dtypes, or another backend, than before"]
     specs = (kernel.dispatcher.spec, kernel.experts.spec)
     unfit = [repr(spec.name) for spec in specs if not spec.graph_safe]
-    if not unfit or not versions.captures_graphs():
-        return []
-    names = " and ".join(unfit)
-    return [f"{names} cannot be in the CUDA graphs that vLLM captures: use --enforce-eager"]
+    if unfit and versions.captures_graphs():
+        names = " and ".join(unfit)
+        return [f"{names} cannot be in the CUDA graphs that vLLM captures: use --enforce-eager"]
+    return []
 
 
 def _held(layer: Any, packed: PackedWeights) -> dict[str, nn.Parameter]:

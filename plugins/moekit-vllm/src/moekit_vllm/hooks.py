@@ -1,9 +1,8 @@
 """Register moekit's `RoutedExperts` with vLLM.
 
 `PluggableLayer.register_oot` is vLLM's public hook for classes that replace a layer. A class that
-replaces `RoutedExperts` differs in one thing: when it is made, `MoekitMethod` extends the
-quantization method that vLLM chose. vLLM creates and loads the weights as before, for every
-quantization method.
+replaces `RoutedExperts` differs in one thing: `moekit_vllm.method` extends the quantization method
+that vLLM chose. vLLM creates and loads the weights as before, for every quantization method.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 from moekit.errors import MoekitError
 from moekit.plugin import reason_of
 from moekit_vllm import versions
-from moekit_vllm.method import extend, follow
+from moekit_vllm.method import extended
 from moekit_vllm.settings import Mode
 
 
@@ -25,7 +24,18 @@ def install(mode: Mode) -> None:
         MoekitError: It is impossible, and the mode is REQUIRE.
     """
     try:
-        _replace(mode)
+        if reasons := versions.unsupported(versions.installed()) or versions.missing_hooks():
+            mode.decline("every MoE layer", "; ".join(reasons))
+            return
+        replaced = versions.replaced_layers()
+        for stock in versions.layer_classes():
+            taken = replaced.get(stock.__name__)
+            if taken is None:
+                stock.register_oot(_subclass(stock, mode))
+            elif not hasattr(taken, "made_by_moekit"):
+                other = f"{taken.__module__}.{taken.__qualname__}"
+                why = f"another plugin has replaced that class by {other}"
+                mode.decline(f"every layer of class {stock.__name__}", why)
     except (MoekitError, KeyboardInterrupt):
         raise
     except BaseException as error:  # importing vLLM may raise SystemExit
@@ -33,23 +43,6 @@ def install(mode: Mode) -> None:
             uninstall()
         why = f"vLLM has other modules than expected ({reason_of(error)})"
         mode.decline("every MoE layer", why)
-
-
-def _replace(mode: Mode) -> None:
-    if reasons := versions.unsupported(versions.installed()) or versions.missing_hooks():
-        mode.decline("every MoE layer", "; ".join(reasons))
-        return
-    replaced = versions.replaced_layers()
-    for stock in versions.layer_classes():
-        taken = replaced.get(stock.__name__)
-        if taken is None:
-            stock.register_oot(_subclass(stock, mode))
-        elif not hasattr(taken, "made_by_moekit"):
-            other = f"{taken.__module__}.{taken.__qualname__}"
-            mode.decline(
-                f"every layer of class {stock.__name__}",
-                f"another plugin has replaced that class by {other}",
-            )
 
 
 def uninstall() -> None:
@@ -67,12 +60,7 @@ def _subclass(stock: Any, mode: Mode) -> Any:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            extend(self.quant_method, mode)
-
-        def update_expert_map_info(self) -> None:
-            """Take the ranks' new placement of experts, which elastic expert parallelism makes."""
-            super().update_expert_map_info()
-            follow(self)
+            self.quant_method: Any = extended(self.quant_method, mode)
 
     Layer.__name__, Layer.__qualname__ = stock.__name__, stock.__qualname__
     return Layer

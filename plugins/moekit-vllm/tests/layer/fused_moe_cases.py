@@ -10,8 +10,6 @@ from moekit_vllm import FusedMoE
 from torch import Tensor
 
 SIZES = {"num_experts": E, "top_k": K, "hidden_size": H, "intermediate_size": I}
-NAMES = dict(ckpt_gate_proj_name="gate", ckpt_down_proj_name="down", ckpt_up_proj_name="up")
-SHARDS = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
 def make(**arguments: Any) -> FusedMoE:
@@ -36,3 +34,25 @@ def loaded(**arguments: Any) -> tuple[FusedMoE, dict[str, Tensor]]:
     push(layer, tensors)
     layer.process_weights_after_loading()
     return layer, tensors
+
+
+def load_files(
+    layer: FusedMoE, tensors: dict[str, Tensor], num_experts: int, redundant: int = 0
+) -> None:
+    """Load a checkpoint's tensors by vLLM's loop, and pack them."""
+    mapping = FusedMoE.make_expert_params_mapping(
+        ckpt_gate_proj_name="gate_proj",
+        ckpt_down_proj_name="down_proj",
+        ckpt_up_proj_name="up_proj",
+        num_experts=num_experts,
+        num_redundant_experts=redundant,
+    )
+    params = dict(layer.named_parameters())
+    for name, tensor in tensors.items():
+        for param_name, weight_name, expert, shard in mapping:
+            if weight_name in name:
+                mapped = name.replace(weight_name, param_name)
+                param = params[mapped.rpartition(".")[2]]
+                if param.weight_loader(param, tensor, mapped, shard, expert, return_success=True):
+                    break
+    layer.process_weights_after_loading()

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fused_moe_cases import load_files
 from moekit_vllm import FusedMoE, SharedFusedMoE
 
 import moekit
@@ -22,27 +23,12 @@ def run(rank: int, world_size: int, sizes: dict[str, Any], shared: bool) -> dict
     kind = SharedFusedMoE if shared else FusedMoE
     how = {"shared_experts": lambda x: x / world_size} if shared else {}
     layer = kind(**common, **sizes, **how, prefix="model.experts", peer_timeout=20.0)
-    redundant = sizes.get("num_redundant_experts", 0)
     checkpoint = {
-        f"experts.{e}.{name}.weight": tensor[e]
+        f"experts.{e}.{name}_proj.weight": tensor[e]
         for e in range(E)
-        for name, tensor in (("w1", w13[:, :I]), ("w3", w13[:, I:]), ("w2", w2))
+        for name, tensor in (("gate", w13[:, :I]), ("up", w13[:, I:]), ("down", w2))
     }
-    mapping = layer.make_expert_params_mapping(
-        ckpt_gate_proj_name="w1",
-        ckpt_down_proj_name="w2",
-        ckpt_up_proj_name="w3",
-        num_experts=E,
-        num_redundant_experts=redundant,
-    )
-    for name, tensor in checkpoint.items():
-        for param_name, weight_name, expert, shard in mapping:
-            if weight_name in name:
-                mapped = name.replace(weight_name, param_name).removeprefix("experts.")
-                param = layer.get_parameter(mapped)
-                if layer.weight_loader(param, tensor, mapped, shard, expert, return_success=True):
-                    break
-    layer.process_weights_after_loading()
+    load_files(layer, checkpoint, E, sizes.get("num_redundant_experts", 0))
     batch = rank * sizes.get("dp_size", 1) // world_size
     torch.manual_seed(100 + batch)
     x, logits = torch.randn(6, H), torch.randn(6, E)

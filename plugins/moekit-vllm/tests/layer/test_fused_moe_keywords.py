@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from fused_moe_cases import SIZES, loaded, make, push, stacks
 from layer_cases import E, H, K, logits_for
 from moekit_vllm import FusedMoE
-from moekit_vllm.layer.keywords import parallelism
+from moekit_vllm.layer.keywords import set_ranks
 from moekit_vllm.layer.quantization import resolve
 from torch import nn
 
@@ -24,37 +23,23 @@ from moekit.testing.cases import random_x
 # -- the keywords -----------------------------------------------------------------------------
 
 
+GROUPS = {"num_expert_group": 3, "topk_group": 2}
+SIGMOID = {"scoring_func": "sigmoid", "routed_scaling_factor": 2.5}
+SIGMOID |= {"e_score_correction_bias": torch.linspace(0, 1, E)}
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
         ({}, {}),
         ({"renormalize": False}, {"renormalize": False}),
-        ({"num_expert_group": 3, "topk_group": 2}, {}),  # ignored without use_grouped_topk
-        (
-            {"use_grouped_topk": True, "num_expert_group": 3, "topk_group": 2},
-            {"num_expert_group": 3, "topk_group": 2},
-        ),
-        (
-            {
-                "scoring_func": "sigmoid",
-                "routed_scaling_factor": 2.5,
-                "e_score_correction_bias": torch.linspace(0, 1, E),
-            },
-            {
-                "scoring_func": "sigmoid",
-                "routed_scaling_factor": 2.5,
-                "e_score_correction_bias": torch.linspace(0, 1, E),
-            },
-        ),
+        (GROUPS, {}),  # ignored without use_grouped_topk
+        (GROUPS | {"use_grouped_topk": True}, GROUPS),
+        (SIGMOID, SIGMOID),
         ({"zero_expert_num": 2, "zero_expert_type": "identity"}, {"zero_expert_num": 2}),
         ({"activation": "gelu", "router_logits_dtype": torch.float32}, {"activation": "gelu"}),
-        ({"gate": None, "pcp_size": 1, "enable_eplb": True, "routing_method_type": 1}, {}),
-        ({"n_shared_experts": 2, "fuse_shared_experts": False, "shared_expert_prefix": "a"}, {}),
-        (
-            {"intermediate_pad": 0, "skip_padding": True, "image_sentinel_lo": 0, "bias_vl": None},
-            {},
-        ),
-        ({"swiglu_limit": None, "runner_args": None, "moe_config_cls": None, "router": None}, {}),
+        (dict.fromkeys(("gate", "bias_vl", "runner_args", "swiglu_limit", "router")), {}),
+        ({"pcp_size": 1, "enable_eplb": True, "n_shared_experts": 2, "skip_padding": True}, {}),
     ],
 )
 def test_keywords_are_those_of_moekits_layer(theirs: dict, ours: dict) -> None:
@@ -66,17 +51,35 @@ def test_keywords_are_those_of_moekits_layer(theirs: dict, ours: dict) -> None:
     assert torch.equal(layer(hidden_states=x, router_logits=logits), other(x, logits))
 
 
+def swiglu(gate, up, limit=torch.inf, alpha=1.0, beta=0.0):
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * (alpha * gate).sigmoid() * (up + beta)
+
+
+def written_out(tensors: dict, x, weights, ids, activation=swiglu):
+    """Return the sum over experts in fp64."""
+    out, x = torch.zeros(x.shape, dtype=torch.float64), x.double()
+    for t in range(len(x)):
+        for weight, e in zip(weights[t], ids[t].tolist(), strict=True):
+            gate, up, down = (tensors[shard][e].double() for shard in ("w1", "w3", "w2"))
+            out[t] += weight * (down @ activation(gate @ x[t], up @ x[t]))
+    return out
+
+
+def same(out, want) -> bool:
+    return bool((out - want).norm() < 1e-5 * want.norm())
+
+
 def test_a_custom_routing_function_gets_vllms_keywords() -> None:
+    weights, ids = torch.ones(5, K), torch.arange(K).expand(5, -1).int()
+
     def first(*, hidden_states, gating_output, topk, renormalize):
         assert hidden_states.shape == (5, H) and gating_output.shape == (5, E) and not renormalize
-        return torch.ones(5, topk), torch.arange(topk).expand(5, -1).int()
+        return weights, ids
 
     layer, tensors = loaded(custom_routing_function=first, renormalize=False)
     x = torch.randn(5, H)
-    gate, up, down = (tensors[shard][:K].double() for shard in ("w1", "w3", "w2"))
-    h = nn.functional.silu(gate @ x.T.double()) * (up @ x.T.double())
-    want = (down @ h).sum(0).T
-    assert (layer(x, torch.randn(5, E)) - want).norm() < 1e-5 * want.norm()
+    assert same(layer(x, torch.randn(5, E)), written_out(tensors, x, weights, ids))
 
 
 def test_experts_without_a_gate() -> None:
@@ -128,8 +131,7 @@ def test_rows_of_gate_and_up_in_one_tensor(name: str) -> None:
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_hash_routing(renormalize: bool, dtype: torch.dtype) -> None:
+def test_hash_routing(renormalize: bool) -> None:
     """vLLM's dsv4 router: the table's experts, weighed by sqrt(softplus(logits)) of their own."""
     vocabulary, T, scale = 40, 12, 1.5
     made = torch.full((vocabulary, K), 2**20, dtype=torch.int32)  # what a loader replaces
@@ -140,19 +142,13 @@ def test_hash_routing(renormalize: bool, dtype: torch.dtype) -> None:
     layer, tensors = loaded(hash_indices_table=table, **options)
     table.data.copy_(torch.rand(vocabulary, E).topk(K).indices)
     x, logits = torch.randn(T, H), 3 * torch.randn(T, E)
-    input_ids = torch.randint(vocabulary, (T,), dtype=dtype)
-    want = torch.zeros(T, H, dtype=torch.float64)
-    for t in range(T):
-        chosen = table[input_ids[t]].long()
-        weights = nn.functional.softplus(logits[t, chosen].double()).sqrt()
-        weights = scale * (weights / weights.sum() if renormalize else weights)
-        for weight, e in zip(weights, chosen.tolist(), strict=True):
-            gate, up, down = (tensors[shard][e].double() for shard in ("w1", "w3", "w2"))
-            token = x[t].double()
-            want[t] += weight * (down @ (nn.functional.silu(gate @ token) * (up @ token)))
-    out = layer(x, logits, input_ids)
-    assert (out - want).norm() < 1e-5 * want.norm()
-    assert (layer(x, logits, input_ids.flip(0)) - want).norm() > 0.1 * want.norm()
+    input_ids = torch.randint(vocabulary, (T,), dtype=torch.int32 if renormalize else torch.int64)
+    ids = table[input_ids].long()
+    weights = nn.functional.softplus(logits.double()).sqrt().gather(1, ids)
+    weights = scale * (weights / weights.sum(1, keepdim=True) if renormalize else weights)
+    want = written_out(tensors, x, weights, ids)
+    assert same(layer(x, logits, input_ids), want)
+    assert not same(layer(x, logits, input_ids.flip(0)), want)
     with pytest.raises(InvalidInput, match="this layer routes by hash_table: give token_ids"):
         layer(x, logits)
     plain, _ = loaded()
@@ -162,14 +158,14 @@ def test_hash_routing(renormalize: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("name", "numbers", "formula"),
     [
-        ("silu", dict(limit=1.0), lambda g, u: _swiglu(g, u, 1.0, 1.0, 0.0)),
-        ("swigluoai", dict(limit=7.0, alpha=1.702), lambda g, u: _swiglu(g, u, 7.0, 1.702, 1.0)),
+        ("silu", dict(limit=1.0), lambda g, u: swiglu(g, u, 1.0, 1.0, 0.0)),
+        ("swigluoai", dict(limit=7.0, alpha=1.702), lambda g, u: swiglu(g, u, 7.0, 1.702, 1.0)),
         (
             "swigluoai_uninterleave",
             dict(limit=1.0, alpha=0.5, beta=1.0),
-            lambda g, u: _swiglu(g, u, 1.0, 0.5, 1.0),
+            lambda g, u: swiglu(g, u, 1.0, 0.5, 1.0),
         ),
-        ("swigluoai_uninterleave", dict(limit=0.5), lambda g, u: _swiglu(g, u, 0.5, 1.0, 0.0)),
+        ("swigluoai_uninterleave", dict(limit=0.5), lambda g, u: swiglu(g, u, 0.5, 1.0, 0.0)),
         (
             "situ",
             dict(situ_beta=2.0, situ_linear_beta=1.5),
@@ -192,17 +188,7 @@ def test_numbers_of_activations(name: str, numbers: dict, formula) -> None:
     x, logits = 2 * torch.randn(7, H), torch.randn(7, E)
     weights, ids = logits.double().softmax(-1).topk(K)
     weights = weights / weights.sum(-1, keepdim=True)
-    want = torch.zeros(7, H, dtype=torch.float64)
-    for t in range(7):
-        for weight, e in zip(weights[t], ids[t].tolist(), strict=True):
-            gate, up, down = (tensors[shard][e].double() for shard in ("w1", "w3", "w2"))
-            want[t] += weight * (down @ formula(gate @ x[t].double(), up @ x[t].double()))
-    assert (layer(x, logits) - want).norm() < 1e-5 * want.norm()
-
-
-def _swiglu(gate, up, limit, alpha, beta):
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return gate * (alpha * gate).sigmoid() * (up + beta)
+    assert same(layer(x, logits), written_out(tensors, x, weights, ids, formula))
 
 
 def _gelu(gate):
@@ -225,38 +211,20 @@ def test_a_factor_of_the_output() -> None:
     assert (weighed(x, logits) - scaled(x, logits)).norm() > 0.1 * scaled(x, logits).norm()
 
 
-def test_names_in_the_checkpoint() -> None:
-    layer, tensors = loaded()
-    named = make(ckpt_names=("gate", "down", "up"))
-    stored = {"gate": "w1", "down": "w2", "up": "w3"}
-    names = named.load_weights(
-        (f"{e}.{part}.weight", tensors[shard][e])
-        for e in range(E)
-        for part, shard in stored.items()
-    )
-    assert set(names) == {"w13_weight", "w2_weight"}
-    named.process_weights_after_loading()
-    for name, tensor in layer.packed.experts.items():
-        assert torch.equal(named.packed.experts[name], tensor)
-    ungated = make(ckpt_names=("up", "down", None), is_act_and_mul=False)
-    assert {shard for *_, shard in ungated.expert_mapping} == {"w1", "w2"}
-
-
-def test_sizes_of_ranks() -> None:
-    """Without torch.distributed, sizes above one need the rank, as with moekit's layer."""
-    common = dict(is_sequence_parallel=False, num_redundant_experts=0, reduce_results=False)
-    for sizes, want in (
-        ((None, None, None), (1, 1, False)),
-        ((4, None, None), (4, 1, False)),
-        ((2, 1, 2), (2, 2, False)),
-        ((2, 4, 2), (2, 2, True)),
-        ((None, 8, None), (8, 1, True)),
-    ):
-        given = dict(zip(("tp_size", "ep_size", "dp_size"), sizes, strict=True))
-        made = parallelism(given | common, {})
-        assert (made.tp_size, made.dp_size, made.enable_expert_parallel) == want
-    with pytest.raises(InvalidProblem, match="the rank comes from torch.distributed"):
-        make(tp_size=2)
+@pytest.mark.parametrize(
+    ("sizes", "want"),
+    [
+        ((None, None, None), {}),
+        ((4, None, None), dict(tp_size=4)),
+        ((2, 1, 2), dict(tp_size=2, dp_size=2)),
+        ((2, 4, 2), dict(tp_size=2, dp_size=2, enable_expert_parallel=True)),
+        ((None, 8, None), dict(tp_size=8, dp_size=1, enable_expert_parallel=True)),
+    ],
+)
+def test_sizes_of_ranks(sizes: tuple, want: dict) -> None:
+    found: dict = {}
+    set_ranks(found, *sizes)
+    assert found == want
 
 
 def test_the_view_of_one_rank() -> None:
@@ -280,11 +248,10 @@ def test_the_view_of_one_rank() -> None:
 
 
 WRONG = {
-    "gate": (dict(gate=nn.Linear(2, 2)), "has no gate .*: call the gate in the model, and pass"),
-    "shared": (dict(fuse_shared_experts=True), "call the shared experts in the model, and add"),
+    "gate": (dict(gate=nn.Linear(2, 2)), "has no gate .*: it computes routed experts from router_"),
+    "shared": (dict(fuse_shared_experts=True), "has no fuse_shared_experts .*do the rest in the m"),
     "runner": (dict(runner_args={"a": 1}), "choose dispatcher=... and experts=... by name"),
-    "config of vLLM": (dict(moe_config_cls=dict), "choose dispatcher=... and experts=... by name"),
-    "images": (dict(bias_vl=torch.ones(1)), "has no bias_vl .*: moekit has one correction bias"),
+    "ranks": (dict(tp_size=2), "the rank comes from torch.distributed"),
     "hash": (dict(hash_indices_table=torch.zeros(9, K).int()), "scoring_func='sqrtsoftplus' only"),
     "numbers": (dict(activation=moekit.Activation("silu"), swiglu_beta=7.0), "and swiglu_beta are"),
     "number": (dict(swiglu_limit="7"), "limit='7': it must be a finite number"),
@@ -300,7 +267,7 @@ WRONG = {
     "both": (dict(parallelism=LayerParallelism(), dp_size=2), "parallelism and dp_size are both"),
     "zero": (dict(zero_expert_type="copy"), "zero_expert_type='copy': it must be 'identity' or"),
     "flag": (dict(renormalize="yes"), "renormalize='yes': it must be True or False"),
-    "config": (dict(quant_config=3), "quant_config=3: it must be a scheme of moekit.SCHEMES, a"),
+    "config": (dict(quant_config=3), "quant_config=3: it must be a model's quantization_config"),
     "scheme": (dict(quant_config="fp9"), "quant scheme 'fp9' is unknown; choose one of: none, fp8"),
     "method": (dict(quant_config={"quant_method": "bnb"}), "has the quant_method 'bnb'"),
     "no scheme": (
@@ -310,7 +277,7 @@ WRONG = {
     "scheme of others": (dict(quant_config="fp8_block", quant="int8_w8a16"), "does not fit quant="),
     "no method": (dict(quant_config={}), "has no quant_method, expected .* or fp8"),
     "no groups": (dict(quant_config={"quant_method": "compressed-tensors"}), "no config_groups"),
-    "split": (dict(parallel=ParallelConfig(), tp_size=2), "parallel and tp_size are both given"),
+    "split": (dict(parallel=ParallelConfig(), tp_size=2), "parallel is given, so tp_size"),
     "activation": (dict(activation="swish"), "activation 'swish' is unknown; choose one of"),
 }  # fmt: skip
 
@@ -329,71 +296,23 @@ def test_unknown_keywords() -> None:
 
 # -- quantization configs ---------------------------------------------------------------------
 
-
-def vllm_config(name: str, **fields: Any) -> SimpleNamespace:
-    """Return an object with the public fields of a QuantizationConfig of vLLM."""
-    return SimpleNamespace(get_name=lambda: name, **fields)
-
-
-@dataclass
-class Arguments:
-    """Stands for compressed-tensors' QuantizationArgs, whose strings are enums."""
-
-    num_bits: int = 8
-    type: Any = field(default_factory=lambda: SimpleNamespace(value="float"))
-    strategy: Any = field(default_factory=lambda: SimpleNamespace(value="channel"))
-    group_size: int | None = None
-    symmetric: bool = True
-    dynamic: bool = False
-
-
-TOKEN = Arguments(strategy=SimpleNamespace(value="token"), dynamic=True)
-CONFIGS = [
-    (vllm_config("fp8", is_checkpoint_fp8_serialized=True, activation_scheme="dynamic",
-                 weight_block_size=[128, 128], ignored_layers=[]), "fp8_block"),
-    (vllm_config("fp8", is_checkpoint_fp8_serialized=True, activation_scheme="static",
-                 weight_block_size=None, ignored_layers=["b"]), "fp8_tensor_static"),
-    (vllm_config("fp8", is_checkpoint_fp8_serialized=True, activation_scheme="static",
-                 weight_block_size=None, ignored_layers=["a.experts"]), "none"),
-    (vllm_config("fbgemm_fp8", ignore_list=[]), "fp8_channel_token"),
-    (vllm_config("gptq_marlin", weight_bits=4, group_size=32, desc_act=False, is_sym=True,
-                 full_config={}), "int4_w4a16_g32"),
-    (vllm_config("auto_gptq", full_config=dict(quant_method="gptq", bits=4, group_size=32,
-                                               sym=False, desc_act=True)),
-     "int4_w4a16_g32_zp_act_order"),
-    (vllm_config("gptq", weight_bits=8, group_size=-1, desc_act=False), "int8_w8a16"),
-    (vllm_config("awq_marlin", weight_bits=4, group_size=32, zero_point=True, full_config={},
-                 modules_to_not_convert=[]), "int4_w4a16_g32_zp"),
-    (vllm_config("compressed-tensors", ignore=["lm_head"], quant_format="float-quantized",
-                 target_scheme_map={"Linear": dict(weights=Arguments(), input_activations=TOKEN)}),
-     "fp8_channel_token"),
-    (vllm_config("modelopt", quant_method="FP8", exclude_modules=[]), "fp8_tensor_static"),
-    (vllm_config("modelopt_fp4", exclude_modules=[]), "nvfp4"),
-    (vllm_config("mxfp4", ignored_layers=None), "mxfp4_w4a16"),
-    ({"quantization": {"quant_algo": "FP8"}}, "fp8_tensor_static"),
-    (SimpleNamespace(to_dict=lambda: dict(quant_method="awq", bits=4, group_size=64)),
-     "int4_w4a16_g64_zp"),
-    (SCHEMES["mxfp8"], "mxfp8"),
-    ("int4_w4a16_g128", "int4_w4a16_g128"),
-    (None, "none"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("given", "scheme"), CONFIGS, ids=lambda v: v if type(v) is str else "")
-def test_quantization_configs(given: Any, scheme: str) -> None:
-    assert resolve(given, None, False, (256, 512, 1), "a.experts")[1].name == scheme
+_FP8 = dict(quant_method="fp8", activation_scheme="static")
+_MODELOPT = dict(quantization=dict(quant_algo="FP8"))
+_AWQ = dict(quant_method=SimpleNamespace(value="awq"), bits=4, group_size=64)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "scheme"),
     [
-        (vllm_config("bitsandbytes"), "vLLM's method 'bitsandbytes': expected one of fp8, fbgemm"),
-        (
-            vllm_config("fp8", is_checkpoint_fp8_serialized=False),
-            "the checkpoint is not fp8 yet: quantize it before loading",
-        ),
+        (dict(quant_method="fp8", weight_block_size=[128, 128]), "fp8_block"),
+        (_FP8, "fp8_tensor_static"),
+        (_FP8 | dict(ignored_layers=["a.experts"]), "none"),
+        (_MODELOPT, "fp8_tensor_static"),
+        (SimpleNamespace(to_dict=lambda: _AWQ), "int4_w4a16_g64_zp"),
+        (SCHEMES["mxfp8"], "mxfp8"),
+        ("int4_w4a16_g128", "int4_w4a16_g128"),
+        (None, "none"),
     ],
 )
-def test_configs_of_vllm_that_moekit_does_not_know(given: Any, message: str) -> None:
-    with pytest.raises(InvalidProblem, match=message):
-        make(quant_config=given)
+def test_quantization_configs(given: Any, scheme: str) -> None:
+    assert resolve(given, None, False, (256, 512, 1), "a.experts")[1].name == scheme

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,11 @@ import hf_models as hfm
 import pytest
 import torch
 import vllm_style_models as blocks
-from hf_models import DEEPSEEK_V3, GPT_OSS, LLAMA4, MIXTRAL, QWEN3_MOE, HFModel
+from hf_models import DEEPSEEK_V3, GPT_OSS, MIXTRAL, HFModel
 from moekit_vllm import FusedMoE
 from torch import Tensor, nn
 
 from moekit import LayerParallelism, ParallelConfig
-from moekit.errors import WeightsError
 
 pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors")
@@ -25,10 +24,8 @@ _numbers = itertools.count()
 PROJECTIONS = ("gate_proj", "down_proj", "up_proj")
 MODELS: dict[str, tuple[HFModel, type[nn.Module], tuple[str, str, str]]] = {
     "mixtral": (MIXTRAL, blocks.MixtralMoE, ("w1", "w2", "w3")),
-    "qwen3_moe": (QWEN3_MOE, blocks.Qwen3MoeSparseMoeBlock, PROJECTIONS),
     "deepseek_v3": (DEEPSEEK_V3, blocks.DeepseekV2MoE, PROJECTIONS),
     "gpt_oss": (GPT_OSS, blocks.GptOssMLP, PROJECTIONS),
-    "llama4": (LLAMA4, blocks.Llama4MoE, PROJECTIONS),
 }
 RANKS = {
     "whole": [ParallelConfig()],
@@ -95,44 +92,13 @@ def test_the_same_logits_as_transformers(name: str, ranks: str, saved) -> None:
     assert (got - want).norm() < 1e-5 * want.norm()
     without = hfm.forward_with(hf, model, ids, lambda layer, x: torch.zeros_like(x))
     assert (without - want).norm() > 0.05 * want.norm()  # the routed experts matter
-    if ranks == "whole" and name == "deepseek_v3":  # with shared experts of its own
+    if ranks == "whole" and name == "deepseek_v3":  # has shared experts
         for layer, seen in captures.items():
             whole = mine[0].get_submodule(stem.format(layer=layer))(seen.x_TH)
             assert (whole - seen.out_TH).norm() < 1e-5 * seen.out_TH.norm()
 
 
 def test_loaded_parameters_are_those_of_the_model(saved) -> None:
-    path, model = saved("qwen3_moe")
-    mine = build("qwen3_moe", model.config, ParallelConfig())
-    assert load(mine, tensors(path)) == {name for name, _ in mine.named_parameters()}
-
-
-def test_a_weight_update(saved) -> None:
-    """Loading other weights gives what a new model gives, in the same memory."""
-    path, model = saved("mixtral")
-    mine, other = (build("mixtral", model.config, ParallelConfig()) for _ in range(2))
-    changed = [(name, tensor.flip(0)) for name, tensor in tensors(path)]
-    x = torch.randn(5, model.config.hidden_size)
-    block = partial(blocks.MoEModel.get_submodule, target="model.layers.0.block_sparse_moe")
-    load(mine, tensors(path))
-    before, packed = block(mine)(x), block(mine).experts.packed
-    places = {name: tensor.data_ptr() for name, tensor in packed.experts.items()}
-    load(mine, changed)
-    load(other, changed)
-    assert torch.equal(block(mine)(x), block(other)(x))
-    assert not torch.equal(block(mine)(x), before)
-    now = block(mine).experts.packed
-    assert {name: tensor.data_ptr() for name, tensor in now.experts.items()} == places
-
-
-def test_a_file_that_lacks_experts(saved) -> None:
     path, model = saved("mixtral")
     mine = build("mixtral", model.config, ParallelConfig())
-    weights = [(n, t) for n, t in tensors(path) if "layers.1" not in n or ".5.w3" not in n]
-    with pytest.raises(WeightsError, match=r"layers.1.block_sparse_moe.experts: 1 of 24 .*5.w3.we"):
-        load(mine, weights)
-    block = mine.get_submodule("model.layers.1.block_sparse_moe")
-    with pytest.raises(
-        WeightsError, match="has no weights: 1 of 24 tensors of this rank were not loaded: .*5.w3"
-    ):
-        block(torch.randn(2, model.config.hidden_size))
+    assert load(mine, tensors(path)) == {name for name, _ in mine.named_parameters()}

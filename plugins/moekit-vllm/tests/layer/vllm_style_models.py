@@ -15,77 +15,67 @@ from moekit_vllm import FusedMoE
 from torch import Tensor, nn
 
 
-class MixtralMoE(nn.Module):
+class Block(nn.Module):
+    """A gate and experts; `arguments` has the layer's arguments, as vLLM's model files do."""
+
+    gate_name, gate_bias = "gate", False
+
     def __init__(self, config: Any, prefix: str, **how: Any) -> None:
         super().__init__()
-        self.gate = nn.Linear(config.hidden_size, config.num_local_experts, bias=False)
+        arguments = self.arguments(config)
+        gate = nn.Linear(config.hidden_size, arguments["num_experts"], bias=self.gate_bias)
+        self.add_module(self.gate_name, gate)
         self.experts = FusedMoE(
-            num_experts=config.num_local_experts,
             top_k=config.num_experts_per_tok,
             hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
             reduce_results=False,
-            renormalize=True,
             prefix=f"{prefix}.experts",
+            **arguments,
             **how,
         )
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        router_logits = self.gate(hidden_states)
-        return self.experts(hidden_states, router_logits)
-
-
-class Qwen3MoeSparseMoeBlock(nn.Module):
-    def __init__(self, config: Any, prefix: str, **how: Any) -> None:
-        super().__init__()
-        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
-        self.experts = FusedMoE(
-            num_experts=config.num_experts,
-            top_k=config.num_experts_per_tok,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.moe_intermediate_size,
-            reduce_results=False,
-            renormalize=config.norm_topk_prob,
-            prefix=f"{prefix}.experts",
-            **how,
-        )
+    def arguments(self, config: Any) -> dict[str, Any]:
+        inner = config.intermediate_size
+        return dict(num_experts=config.num_local_experts, intermediate_size=inner)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        router_logits = self.gate(hidden_states)
-        out = self.experts(hidden_states=hidden_states, router_logits=router_logits)
+        router_logits = self.get_submodule(self.gate_name)(hidden_states)
+        return self.experts(hidden_states=hidden_states, router_logits=router_logits)
+
+
+class MixtralMoE(Block):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        out = super().forward(hidden_states)
         if self.experts.tp_size > 1:
             out = self.experts.maybe_all_reduce_tensor_model_parallel(out)
         return out
 
 
-class DeepseekV2MoE(nn.Module):
+class DeepseekV2MoE(Block):
     def __init__(self, config: Any, prefix: str, **how: Any) -> None:
-        super().__init__()
-        self.gate = nn.Linear(config.hidden_size, config.n_routed_experts, bias=False)
-        bias = torch.empty(config.n_routed_experts)
-        self.gate.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
+        super().__init__(config, prefix, **how)
         self.scale = config.routed_scaling_factor
-        self.experts = FusedMoE(
-            num_experts=config.n_routed_experts,
-            top_k=config.num_experts_per_tok,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.moe_intermediate_size,
-            reduce_results=False,
-            renormalize=config.norm_topk_prob,
-            use_grouped_topk=True,
-            num_expert_group=config.n_group,
-            topk_group=config.topk_group,
-            prefix=f"{prefix}.experts",
-            scoring_func="sigmoid",
-            e_score_correction_bias=self.gate.e_score_correction_bias,
-            **how,
-        )
+        # The router reads it at every call, so it may be loaded later.
+        self.gate.e_score_correction_bias = self.experts.router.config.e_score_correction_bias
         inner = config.moe_intermediate_size * config.n_shared_experts
         shared = {"gate_proj": inner, "up_proj": inner}
         self.shared_experts = nn.ModuleDict(
             {name: nn.Linear(config.hidden_size, rows, bias=False) for name, rows in shared.items()}
         )
         self.shared_experts["down_proj"] = nn.Linear(inner, config.hidden_size, bias=False)
+
+    def arguments(self, config: Any) -> dict[str, Any]:
+        bias = nn.Parameter(torch.empty(config.n_routed_experts), requires_grad=False)
+        return dict(
+            num_experts=config.n_routed_experts,
+            intermediate_size=config.moe_intermediate_size,
+            renormalize=config.norm_topk_prob,
+            use_grouped_topk=True,
+            num_expert_group=config.n_group,
+            topk_group=config.topk_group,
+            scoring_func="sigmoid",
+            e_score_correction_bias=bias,
+        )
 
     def routed(self, hidden_states: Tensor) -> Tensor:
         logits = F.linear(hidden_states.float(), self.gate.weight.float())
@@ -97,55 +87,13 @@ class DeepseekV2MoE(nn.Module):
         return self.routed(hidden_states) + mlp["down_proj"](gated)
 
 
-class Llama4MoE(nn.Module):
-    @staticmethod
-    def custom_routing_function(
-        hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool
-    ) -> tuple[Tensor, Tensor]:
-        scores, ids = torch.topk(gating_output, topk, dim=-1)
-        return torch.sigmoid(scores.float()), ids.to(torch.int32)
+class GptOssMLP(Block):
+    gate_name, gate_bias = "router", True
 
-    def __init__(self, config: Any, prefix: str, **how: Any) -> None:
-        super().__init__()
-        self.router = nn.Linear(config.hidden_size, config.num_local_experts, bias=False)
-        self.experts = FusedMoE(
-            num_experts=config.num_local_experts,
-            top_k=config.num_experts_per_tok,
-            hidden_size=config.hidden_size,
-            custom_routing_function=Llama4MoE.custom_routing_function,
-            intermediate_size=config.intermediate_size,
-            apply_router_weight_on_input=True,
-            reduce_results=False,
-            renormalize=False,
-            prefix=f"{prefix}.experts",
-            **how,
+    def arguments(self, config: Any) -> dict[str, Any]:
+        return super().arguments(config) | dict(
+            has_bias=True, activation="swigluoai", is_fused_checkpoint_transposed=True
         )
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.experts(hidden_states, self.router(hidden_states))
-
-
-class GptOssMLP(nn.Module):
-    def __init__(self, config: Any, prefix: str, **how: Any) -> None:
-        super().__init__()
-        self.router = nn.Linear(config.hidden_size, config.num_local_experts)
-        self.experts = FusedMoE(
-            num_experts=config.num_local_experts,
-            top_k=config.num_experts_per_tok,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            reduce_results=False,
-            renormalize=True,
-            prefix=f"{prefix}.experts",
-            apply_router_weight_on_input=False,
-            has_bias=True,
-            activation="swigluoai",
-            is_fused_checkpoint_transposed=True,
-            **how,
-        )
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.experts(hidden_states, self.router(hidden_states))
 
 
 class MoEModel(nn.Module):
@@ -225,19 +173,12 @@ class MoEModel(nn.Module):
 
     @staticmethod
     def _load_stack(name: str, loaded_weight: Tensor, params_dict: dict[str, Any]) -> bool:
-        """Load a tensor of all experts: as vLLM's llama4.py does, or as it is for gpt-oss."""
+        """Load a tensor of all of gpt-oss's experts as it is."""
         stem, _, weight_name = name.rpartition(".")
         what, _, suffix = weight_name.partition("_proj")
-        full_name = f"{stem}.w13_" if what == "gate_up" else f"{stem}.w2_"
-        full_name += suffix.lstrip("_") or "weight"
+        shard = "w13" if what == "gate_up" else "w2"
+        full_name = f"{stem}.{shard}_{suffix.lstrip('_') or 'weight'}"
         param = params_dict.get(full_name)
-        if param is None:
-            return False
-        if f"{stem}.w2_bias" in params_dict:
-            shards, pieces = ("w13" if what == "gate_up" else "w2",), (loaded_weight,)
-        else:
-            shards = ("w1", "w3") if what == "gate_up" else ("w2",)
-            pieces = loaded_weight.transpose(-1, -2).chunk(len(shards), dim=-2)
-        for shard_id, piece in zip(shards, pieces, strict=True):
-            param.weight_loader(param, piece, full_name, shard_id=shard_id, expert_id=0)
-        return True
+        if param is not None:
+            param.weight_loader(param, loaded_weight, full_name, shard_id=shard, expert_id=0)
+        return param is not None

@@ -11,22 +11,26 @@ moekit computes, and vLLM need not be installed.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from moekit import Activation
+import moekit
+from moekit import Activation, ExpertWeights, LayerParallelism, PackedWeights, QuantScheme
 from moekit.checkpoint import PushedExperts
+from moekit.errors import WeightsError
 from moekit_vllm.layer import keywords as vllm
-from moekit_vllm.layer.loading import LoadingLayer, Mapped
 from moekit_vllm.layer.quantization import resolve
+from moekit_vllm.packed import copy, forms, tensors
 
 
-class FusedMoE(LoadingLayer):
+class FusedMoE(moekit.FusedMoE):
     """A layer of routed experts with vLLM's constructor, parameters and weight loader::
 
         self.experts = FusedMoE(num_experts=8, top_k=2, hidden_size=4096, intermediate_size=14336,
@@ -40,34 +44,27 @@ class FusedMoE(LoadingLayer):
     arrive. Pass tensors to `weight_loader`, then call `process_weights_after_loading`, which packs
     them. Loading again updates the weights.
 
-    Arguments that `moekit.FusedMoE` or its records also have mean the same there. The others are:
-
     Args:
         reduce_results: Sum the ranks' outputs. By default the caller sums.
-        use_grouped_topk: Choose experts from the best groups. Without it, groups are ignored.
-        quant_config: How the checkpoint stores experts: a model's ``quantization_config``, an
-            object of vLLM's QuantizationConfig, or a scheme of moekit or its name, whose tensors
+        quant_config: How the checkpoint stores experts: a model's ``quantization_config`` as a
+            mapping or an object with ``to_dict``, or a scheme of moekit or its name, whose tensors
             are called as compressed-tensors does (fp8 per tensor and in blocks: as DeepSeek does).
+        quant: The scheme, if not the one that fits the checkpoint best.
+        dequantize: Convert weights of the checkpoint's format to ``params_dtype``.
+        activation: A name in vLLM, or an `Activation`.
+        is_act_and_mul: False removes the gate; pass its experts' only projection as "w1".
         tp_size: Tensor-parallel ranks; the rank comes from torch.distributed.
         ep_size: 1, or all ranks: each holds whole experts.
         custom_routing_function: ``(hidden_states, gating_output, topk, renormalize) -> (weights,
             ids)``, called with these keywords in place of all routing options.
-        activation: A name in vLLM, or an `Activation`.
-        is_act_and_mul: False removes the gate; pass its experts' only projection as "w1".
-        enable_eplb: Has no effect: `moekit.eplb` balances redundant experts.
-        expert_mapping: What `load_weights` needs, from `make_expert_params_mapping`.
-        zero_expert_type: "identity" or None.
-        swiglu_limit, swiglu_alpha, swiglu_beta: Numbers of the activation, as in vLLM.
-        activation_situ_beta, activation_situ_linear_beta: Numbers of the activation "situ".
         hash_indices_table: The routing's ``hash_table``, (V, K). Calls then need ``input_ids``.
         apply_routed_scale_to_output: Multiply the output by ``routed_scaling_factor``, not the
             weights.
-        ckpt_names: The checkpoint's names of gate, down and up projection, for `load_weights`; None
-            for the last without a gate. Used without ``expert_mapping``.
         is_fused_checkpoint_transposed: Tensors of all experts hold matrices as (in, out).
-        dequantize: Convert weights of the checkpoint's format to ``params_dtype``.
-        keywords: Other arguments of `moekit.FusedMoE` and `LayerParallelism`. ``quant`` is the
-            scheme, if not the one that fits the checkpoint best.
+        keywords: Other arguments of `moekit.FusedMoE` and fields of its records, which mean the
+            same there, and vLLM's ``use_grouped_topk`` (without it, groups are ignored),
+            ``swiglu_limit``, ``swiglu_alpha``, ``swiglu_beta``, ``activation_situ_beta`` and
+            ``activation_situ_linear_beta``.
 
     Raises:
         InvalidProblem: A keyword of vLLM's belongs to a part that this layer does not have, or
@@ -84,57 +81,34 @@ class FusedMoE(LoadingLayer):
         intermediate_size: int,
         params_dtype: torch.dtype | None = None,
         reduce_results: bool = False,
-        renormalize: bool = True,
-        use_grouped_topk: bool = False,
-        num_expert_group: int | None = None,
-        topk_group: int | None = None,
+        *,
         quant_config: Any = None,
+        quant: QuantScheme | str | None = None,
+        dequantize: bool = False,
+        activation: Activation | str = "silu",
+        is_act_and_mul: bool = True,
         tp_size: int | None = None,
         ep_size: int | None = None,
         dp_size: int | None = None,
-        prefix: str = "",
         custom_routing_function: Callable[..., Any] | None = None,
-        scoring_func: str = "softmax",
-        routed_scaling_factor: float = 1.0,
-        e_score_correction_bias: Tensor | None = None,
-        apply_router_weight_on_input: bool = False,
-        activation: Activation | str = "silu",
-        is_act_and_mul: bool = True,
-        enable_eplb: bool = False,
-        num_redundant_experts: int = 0,
-        has_bias: bool = False,
-        is_sequence_parallel: bool = False,
-        expert_mapping: list[Mapped] | None = None,
-        zero_expert_num: int = 0,
-        zero_expert_type: str | None = None,
-        swiglu_limit: float | None = None,
-        swiglu_alpha: float | None = None,
-        swiglu_beta: float | None = None,
-        activation_situ_beta: float | None = None,
-        activation_situ_linear_beta: float | None = None,
         hash_indices_table: Tensor | None = None,
         apply_routed_scale_to_output: bool = False,
-        ckpt_names: tuple[str, str, str | None] | None = None,
         is_fused_checkpoint_transposed: bool = False,
-        dequantize: bool = False,
+        prefix: str = "",
         **keywords: Any,
     ) -> None:
-        given, rest = dict(locals()), vllm.take_rest(keywords)
-        spread = vllm.parallelism(given, rest)
+        vllm.drop_unused(keywords)
+        if reduce_results or keywords.get("parallelism") is None:
+            keywords["reduce_results"] = reduce_results
+        vllm.set_ranks(keywords, tp_size, ep_size, dp_size)
+        fields = {n: v for n, v in keywords.items() if n in LayerParallelism.__dataclass_fields__}
+        spread = keywords.get("parallelism") or LayerParallelism(**fields)
         sizes = (hidden_size, intermediate_size, spread.config().tp_size)
-        format, scheme = resolve(
-            quant_config, rest.pop("quant", None), dequantize, sizes, prefix or "experts"
+        format, scheme = resolve(quant_config, quant, dequantize, sizes, prefix or "experts")
+        computed = vllm.activation_of(activation, is_act_and_mul, keywords)
+        output_scale = vllm.set_routing(
+            keywords, custom_routing_function, hash_indices_table, apply_routed_scale_to_output
         )
-        routing, output_scale = vllm.routing(given)
-        if ckpt_names is not None and expert_mapping is None:
-            gate, down, up = ckpt_names
-            expert_mapping = self.make_expert_params_mapping(
-                ckpt_gate_proj_name=gate,
-                ckpt_down_proj_name=down,
-                ckpt_up_proj_name=up or "",
-                num_experts=num_experts,
-                num_redundant_experts=num_redundant_experts,
-            )
         super().__init__(
             num_experts,
             top_k,
@@ -142,19 +116,22 @@ class FusedMoE(LoadingLayer):
             intermediate_size,
             params_dtype=torch.get_default_dtype() if params_dtype is None else params_dtype,
             quant=scheme,
-            activation=vllm.activation_of(given),
-            has_bias=has_bias,
-            apply_router_weight_on_input=apply_router_weight_on_input,
-            routing=routing,
-            parallelism=spread,
+            activation=computed,
             prefix=prefix or None,
-            **rest,
+            **keywords,
         )
         self.quant_config, self._group = quant_config, spread.group
         self._output_scale = output_scale
+        self.layer_name = self.prefix
+        # Ranks that hold slices of the same expert, and ranks over which experts are spread.
+        self.tp_size, self.ep_size = self.problem.parallel.tp_size, self.problem.parallel.ep_size
+        # Physical experts of all ranks, and of this rank.
+        self.global_num_experts = self.problem.num_physical_experts
+        self.local_num_experts = self.problem.num_local_experts
+        self.expert_map = self._expert_map()
         # Of gate and up in one tensor, rows alternate by the name in vLLM.
         alternates = activation != "swigluoai_uninterleave"
-        make_loader = partial(
+        self._make_loader = partial(
             PushedExperts,
             self.problem,
             format,
@@ -164,7 +141,11 @@ class FusedMoE(LoadingLayer):
             device=self.device,
             name=self.prefix,
         )
-        self.prepare_loading(make_loader, expert_mapping)
+        self._pushed = self._make_loader(experts=self.local_experts)
+        self._lock = threading.Lock()  # loaders may push from several threads
+        # What this layer packed from its parameters, which the next update overwrites.
+        self._own: PackedWeights | None = None
+        self._make_parameters()
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, router_logits: Tensor, input_ids: Tensor | None = None
@@ -188,36 +169,8 @@ class FusedMoE(LoadingLayer):
         out = super().forward(hidden_states, router_logits, token_ids=input_ids if hashed else None)
         return out if self._output_scale == 1.0 else out * self._output_scale
 
-    # -- ranks ------------------------------------------------------------------------------
-
-    @property
-    def layer_name(self) -> str:
-        """The layer's name."""
-        return self.prefix
-
-    @property
-    def tp_size(self) -> int:
-        """Number of ranks that hold slices of the same expert."""
-        return self.problem.parallel.tp_size
-
-    @property
-    def ep_size(self) -> int:
-        """Number of ranks over which whole experts are spread."""
-        return self.problem.parallel.ep_size
-
-    @property
-    def global_num_experts(self) -> int:
-        """Physical experts of all ranks."""
-        return self.problem.num_physical_experts
-
-    @property
-    def local_num_experts(self) -> int:
-        """Physical experts of this rank."""
-        return self.problem.num_local_experts
-
-    @cached_property
-    def expert_map(self) -> Tensor | None:
-        """The place on this rank of each physical expert, (P,) int32, -1 elsewhere; or None."""
+    def _expert_map(self) -> Tensor | None:
+        """Return each physical expert's place on this rank, (P,) int32, -1 elsewhere; or None."""
         if self.ep_size == 1:
             return None
         replicas = self.problem.num_redundant_experts
@@ -240,6 +193,180 @@ class FusedMoE(LoadingLayer):
         total = final_hidden_states.clone()
         dist.all_reduce(total, group=self._group)
         return total
+
+    # -- weights ----------------------------------------------------------------------------
+
+    def _make_parameters(self) -> None:
+        # A cycle of references would keep a dropped model's memory.
+        this: Any = weakref.proxy(self)
+        self.flow.advice = partial(FusedMoE._advice, this)
+        for which in ("w13", "w2"):
+            for suffix in self._pushed.suffixes:
+                parameter = nn.Parameter(torch.empty(0, device=self.device), requires_grad=False)
+                vars(parameter)["weight_loader"] = partial(FusedMoE.weight_loader, this)
+                self.register_parameter(f"{which}_{suffix}", parameter)
+        self._show_storage()
+
+    def _show_storage(self) -> None:
+        """Let the parameters of weights hold what was pushed, or nothing after it is freed."""
+        for which in ("w13", "w2"):
+            parameter = self.get_parameter(f"{which}_{self._pushed.weight_suffix}")
+            held = self._pushed.out.get(which)
+            if held is None:
+                held = parameter.data.new_empty(0)
+            if parameter.data_ptr() != held.data_ptr() or parameter.shape != held.shape:
+                parameter.data = held
+
+    @torch.no_grad()
+    def weight_loader(
+        self,
+        param: nn.Parameter,
+        loaded_weight: Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+        return_success: bool = False,
+    ) -> bool | None:
+        """Load one tensor of a checkpoint, as vLLM's loaders call it.
+
+        Args:
+            param: The parameter of this layer to load into.
+            loaded_weight: The whole tensor for one expert, or a stack for all experts. It is not
+                kept, so its memory may be reused.
+            weight_name: Has no effect: the parameter says what is loaded.
+            shard_id: "w1" (gate), "w3" (up), "w2" (down), or "w13" for gate and up in one tensor.
+            expert_id: The physical expert, as in `make_expert_params_mapping`.
+            return_success: Return whether this rank needs the tensor, instead of None.
+
+        Raises:
+            WeightsError: The tensor or an argument does not fit. Loading may go on with the right
+                one.
+        """
+        name = next((name for name, own in self._parameters.items() if own is param), "")
+        if not name:
+            raise WeightsError(
+                f"{self.prefix}: param is no parameter of this layer: pass one of "
+                f"{', '.join(self._parameters)}"
+            )
+        with self._lock:
+            if not self._pushed.loading and self._pushed.experts != self.local_experts:
+                # `moekit.eplb` has moved experts since, and they are loaded to where they are now.
+                self._pushed = self._make_loader(experts=self.local_experts, out=self._pushed.out)
+            try:
+                needed = self._pushed.push(
+                    name.partition("_")[2], shard_id, expert_id, loaded_weight
+                )
+            finally:
+                if self._pushed.loading:
+                    self.packed = None
+                self._show_storage()
+        return needed if return_success else None
+
+    @torch.no_grad()
+    def process_weights_after_loading(self) -> None:
+        """Pack what was loaded, on every rank by itself; without anything new, do nothing.
+
+        After an update the packed weights stay where they were, so captured CUDA graphs remain
+        valid. Where the backend packs a copy, the parameters are freed until the next update: call
+        this for each layer as soon as it is loaded, and only one layer's weights are held twice.
+
+        Raises:
+            WeightsError: Lists tensors that are missing, or values that do not fit.
+        """
+        if self.packed is not None and not self._pushed.loading:
+            return
+        packed, own = self.kernel.pack(self._pushed.finish()), self._own
+        if own is not None and forms(own) == forms(packed):
+            copy(packed, into=own)
+            packed = own
+        self.packed = self._own = packed
+        used = {tensor.untyped_storage().data_ptr() for tensor in tensors(packed).values()}
+        for which, held in list(self._pushed.out.items()):
+            if held.untyped_storage().data_ptr() not in used:
+                self._pushed.release(which)
+        self._show_storage()
+
+    def load_weights(self, weights: ExpertWeights) -> None:
+        """Pack weights of the caller's, as `moekit.FusedMoE.load_weights` does."""
+        self._free()
+        super().load_weights(weights)
+
+    @classmethod
+    def make_expert_params_mapping(
+        cls,
+        model: nn.Module | None = None,
+        /,
+        *,
+        ckpt_gate_proj_name: str,
+        ckpt_down_proj_name: str,
+        ckpt_up_proj_name: str,
+        num_experts: int,
+        num_redundant_experts: int = 0,
+    ) -> list[tuple[str, str, int, str]]:
+        """Return which tensor of a checkpoint belongs into which parameter.
+
+        Args:
+            model: Has no effect; newer versions of vLLM pass it.
+            ckpt_gate_proj_name: What the checkpoint calls the gate projection; without a gate, the
+                up projection. ``ckpt_up_proj_name`` is then "".
+            num_redundant_experts: Replicas, which repeat the first experts.
+
+        Returns:
+            For each physical expert (``experts.w13_``, ``experts.0.gate_proj.``, its number, "w1")
+            and so on: replace the second in a name by the first to get a parameter's name.
+        """
+        shards = {"w1": ckpt_gate_proj_name, "w2": ckpt_down_proj_name, "w3": ckpt_up_proj_name}
+        return [
+            (
+                f"experts.{'w2' if shard == 'w2' else 'w13'}_",
+                f"experts.{physical % num_experts}.{name}.",
+                physical,
+                shard,
+            )
+            for physical in range(num_experts + num_redundant_experts)
+            for shard, name in shards.items()
+            if name
+        ]
+
+    def _advice(self) -> str:
+        """Say what to do for a call without weights."""
+        if lacking := self._pushed.lacking():
+            return (
+                f"{lacking}; pass them to weight_loader(), then call "
+                "process_weights_after_loading()"
+            )
+        return "call process_weights_after_loading(), which packs what was loaded"
+
+    # -- the module -------------------------------------------------------------------------
+
+    def destroy(self) -> None:
+        """Free the parameters, and what `moekit.FusedMoE.destroy` frees; idempotent."""
+        self._free()
+        super().destroy()
+
+    def _free(self) -> None:
+        self._pushed.release("w13", "w2")
+        self._own = None
+        self._show_storage()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedMoE:
+        # The parameters stay as the layer was composed.
+        held, self._parameters = self._parameters, {}
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._parameters = held
+        return self
+
+    def _save_to_state_dict(self, *args: Any, **keywords: Any) -> None:
+        """Save nothing: the parameters hold weights in moekit's layout, until they are packed."""
+
+    def _load_from_state_dict(
+        self, state_dict: object, prefix: str, metadata: object, strict: bool, missing: list[str],
+        *more: object,
+    ) -> None:  # fmt: skip
+        """Load nothing, and report the parameters as missing: `weight_loader` loads them."""
+        missing += [f"{prefix}{name} (pass it to weight_loader())" for name in self._parameters]
 
 
 class SharedFusedMoE(FusedMoE):

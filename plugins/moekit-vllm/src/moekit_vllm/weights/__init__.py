@@ -3,33 +3,46 @@
 vLLM's methods keep what a checkpoint holds until ``process_weights_after_loading``, with the
 experts of this rank in dim 0 and the gate and up rows in one parameter. `read` is called in its
 place.
-
-    parameters  what the readers share
-    fp8         fp8 with scales per tensor, channel or block
-    integers    int8, and the packings of int4
-    fp4         mxfp4 and nvfp4
-    online      16-bit checkpoints that vLLM quantizes when it loads them
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from moekit import ExpertWeights
-from moekit_vllm.weights import fp4, fp8, integers, online
+from moekit_vllm.weights import floats, integers
 from moekit_vllm.weights.parameters import refusal, unquantized
 
-# (layer, method) -> (name of the scheme, weights)
-Reader = Callable[[Any, Any], tuple[str, ExpertWeights]]
+# (layer, method) -> (name of the scheme, weights), by the class that vLLM's method is or extends.
+# 0.26, 0.32 and 0.33 have the same names; only 0.26 has CompressedTensorsWNA16MarlinMoEMethod.
+READERS: Mapping[str, Callable[[Any, Any], tuple[str, ExpertWeights]]] = {
+    "UnquantizedFusedMoEMethod": unquantized,
+    "Fp8MoEMethod": floats.fp8,
+    "CompressedTensorsW8A8Fp8MoEMethod": floats.fp8,
+    "ModelOptFp8MoEMethod": floats.fp8,
+    "CompressedTensorsW8A8Int8MoEMethod": integers.int8,
+    "CompressedTensorsWNA16MoEMethod": integers.compressed_tensors,
+    "CompressedTensorsWNA16MarlinMoEMethod": integers.compressed_tensors,
+    "CompressedTensorsW4A8Fp8MoEMethod": integers.w4a8,
+    "AutoGPTQMoEMethod": integers.gptq,
+    "AutoAWQMoEMethod": integers.awq,
+    "MoeWNA16Method": integers.moe_wna16,
+    "GptOssMxfp4MoEMethod": floats.mxfp4,
+    "Mxfp4MoEMethod": floats.mxfp4,
+    "CompressedTensorsW4A4Mxfp4MoEMethod": floats.mxfp4,
+    "CompressedTensorsW4A4Nvfp4MoEMethod": floats.nvfp4,
+    "ModelOptNvFp4FusedMoE": floats.nvfp4,
+    "Fp8PerTensorOnlineMoEMethod": partial(floats.online, kind="tensor"),
+    "Fp8PerBlockOnlineMoEMethod": partial(floats.online, kind="block"),
+    "Fp8PtpcOnlineMoEMethod": partial(floats.online, kind="channel"),
+    "Int8OnlineMoEMethod": partial(floats.online, kind="int8"),
+}
 
 
 def read(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
-    """Return the scheme of a layer's weights, and the weights, as views if possible.
-
-    Args:
-        layer: A `RoutedExperts` layer of vLLM whose weights are loaded.
-        method: Its quantization method.
+    """Return the scheme of a layer's loaded weights, and the weights, as views if possible.
 
     Raises:
         Unsupported: moekit does not know how the method stores weights, or has no scheme that
@@ -39,29 +52,3 @@ def read(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
         if (reader := READERS.get(ancestor.__name__)) is not None:
             return reader(layer, method)
     raise refusal(f"moekit-vllm does not read the weights of {type(method).__name__}")
-
-
-# By the class that vLLM's method is or extends. Versions 0.26, 0.32 and 0.33 have the same names,
-# except CompressedTensorsWNA16MarlinMoEMethod, which only 0.26 has.
-READERS: Mapping[str, Reader] = {
-    "UnquantizedFusedMoEMethod": unquantized,
-    "Fp8MoEMethod": fp8.read,
-    "CompressedTensorsW8A8Fp8MoEMethod": fp8.read,
-    "ModelOptFp8MoEMethod": fp8.read,
-    "CompressedTensorsW8A8Int8MoEMethod": integers.int8,
-    "CompressedTensorsWNA16MoEMethod": integers.compressed_tensors,
-    "CompressedTensorsWNA16MarlinMoEMethod": integers.compressed_tensors,
-    "CompressedTensorsW4A8Fp8MoEMethod": integers.w4a8,
-    "AutoGPTQMoEMethod": integers.gptq,
-    "AutoAWQMoEMethod": integers.awq,
-    "MoeWNA16Method": integers.moe_wna16,
-    "GptOssMxfp4MoEMethod": fp4.mxfp4,
-    "Mxfp4MoEMethod": fp4.mxfp4,
-    "CompressedTensorsW4A4Mxfp4MoEMethod": fp4.mxfp4,
-    "CompressedTensorsW4A4Nvfp4MoEMethod": fp4.nvfp4,
-    "ModelOptNvFp4FusedMoE": fp4.nvfp4,
-    "Fp8PerTensorOnlineMoEMethod": online.fp8_tensor,
-    "Fp8PerBlockOnlineMoEMethod": online.fp8_block,
-    "Fp8PtpcOnlineMoEMethod": online.fp8_channel,
-    "Int8OnlineMoEMethod": online.int8,
-}

@@ -24,7 +24,6 @@ from moekit_vllm.weights.parameters import (
     Pair,
     expert_weights,
     pair,
-    parameter,
     refusal,
     require_unpadded,
 )
@@ -72,38 +71,41 @@ def gptq(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
     if (loaded := getattr(layer, "_loaded_expert_biases", None)) is None:
         return scheme, weights
     # From 0.32 on there are biases for every model, and the layer notes which were loaded.
-    if not {"w13_bias", "w2_bias"} & set(loaded):
+    biases = {"w13_bias", "w2_bias"}
+    if not biases & set(loaded):
         return scheme, replace(weights, w13_bias=None, w2_bias=None)
-    w13, w2 = (
-        parameter(layer, name) if name in loaded else torch.zeros_like(parameter(layer, name))
-        for name in ("w13_bias", "w2_bias")
-    )
+    for name in biases - set(loaded):
+        getattr(layer, name).data.zero_()
+    w13, w2 = pair(layer, "bias")
     return scheme, replace(weights, w13_bias=w13, w2_bias=w2)
 
 
 def awq(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
     """Read AutoAWQMoEMethod; without zero points, vLLM subtracts 8."""
-    zeros, order = None, int4.AWQ_ORDER
-    if method.quant_config.zero_point:
-        stored = pair(layer, "qzeros").map(_flip)
-        zeros = stored.map(lambda words: int4.unpack_rows(words, order))
-    words = pair(layer, "qweight").map(_flip)
-    weights = words.map(lambda words: int4.repack_rows(words, order))
-    return _grouped(layer, 4, weights, pair(layer, "scales").map(_flip), zeros, None)
+
+    def unpacked(stored: Tensor) -> Tensor:
+        return int4.unpack_rows(_flip(stored), int4.AWQ_ORDER)
+
+    zeros = pair(layer, "qzeros").map(unpacked) if method.quant_config.zero_point else None
+    weights = pair(layer, "qweight").map(lambda t: int4.repack_rows(_flip(t), int4.AWQ_ORDER))
+    return _grouped(layer, 4, weights, pair(layer, "scales").map(_flip), zeros)
 
 
 def moe_wna16(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
     """Read MoeWNA16Method, whose loader has converted GPTQ's and AWQ's words."""
-    config, zeros = method.quant_config, None
-    if config.has_zp and config.weight_bits == 4:
-        zeros = pair(layer, "qzeros").map(_halves)
-    return _grouped(
-        layer, config.weight_bits, pair(layer, "qweight"), pair(layer, "scales"), zeros, None
-    )
+    config = method.quant_config
+    bits, has_zeros = config.weight_bits, config.has_zp and config.weight_bits == 4
+    zeros = pair(layer, "qzeros").map(_halves) if has_zeros else None
+    return _grouped(layer, bits, pair(layer, "qweight"), pair(layer, "scales"), zeros)
 
 
 def _grouped(
-    layer: Any, bits: int, words: Pair, scales: Pair, zeros: Pair | None, g_idx: Pair | None
+    layer: Any,
+    bits: int,
+    words: Pair,
+    scales: Pair,
+    zeros: Pair | None,
+    g_idx: Pair | None = None,
 ) -> tuple[str, ExpertWeights]:
     """Return integers with scales per group of columns, and the scheme that holds them.
 
@@ -114,11 +116,9 @@ def _grouped(
         g_idx: (L, K) int32, the group of each column.
     """
     require_unpadded(layer)
-    config = layer.moe_config
-    columns = config.hidden_dim, config.intermediate_size_per_partition
-    counts = scales[0].shape[2], scales[1].shape[2]
     codes = words.map(lambda words: words.view(torch.uint8))
-    if bits == 8 and counts == (1, 1) and zeros is None:
+    by_channel = scales.w13.shape[2] == scales.w2.shape[2] == 1
+    if bits == 8 and by_channel and zeros is None:
         # Stored are the integers plus 128.
         codes = codes.map(lambda codes: codes.bitwise_xor(128).view(torch.int8))
         return "int8_w8a16", expert_weights(layer, codes, scale=scales)
@@ -126,15 +126,11 @@ def _grouped(
         raise refusal(
             f"moekit has no scheme for {bits}-bit integers in groups, or with zero points"
         )
-    if counts == (1, 1):
-        kind, g_idx = "channel", None
+    kind = "channel"
+    if by_channel:
+        g_idx = None
     else:
-        group = columns[0] // counts[0]
-        if group * counts[0] != columns[0] or group * counts[1] != columns[1]:
-            raise refusal(
-                f"w13 has {counts[0]} groups in {columns[0]} columns and w2 {counts[1]} in "
-                f"{columns[1]}; tensor parallelism must not cut the groups of act-order"
-            )
+        group = _group(layer, scales)
         finer = next((size for size in _GROUPS if group % size == 0), 0)
         if g_idx is not None and all(_in_order(each, group) for each in g_idx):
             g_idx = None
@@ -144,10 +140,23 @@ def _grouped(
         if (times := group // finer) > 1:
             scales = scales.map(lambda scale: scale.repeat_interleave(times, 2))
             zeros = zeros and zeros.map(lambda zeros: zeros.repeat_interleave(times, 2))
-    kind += "" if zeros is None else "_zp"
-    kind += "" if g_idx is None else "_act_order"
+    kind += "_zp" * (zeros is not None) + "_act_order" * (g_idx is not None)
     weights = expert_weights(layer, codes, scale=scales, zero_points=zeros, g_idx=g_idx)
     return f"int4_w4a16_{kind}", weights
+
+
+def _group(layer: Any, scales: Pair) -> int:
+    """Return how many columns share a scale of ``scales`` (L, N, G)."""
+    config = layer.moe_config
+    columns = config.hidden_dim, config.intermediate_size_per_partition
+    counts = scales.w13.shape[2], scales.w2.shape[2]
+    group = int(columns[0] // counts[0])
+    if (group * counts[0], group * counts[1]) != columns:
+        raise refusal(
+            f"w13 has {counts[0]} groups in {columns[0]} columns and w2 {counts[1]} in "
+            f"{columns[1]}; tensor parallelism must not cut the groups of act-order"
+        )
+    return group
 
 
 def _in_order(g_idx: Tensor, group: int) -> bool:

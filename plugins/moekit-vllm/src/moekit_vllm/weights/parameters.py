@@ -13,6 +13,10 @@ from moekit.errors import Unsupported
 from moekit_vllm import versions
 from moekit_vllm.problem import interleaved
 
+_SIGNED = (torch.float32, torch.float16, torch.bfloat16)
+# The layer (0.32, 0.33) and the method whose weights gpt-oss's own loaders fill.
+_GPT_OSS = frozenset({"GptOssRoutedExperts", "GptOssMxfp4MoEMethod"})
+
 
 class Pair(NamedTuple):
     """A tensor of w13, and the same of w2."""
@@ -25,24 +29,9 @@ class Pair(NamedTuple):
         return Pair(convert(self.w13), convert(self.w2))
 
 
-_SIGNED = (torch.float32, torch.float16, torch.bfloat16)
-
-
 def refusal(*reasons: str) -> Unsupported:
     """Return the error for a layer that stays with vLLM."""
     return Unsupported("; ".join(reasons), reasons)
-
-
-def parameter(layer: Any, name: str) -> Tensor:
-    """Return a parameter without its gradient.
-
-    Raises:
-        Unsupported: The layer has none of that name.
-    """
-    found = getattr(layer, name, None)
-    if found is None:
-        raise refusal(f"its method {type(layer.quant_method).__name__} has created no {name}")
-    return found.detach()  # type: ignore[no-any-return]
 
 
 def pair(layer: Any, suffix: str) -> Pair:
@@ -50,7 +39,7 @@ def pair(layer: Any, suffix: str) -> Pair:
 
     vLLM draws dummy scales of both signs. Of these, the magnitudes are returned.
     """
-    both = Pair(parameter(layer, f"w13_{suffix}"), parameter(layer, f"w2_{suffix}"))
+    both = Pair(*(getattr(layer, f"{name}_{suffix}").detach() for name in ("w13", "w2")))
     if "scale" in suffix and both.w13.dtype in _SIGNED and versions.has_dummy_weights():
         return both.map(torch.abs)
     return both
@@ -92,21 +81,18 @@ def unquantized(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
 
 # -- sizes that vLLM rounds up for its own kernels ---------------------------------------
 
-# The layer (0.32, 0.33) and the method whose weights gpt-oss's own loaders fill.
-_GPT_OSS = frozenset({"GptOssRoutedExperts", "GptOssMxfp4MoEMethod"})
-
 
 def require_unpadded(layer: Any) -> None:
     """Raise Unsupported if vLLM has rounded up the layer's sizes and left the rest as allocated."""
     config = layer.moe_config
     sizes = (config.hidden_dim, config.intermediate_size_per_partition)
     real = (config.hidden_dim_unpadded, config.intermediate_size_per_partition_unpadded)
-    if sizes == real or getattr(config, "tp_shard_with_padding", False):  # vLLM clears the latter
-        return
-    raise refusal(
-        f"vLLM has rounded up its hidden and intermediate size from {real} to {sizes}, and leaves "
-        f"the rest of {type(layer.quant_method).__name__}'s weights undefined"
-    )
+    # With tp_shard_with_padding vLLM clears the rest.
+    if sizes != real and not getattr(config, "tp_shard_with_padding", False):
+        raise refusal(
+            f"vLLM has rounded up its hidden and intermediate size from {real} to {sizes}, and "
+            f"leaves the rest of {type(layer.quant_method).__name__}'s weights undefined"
+        )
 
 
 def real_neurons(layer: Any) -> int:
