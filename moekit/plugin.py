@@ -18,7 +18,7 @@ from moekit.contract import (
 )
 from moekit.contract.pending import Pending
 from moekit.contract.shared_buffers import CallBuffers, Lease, SharedBuffers
-from moekit.contract.sizes import Footprint
+from moekit.contract.sizes import Footprint, round_up
 from moekit.contract.specs import DispatcherSpec, ExpertsSpec, importable
 from moekit.contract.sums import weight_and_reduce
 from moekit.discovery.hooks import hookimpl
@@ -102,6 +102,7 @@ __all__ = [
     "registry",
     "replace_file",
     "resolve",
+    "round_up",
     "settle",
     "size_distance",
     "summary",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -39,7 +39,6 @@ _ACTIVATIONS = {
     "relu2": "Relu2",
 }
 
-
 # The library's runner and tuner keep state between calls, so one thread at a time calls them.
 _lock = threading.Lock()
 
@@ -60,8 +59,6 @@ class FlashInferCutlassExperts(PermuteExpertsUnpermute):
         self._block = problem.quant.name == "fp8_block"
         self._static = problem.quant.name == "fp8_tensor_static"
         self._activation = self._core.ActivationType[_ACTIVATIONS[problem.activation.name]]
-
-    # -- weights ----------------------------------------------------------------------------
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
         """Put up before gate in w13, its bias and its block scales.
@@ -93,8 +90,6 @@ class FlashInferCutlassExperts(PermuteExpertsUnpermute):
             found |= {"swiglu_alpha": activation.alpha, "swiglu_beta": 1.0}
         return found
 
-    # -- memory -----------------------------------------------------------------------------
-
     def workspace(self, rows: int) -> Sequence[BufferSpec]:
         """Reserve room for x where it arrives in another form than the library takes."""
         operand, shape = self.problem.quant.activation, (rows, self.problem.hidden_size)
@@ -109,46 +104,33 @@ class FlashInferCutlassExperts(PermuteExpertsUnpermute):
         """
         return footprint.experts_transient(self.problem, rows) + rows * self.problem.top_k * 4
 
-    # -- calls ------------------------------------------------------------------------------
-
     @contextmanager
     def tuning(self) -> Iterator[None]:
         """Time the library's kernels in the calls of a ``with`` block; later calls use the fastest.
 
         Sizes up to 8192 rows are tuned, once per shape and process, in seconds to minutes.
         """
-        if self._block:  # the library chooses one kernel per size, not by time
-            yield
-            return
-        with library.autotune():
+        # In blocks of fp8 the library chooses one kernel per size, not by time.
+        with nullcontext() if self._block else library.autotune():
             yield
 
     def apply(
-        self,
-        y: Tensor,
-        tokens: Dispatched,
-        weights: PackedWeights,
-        workspace: Sequence[Tensor],
+        self, y: Tensor, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
     ) -> None:
         assert tokens.topk_ids is not None and tokens.topk_weights is not None
         x = self._input(tokens, weights, workspace)
-        parameters = {name: weights[name] for name in self._parameters()}
         with _lock:
             self._core.cutlass_fused_moe(
-                x,
-                tokens.topk_ids.to(torch.int32).contiguous(),
-                tokens.topk_weights.contiguous(),
-                weights["w13"],
-                weights["w2"],
-                self.problem.dtype,
+                x, tokens.topk_ids.to(torch.int32).contiguous(), tokens.topk_weights.contiguous(),
+                weights["w13"], weights["w2"], self.problem.dtype,
                 quant_scales=self._scales(weights),
                 fc1_expert_biases=weights.get("w13_bias"),
                 fc2_expert_biases=weights.get("w2_bias"),
                 output=y,
                 use_deepseek_fp8_block_scale=self._block,
                 activation_type=self._activation,
-                **parameters,
-            )
+                **{name: weights[name] for name in self._parameters()},
+            )  # fmt: skip
 
     def _input(
         self, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
