@@ -14,9 +14,10 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from moekit.contract.specs import find_module
-from moekit.errors import InvalidInput
+from moekit.errors import BackendBroken, InvalidInput
 
 _COMPARISONS: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
     ">=": operator.ge,
@@ -111,6 +112,35 @@ class VendorLibrary:
             f"{self.distribution} {version} is installed, but {self.versions} is required "
             f"({self.install_hint})"
         ]
+
+    def operator(self, file: str, name: str, arguments: str) -> Any:
+        """Load one file of the library without its package, and return an operator of torch.
+
+        Args:
+            file: The shared object in `folder` that registers the operator.
+            name: The operator with its namespace, for example ``"_C::gemm"``.
+            arguments: The expected names of its arguments, in order, separated by spaces.
+
+        Raises:
+            BackendBroken: The file does not load, or the operator takes other arguments.
+        """
+        import torch
+
+        namespace, _, short = name.partition("::")
+        operators, path = getattr(torch.ops, namespace), (self.folder() or Path()) / file
+        try:
+            if not hasattr(operators, short):  # another package may have loaded it
+                torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
+            found = getattr(operators, short).default
+        except (OSError, AttributeError, RuntimeError) as error:
+            raise BackendBroken(f"{path} does not load: {error} ({self.install_hint})") from error
+        taken = " ".join(argument.name for argument in found._schema.arguments)
+        if taken != arguments:
+            raise BackendBroken(
+                f"{name} of {path} takes the arguments {taken}, expected {arguments} "
+                f"({self.install_hint})"
+            )
+        return found
 
     @property
     def _module(self) -> str:

@@ -3,8 +3,10 @@
 import sys
 
 import pytest
+import torch
 
 from moekit.discovery.library import version_in_range
+from moekit.errors import BackendBroken
 from moekit.plugin import VendorLibrary
 
 ACME = VendorLibrary(distribution="acme-moe", versions=">=1.2,<2", path_variable="ACME_PATH")
@@ -74,3 +76,11 @@ def test_a_library_inside_another_package(package, monkeypatch):
     )
     assert carried.folder() == inside and carried.version() == "3.1"
     assert carried.unsupported() == []
+
+
+def test_an_operator_is_checked_by_the_names_of_its_arguments():
+    assert ACME.operator("none.so", "aten::relu", "self") is torch.ops.aten.relu.default
+    with pytest.raises(BackendBroken, match="takes the arguments self, expected x y"):
+        ACME.operator("none.so", "aten::relu", "x y")
+    with pytest.raises(BackendBroken, match="none.so does not load: .*pip install 'acme-moe"):
+        ACME.operator("none.so", "acme::gemm", "x")

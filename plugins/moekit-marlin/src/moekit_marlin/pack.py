@@ -58,7 +58,7 @@ def stored(operand: OperandQuant, dtype: torch.dtype) -> Stored:
     if operand.dtype == "int8":
         return Stored(_type_id(0, 8, False, 128, False, 1), 8, offset=128)
     assert operand.dtype == "int4"
-    if getattr(operand, "zero_points", False):
+    if operand.zero_points:
         return Stored(_type_id(0, 4, False, 0, False, 1), 4, has_zeros=True)
     return Stored(_type_id(0, 4, False, 8, False, 1), 4, offset=8)
 
@@ -70,32 +70,28 @@ def pack(weights: ExpertWeights, problem: MoEProblem, backend: str) -> PackedWei
     kind = stored(operand, problem.dtype)
     inner = padded_intermediate(problem)
     halves = 2 if problem.activation.gated else 1
-    columns = {
-        "w13": _column_order(weights.w13_g_idx),
-        "w2": _column_order(weights.w2_g_idx),
-    }
-    # w2's columns are w13's rows of gate and of up; sorting those rows sorts the activations.
-    rows = {"w13": columns["w2"], "w2": None}
+    w13_columns, w2_columns = map(_column_order, (weights.w13_g_idx, weights.w2_g_idx))
     experts: dict[str, Tensor] = {}
-    for name, split, n, k in (
-        ("w13", halves, halves * inner, problem.hidden_size),
-        ("w2", 1, problem.hidden_size, inner),
+    # w2's columns are w13's rows of gate and of up; sorting those rows sorts the activations.
+    for name, columns, rows, split, n, k in (
+        ("w13", w13_columns, w2_columns, halves, halves * inner, problem.hidden_size),
+        ("w2", w2_columns, None, 1, problem.hidden_size, inner),
     ):
-        order = _RowOrder(rows[name], split, n)
         values: Tensor = getattr(weights, name)
         packed = []
         for e in range(weights.num_experts):
             q_NK = _stored_values(values[e], kind)
-            if (sorted_K := columns[name]) is not None:
-                q_NK = q_NK[:, sorted_K[e]]
-            q_NK = order.apply(q_NK[None], kind.offset, e)
+            if columns is not None:
+                q_NK = q_NK[:, columns[e]]
+            row_order = None if rows is None else rows[e : e + 1]
+            q_NK = _place_rows(q_NK[None], row_order, split, n, kind.offset)
             q_NK = F.pad(q_NK, (0, k - q_NK.shape[2]), value=kind.offset)
             packed.append(layout.pack_weights(q_NK, kind.bits))
         experts[name] = torch.cat(packed)
 
         scale_LNG = _per_row(getattr(weights, f"{name}_scale"), operand, values.shape[1])
         groups = k // group_of(problem) if group_of(problem) > 0 else 1
-        scale_LGN = _pad_groups(order.apply(scale_LNG, 0), groups)
+        scale_LGN = _pad_groups(_place_rows(scale_LNG, rows, split, n), groups)
         if kind.e8m0:
             experts[f"{name}_scale"] = layout.pack_exponents(scale_LGN)
         elif kind.e5m3:
@@ -107,34 +103,24 @@ def pack(weights: ExpertWeights, problem: MoEProblem, backend: str) -> PackedWei
             experts[f"{name}_scale"] = layout.permute_scales(scale_LGN)
         if kind.has_zeros:
             zeros_LNG = getattr(weights, f"{name}_zero_points")
-            zeros_LGN = _pad_groups(order.apply(zeros_LNG, 0), groups)
+            zeros_LGN = _pad_groups(_place_rows(zeros_LNG, rows, split, n), groups)
             experts[f"{name}_zeros"] = layout.pack_zeros(zeros_LGN)
         bias = getattr(weights, f"{name}_bias")
         if bias is not None:
-            bias_LN = order.apply(bias.to(problem.dtype)[..., None], 0)[..., 0]
-            experts[f"{name}_bias"] = layout.permute_channels(bias_LN)
-    if (columns_LH := columns["w13"]) is not None:
-        experts["w13_columns"] = columns_LH.int()
+            bias_LN1 = _place_rows(bias.to(problem.dtype)[..., None], rows, split, n)
+            experts[f"{name}_bias"] = layout.permute_channels(bias_LN1[..., 0])
+    if w13_columns is not None:
+        experts["w13_columns"] = w13_columns.int()
     return PackedWeights(backend, experts)
 
 
-@dataclass(frozen=True)
-class _RowOrder:
-    """Sort the rows of each of ``split`` parts by ``order_LR``, and pad all to n rows."""
-
-    order_LR: Tensor | None
-    split: int
-    n: int
-
-    def apply(self, x: Tensor, fill: float, expert: int | None = None) -> Tensor:
-        """Return (L, n, C) for x (L, N, C); with ``expert`` x is (1, N, C) of that expert."""
-        parts = x.unflatten(1, (self.split, -1))
-        if self.order_LR is not None:
-            order = self.order_LR if expert is None else self.order_LR[expert : expert + 1]
-            index = order[:, None, :, None].expand(*parts.shape)
-            parts = parts.gather(2, index)
-        missing = self.n // self.split - parts.shape[2]
-        return F.pad(parts, (0, 0, 0, missing), value=fill).flatten(1, 2)
+def _place_rows(x: Tensor, order_LR: Tensor | None, split: int, n: int, fill: int = 0) -> Tensor:
+    """Sort the rows of each of ``split`` parts by ``order_LR``: (L, N, C) -> (L, n, C), padded."""
+    parts = x.unflatten(1, (split, -1))
+    if order_LR is not None:
+        parts = parts.gather(2, order_LR[:, None, :, None].expand(*parts.shape))
+    missing = n // split - parts.shape[2]
+    return F.pad(parts, (0, 0, 0, missing), value=fill).flatten(1, 2)
 
 
 def _stored_values(w: Tensor, kind: Stored) -> Tensor:
