@@ -5,7 +5,10 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
 from moekit_cutlass import library
+
+import moekit
 
 
 def test_versions(monkeypatch):
@@ -80,16 +83,18 @@ def test_listing_and_reasons_without_libraries_import_nothing():
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, env=environ)
 
 
-def test_forced_provider(monkeypatch):
-    monkeypatch.setenv("MOEKIT_CUTLASS_PROVIDER", "vllm")
+@pytest.mark.parametrize(
+    ("forced", "scheme", "usable", "reason"),
+    [
+        ("vllm", "fp8_tensor", ["vllm"], "MOEKIT_CUTLASS_PROVIDER=vllm excludes torch"),
+        ("cublas", "none", [], "choose one of quack, torch, vllm, or unset it"),
+    ],
+)
+def test_forced_provider(monkeypatch, forced, scheme, usable, reason):
+    monkeypatch.setenv("MOEKIT_CUTLASS_PROVIDER", forced)
     monkeypatch.setattr(library, "missing", lambda provider: "")
-    usable, why_not = library.providers_for("fp8_tensor", "bfloat16", 8)
-    assert usable == ["vllm"] and "excludes torch" in why_not[0]
-
-
-def test_a_provider_that_does_not_exist(monkeypatch):
-    monkeypatch.setenv("MOEKIT_CUTLASS_PROVIDER", "cublas")
-    monkeypatch.setattr(library, "missing", lambda provider: "")
-    usable, (reason,) = library.providers_for("none", "bfloat16", 8)
-    assert not usable and "MOEKIT_CUTLASS_PROVIDER=cublas" in reason
-    assert "choose one of quack, torch, vllm" in reason
+    problem = moekit.MoEProblem(
+        num_experts=8, top_k=2, hidden_size=256, intermediate_size=128, quant=scheme, device="sm90"
+    )
+    found, (why_not,) = library.providers_for(problem)
+    assert found == usable and reason in why_not

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from moekit.plugin import VendorLibrary, importable
+from moekit.plugin import MoEProblem, VendorLibrary, importable
 
 W4A8 = "int4_w4a8_g128"
 PROVIDER_VARIABLE = "MOEKIT_CUTLASS_PROVIDER"
@@ -31,9 +31,8 @@ _PROVIDERS = {
 }
 _KNOWN = sorted({name for names in _PROVIDERS.values() for name in names})
 
-
 # Their kernels that prepare pointers have one thread for each local expert, in one block; torch's
-# operators refuse the last one of 1024, too.
+# operators also refuse the last one of 1024.
 _MOST_EXPERTS = {"torch": 1023, "vllm": 1024}
 
 
@@ -42,18 +41,16 @@ def forced() -> str:
     return os.environ.get(PROVIDER_VARIABLE, "").strip().lower()
 
 
-def providers_for(
-    scheme: str, dtype_name: str, num_local_experts: int
-) -> tuple[list[str], list[str]]:
-    """Return the libraries that compute ``scheme`` here, and a reason for each that cannot."""
+def providers_for(problem: MoEProblem) -> tuple[list[str], list[str]]:
+    """Return the libraries that compute the problem here, and a reason for each that cannot."""
     if forced() not in ("", *_KNOWN):
         known = ", ".join(_KNOWN)
         return [], [
             f"{PROVIDER_VARIABLE}={forced()} names no library: choose one of {known}, or unset it"
         ]
     usable, reasons = [], []
-    for name in _PROVIDERS[scheme]:
-        if reason := _unsupported(name, scheme, dtype_name, num_local_experts):
+    for name in _PROVIDERS[problem.quant.name]:
+        if reason := _unsupported(name, problem):
             reasons.append(reason)
         else:
             usable.append(name)
@@ -98,20 +95,18 @@ def vllm_library() -> Path | None:
     return found if found is not None and found.is_file() else None
 
 
-def _unsupported(provider: str, scheme: str, dtype_name: str, num_local_experts: int) -> str:
+def _unsupported(provider: str, problem: MoEProblem) -> str:
+    local, dtype, scheme = problem.num_local_experts, problem.dtype_name, problem.quant.name
     if reason := missing(provider):
         return reason
     if forced() not in ("", provider):
         return f"{PROVIDER_VARIABLE}={forced()} excludes {provider}"
-    if num_local_experts > (most := _MOST_EXPERTS.get(provider, num_local_experts)):
-        return (
-            f"{provider}'s grouped GEMM takes at most {most} experts, and a rank has "
-            f"{num_local_experts}"
-        )
-    if dtype_name == "bfloat16":
+    if local > (most := _MOST_EXPERTS.get(provider, local)):
+        return f"{provider}'s grouped GEMM takes at most {most} experts, and a rank has {local}"
+    if dtype == "bfloat16":
         return ""
     if provider == "torch" and scheme == "none":
-        return f"torch's grouped GEMM does not support {dtype_name}"
+        return f"torch's grouped GEMM does not support {dtype}"
     if scheme == W4A8:
-        return f"vLLM's cutlass_w4a8_moe_mm returns bfloat16, not {dtype_name}"
+        return f"vLLM's cutlass_w4a8_moe_mm returns bfloat16, not {dtype}"
     return ""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from moekit.errors import BackendBroken
 from moekit.plugin import MoEProblem
 
 from .kernels import Groups, problem_sizes
-from .library import VLLM, W4A8, providers_for, vllm_library
+from .library import VLLM, VLLM_FILE, W4A8, providers_for
 
 logger = logging.getLogger("moekit")
 
@@ -115,6 +114,7 @@ class Provider(ABC):
         allocates: Results are the library's tensors, not the caller's.
         activates: GEMM 1 applies the activation.
         scratch: Other bytes that the library allocates.
+        dtype: The dtype of the results.
     """
 
     name: ClassVar[str]
@@ -124,12 +124,7 @@ class Provider(ABC):
     scratch = 0
 
     def __init__(self, problem: MoEProblem) -> None:
-        self.problem = problem
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the results."""
-        return self.problem.dtype
+        self.problem, self.dtype = problem, problem.dtype
 
     @abstractmethod
     def first(
@@ -160,9 +155,9 @@ class Torch(Provider):
     allocates = True
     scratch = 4 << 20
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.bfloat16
+    def __init__(self, problem: MoEProblem) -> None:
+        super().__init__(problem)
+        self.dtype = torch.bfloat16
 
     def first(
         self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
@@ -200,10 +195,7 @@ class Vllm(Provider):
         (rows, k), (L, n, _), device = x.shape, w_LNK.shape, x.device
         starts_L, sizes_L3 = problem_sizes(groups, n, k, swap=rows <= self.SWAP_ROWS)
         ab, c = _stride(L, k, device), _stride(L, n, device)
-        self._op(
-            out, x, w_LNK, scales.a, scales.w, starts_L, sizes_L3,
-            ab, ab, c, True, True,
-        )  # fmt: skip
+        self._op(out, x, w_LNK, scales.a, scales.w, starts_L, sizes_L3, ab, ab, c, True, True)
         return out
 
 
@@ -254,29 +246,9 @@ _ARGUMENTS = {
 
 @functools.cache
 def vllm_operator(name: str) -> Callable[..., Any]:
-    """Return an operator of vLLM's library; the first call loads it.
-
-    Raises:
-        BackendBroken: The library does not load, or the operator takes other arguments.
-    """
-    library = vllm_library()
-    assert library is not None
-    try:
-        if not hasattr(torch.ops._C, name):
-            torch.ops.load_library(str(library))
-        op: Callable[..., Any] = getattr(torch.ops._C, name)
-        arguments = [a.name for a in getattr(torch.ops._C, name).default._schema.arguments]
-    except (OSError, AttributeError, RuntimeError) as error:
-        raise BackendBroken(
-            f"{library} does not load: {error}; set MOEKIT_CUTLASS_PROVIDER=torch"
-            " to use torch instead"
-        ) from error
-    if arguments != _ARGUMENTS[name].split():
-        raise BackendBroken(
-            f"{name} of {library} takes {arguments}, expected {_ARGUMENTS[name].split()}: "
-            f"{VLLM.install_hint}"
-        )
-    return op
+    """Return an operator of vLLM's library; the first call loads it, or raises BackendBroken."""
+    found: Callable[..., Any] = VLLM.operator(VLLM_FILE, f"_C::{name}", _ARGUMENTS[name])
+    return found
 
 
 class Quack(Provider):
@@ -328,11 +300,9 @@ class Quack(Provider):
             call()
             return out
         with _compiling:
-            started = time.perf_counter()
             logger.info("moekit-cutlass: compiling quack for %s %s", activation, tile)
             call()
             _compiled.add(key)
-            logger.info("moekit-cutlass: compiled in %.1f s", time.perf_counter() - started)
         return out
 
 
@@ -359,22 +329,13 @@ def _quack_config(tile: Tile) -> Any:
     from quack.gemm_config import GemmConfig
 
     return GemmConfig(
-        tile_m=tile.m,
-        tile_n=tile.n,
-        pingpong=tile.pingpong,
-        cluster_m=tile.cluster[0],
-        cluster_n=tile.cluster[1],
-        max_swizzle_size=tile.swizzle,
-        is_dynamic_persistent=tile.dynamic,
-        device_capacity=9,
-    )
+        tile_m=tile.m, tile_n=tile.n, pingpong=tile.pingpong,
+        cluster_m=tile.cluster[0], cluster_n=tile.cluster[1], max_swizzle_size=tile.swizzle,
+        is_dynamic_persistent=tile.dynamic, device_capacity=9,
+    )  # fmt: skip
 
 
 _CLASSES: Mapping[str, type[Provider]] = {c.name: c for c in (Quack, Torch, Vllm)}
-
-
-def _class_of(name: str, problem: MoEProblem) -> type[Provider]:
-    return VllmW4A8 if problem.quant.name == W4A8 else _CLASSES[name]
 
 
 @dataclass(frozen=True)
@@ -389,14 +350,15 @@ class Band:
 def bands(problem: MoEProblem) -> tuple[Band, ...]:
     """Return the providers by size, from `PREFERRED` and the libraries that are usable here."""
     scheme = problem.quant.name
-    usable, why_not = providers_for(scheme, problem.dtype_name, problem.num_local_experts)
+    usable, why_not = providers_for(problem)
     if not usable:
         raise BackendBroken(f"no library for {scheme}: {'; '.join(why_not)}")
     found = []
     for low, high, order in _between(PREFERRED[scheme]):
         name = next(name for name in order if name in usable)
         if name != Quack.name:
-            found.append(Band(low, high, _class_of(name, problem)(problem)))
+            made = VllmW4A8 if scheme == W4A8 else _CLASSES[name]
+            found.append(Band(low, high, made(problem)))
             continue
         for start, end, plan in _between(quack_plans(problem)):
             if start < high and low < end:
