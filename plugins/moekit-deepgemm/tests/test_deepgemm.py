@@ -257,4 +257,4 @@ def test_capturing_an_unknown_size_is_refused(monkeypatch):
     spec = standin.registry().expert("standin")
     experts = spec.load()(spec, standin.problem(torch.device("cpu")))
     with pytest.raises(InvalidInput, match="warmup"):
-        experts._first_use(("never met",), torch.device("cuda", 0))
+        experts._warm((1 << 20,), torch.device("cuda", 0), iter(()))

@@ -77,9 +77,5 @@ def expected_slab_rows(slab: int, top_k: int, physical: int) -> int:
     return next_power_of_2(-(-slab * top_k // physical))
 
 
-def round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
 def next_power_of_2(size: int) -> int:
     return 1 << max(0, size - 1).bit_length()
