@@ -529,9 +529,11 @@ sys.modules["deep_ep"] = _library
 
 import moekit_deepep  # noqa: E402
 import triton_interpreter  # noqa: E402, F401 (patches triton)
-from moekit_deepep.elastic import ElasticDispatcher as ElasticDispatcher  # noqa: E402
-from moekit_deepep.low_latency import LowLatencyDispatcher as LowLatencyDispatcher  # noqa: E402
-from moekit_deepep.normal import NormalDispatcher as NormalDispatcher  # noqa: E402
+from moekit_deepep.dispatcher import (  # noqa: E402, F401 (spec.target names this module)
+    ElasticDispatcher,
+    LowLatencyDispatcher,
+    NormalDispatcher,
+)
 
 from moekit.contract.specs import DispatcherSpec  # noqa: E402
 from moekit.discovery.registry import Registry  # noqa: E402

@@ -91,7 +91,7 @@ def check_elastic(problem: MoEProblem) -> list[str]:
 def moekit_dispatchers() -> list[DispatcherSpec]:
     normal = DispatcherSpec(
         name="deepep_ht",
-        target="moekit_deepep.normal:NormalDispatcher",
+        target="moekit_deepep.dispatcher:NormalDispatcher",
         format=ActivationFormat.STANDARD,
         dtypes=frozenset({"bfloat16"}),
         devices=("cuda==9.0",),
@@ -113,7 +113,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
     low_latency = replace(
         normal,
         name="deepep_ll",
-        target="moekit_deepep.low_latency:LowLatencyDispatcher",
+        target="moekit_deepep.dispatcher:LowLatencyDispatcher",
         format=ActivationFormat.BATCHED,
         priority=6,
         most_top_k=11,
@@ -126,7 +126,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
     elastic = replace(
         normal,
         name="deepep_elastic",
-        target="moekit_deepep.elastic:ElasticDispatcher",
+        target="moekit_deepep.dispatcher:ElasticDispatcher",
         priority=8,
         needs_capacity=True,
         deterministic=False,
