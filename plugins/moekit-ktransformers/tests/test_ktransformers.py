@@ -36,7 +36,7 @@ def installed(tmp_path, monkeypatch):
     named = dataclasses.replace(library.KT_KERNEL, path_variable="KT_KERNEL_FOLDER")
     monkeypatch.setattr(library, "KT_KERNEL", named)
     monkeypatch.setattr(library, "cpu_flags", lambda: library.VARIANTS["avx2"])
-    for name in (library.VARIANT_VARIABLE, library.THREADS_VARIABLE, library.NODES_VARIABLE):
+    for name in (library.VARIANT_VARIABLE, library.THREADS_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     return folder
 
@@ -102,23 +102,14 @@ def test_amx_is_loaded_on_request_only(installed, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5"])
-@pytest.mark.parametrize("name", [library.THREADS_VARIABLE, library.NODES_VARIABLE])
-def test_bad_settings_are_reasons(installed, monkeypatch, name, text):
-    monkeypatch.setenv(name, text)
+def test_bad_settings_are_reasons(installed, monkeypatch, text):
+    monkeypatch.setenv(library.THREADS_VARIABLE, text)
     (reason,) = library.unsupported()
-    assert name in reason and text in reason
-    step, per_node = kinds.multiples(problem())
-    assert step == per_node
-
-
-def test_more_numa_nodes_than_there_are(installed, monkeypatch):
-    monkeypatch.setenv(library.NODES_VARIABLE, "999")
-    assert any("999" in reason for reason in library.unsupported())
+    assert library.THREADS_VARIABLE in reason and text in reason
 
 
 def test_one_core_is_left_to_the_caller(monkeypatch):
     monkeypatch.delenv(library.THREADS_VARIABLE, raising=False)
-    monkeypatch.delenv(library.NODES_VARIABLE, raising=False)
     monkeypatch.setattr(library, "cores", lambda: 8)
     assert [library.threads(n) for n in (1, 4, 8, 16)] == [1, 4, 7, 7]
     monkeypatch.setattr(library, "cores", lambda: 1)
@@ -137,7 +128,6 @@ def test_more_threads_than_cores_warn(monkeypatch, caplog):
 
 
 def test_sizes_that_crash_the_library_are_padded():
-    assert kinds.unsupported(problem()) == []
     for changes, of in (
         ({"hidden_size": 200}, 32),
         ({"quant": "fp8_block", "intermediate_size": 192}, 128),
@@ -211,9 +201,7 @@ def test_objects_end_with_their_weights(backends):
 
 
 def test_more_rows_than_a_call_of_the_library_takes(backends, monkeypatch):
-    from moekit_ktransformers import experts
-
-    monkeypatch.setattr(experts, "MAX_ROWS", 8)
+    monkeypatch.setattr(pools, "MAX_ROWS", 8)
     p = problem()
     kernel = moekit.compose(p, "local", "ktransformers", backends=backends)
     for num_tokens in (7, 8, 9, 24, 27):
@@ -249,7 +237,7 @@ def test_calls_from_two_threads(backends):
 
 def test_the_readme_names_every_variable():
     text = (Path(__file__).parents[1] / "README.md").read_text()
-    for name in (library.VARIANT_VARIABLE, library.THREADS_VARIABLE, library.NODES_VARIABLE):
+    for name in (library.VARIANT_VARIABLE, library.THREADS_VARIABLE):
         assert name in text
 
 

@@ -93,7 +93,9 @@ def unsupported() -> list[str]:
     folder, asked, found = KT_KERNEL.folder(), os.environ.get(VARIANT_VARIABLE), []
     threads = os.environ.get(THREADS_VARIABLE)
     if threads and not (threads.isascii() and threads.isdigit() and int(threads)):
-        found.append(f"{THREADS_VARIABLE}={threads!r} is not a positive integer: correct or unset it")
+        found.append(
+            f"{THREADS_VARIABLE}={threads!r} is not a positive integer: correct or unset it"
+        )
     if folder is not None:
         found += KT_KERNEL.unsupported()
     if variant() is None:
