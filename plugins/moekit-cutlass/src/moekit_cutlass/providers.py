@@ -12,6 +12,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -130,15 +131,10 @@ class Provider(ABC):
     def first(
         self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
     ) -> Tensor:
-        """Run GEMM 1.
+        """Run GEMM 1 from x (S, H) to (S, N), whose rows from the last offset on are undefined.
 
-        Args:
-            x: (S, H), expert-sorted; if `gathers`, (R, H) with groups.rows_S as the index.
-            out: The result's tensor, unless the provider `allocates`.
-            scales: For e4m3 operands.
-
-        Returns:
-            (S, N), or (S, I) if `activates`. Rows from the last offset on are undefined.
+        x is (R, H) if it `gathers`, and the result (S, I) if it `activates`. out: The result's
+        tensor, unless it `allocates`. scales: For e4m3 operands.
         """
 
     def second(
@@ -275,20 +271,20 @@ class Quack(Provider):
     def first(
         self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
     ) -> Tensor:
-        halves = ("B",) if self.activates and self.problem.activation.gated else None
         rows = groups.rows_S if self.gathers else None
-        return self._run(x, w_LNK, groups, out, self.plan.first, self._activation, rows, halves)
+        return self._run(x, w_LNK, groups, out, self.plan.first, self._activation, rows)
 
     def second(
         self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
     ) -> Tensor:
-        return self._run(x, w_LNK, groups, out, self.plan.second, None, None, None)
+        return self._run(x, w_LNK, groups, out, self.plan.second)
 
     def _run(
         self, a: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, tile: Tile,
-        activation: str | None, rows_S: Tensor | None, halves: tuple[str, ...] | None,
+        activation: str | None = None, rows_S: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         assert out is not None
+        halves = ("B",) if activation is not None and self.problem.activation.gated else None
         key = (a.dtype, tile, activation, rows_S is None, halves)
         call = functools.partial(
             self._gemm,
@@ -296,11 +292,9 @@ class Quack(Provider):
             cu_seqlens_m=groups.offsets_L1, A_idx=rows_S, tuned=False,
             config=_quack_config(tile), concat_layout=halves,
         )  # fmt: skip
-        if key in _compiled:
-            call()
-            return out
-        with _compiling:
-            logger.info("moekit-cutlass: compiling quack for %s %s", activation, tile)
+        with nullcontext() if key in _compiled else _compiling:
+            if key not in _compiled:
+                logger.info("moekit-cutlass: compiling quack for %s %s", activation, tile)
             call()
             _compiled.add(key)
         return out
@@ -348,7 +342,7 @@ class Band:
 
 
 def bands(problem: MoEProblem) -> tuple[Band, ...]:
-    """Return the providers by size, from `PREFERRED` and the libraries that are usable here."""
+    """Return the preferred providers by size, of the libraries that are usable here."""
     scheme = problem.quant.name
     usable, why_not = providers_for(problem)
     if not usable:

@@ -32,14 +32,6 @@ class Plan:
         return (self.block_m, self.expected_m or 0, 0 if self.expected_m else self.rows)
 
 
-def choose_block_m(rows_per_expert: float) -> int:
-    """Return the rows of a block: 64 while reading weights bounds the time, else 128.
-
-    The result never decreases with rows_per_expert, so a workspace for more rows fits fewer.
-    """
-    return 64 if rows_per_expert <= 96 else 128
-
-
 @lru_cache(maxsize=4096)
 def make_plan(pairs: int, local: int, physical: int, block_m: int | None = None) -> Plan:
     """Return the plan for assignments spread over ``physical`` experts, ``local`` of them here.
@@ -48,7 +40,9 @@ def make_plan(pairs: int, local: int, physical: int, block_m: int | None = None)
     see expected_m (or M) and block_m, choose other tiles.
     """
     per_expert = pairs / physical
-    block_m = block_m or choose_block_m(per_expert)
+    # 64 rows while reading weights bounds the time. Blocks never get smaller with more rows, so a
+    # workspace for more rows fits fewer.
+    block_m = block_m or (64 if per_expert <= 96 else 128)
     for few in _FEW_PAIRS:
         if pairs <= few and 2 * few <= local:  # a block per assignment, most experts idle
             return Plan(block_m, few * block_m, None)
@@ -62,7 +56,7 @@ def plans_up_to(pairs: int, local: int, physical: int, block_m: int | None = Non
     sizes = {1, pairs, *_FEW_PAIRS, *(few + 1 for few in _FEW_PAIRS)}
     per_expert = 1
     while per_expert * physical < pairs:
-        # Kinds change at powers of two and with choose_block_m; four samples cover all of them.
+        # Kinds change at powers of two and with block_m; four samples cover all of them.
         sizes.update(per_expert * physical * quarters // 4 for quarters in (4, 5, 6, 7))
         per_expert *= 2
     kinds: dict[tuple[int, int, int], Plan] = {}

@@ -134,7 +134,7 @@ def experts_transient(problem: MoEProblem, rows: int) -> int:
     quantized = [_quantized(pairs, k, L) for k in (p.hidden_size, p.local_intermediate_size)]
     return _total(
         *[4 * pairs] * 4,  # two maps, experts in order, router weights in order
-        *[4 * L * _blocks(rows, L)] * 2,
+        *[4 * L * -(-rows // 32)] * 2,  # token blocks of the counting sort, at most
         4 * L * rows,
         8 * (L + 1),
         first,
@@ -144,14 +144,6 @@ def experts_transient(problem: MoEProblem, rows: int) -> int:
         4 * L * rows,  # for another mode, but allocated in this one as well
         max(quantized) if block else 0,
     )
-
-
-def _blocks(rows: int, experts: int) -> int:
-    """Return the number of token blocks of the counting sort."""
-    for size in (32, 64, 128, 256, 512, 1024):
-        if -(-rows // size) * experts <= size:
-            break
-    return -(-rows // size)
 
 
 def _quantized(pairs: int, k: int, experts: int) -> int:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moekit.errors import WeightsError
-from moekit.plugin import ExpertWeights, MoEProblem, OperandQuant, PackedWeights
+from moekit.plugin import ExpertWeights, MoEProblem, OperandQuant, PackedWeights, unpack_int4
 
 from . import layout
 from .sizes import group_of, padded_intermediate
@@ -125,9 +125,7 @@ def _place_rows(x: Tensor, order_LR: Tensor | None, split: int, n: int, fill: in
 
 def _stored_values(w: Tensor, kind: Stored) -> Tensor:
     """Return one expert's weight (N, K or K / 2) as uint8 (N, K), as the operator stores it."""
-    if kind.bits == 4:  # two a byte, the even column in the lower half
-        return torch.stack((w & 15, w >> 4), dim=-1).flatten(-2)
-    return w.view(torch.uint8) ^ kind.offset
+    return unpack_int4(w) if kind.bits == 4 else w.view(torch.uint8) ^ kind.offset
 
 
 def _per_row(scale: Tensor, operand: OperandQuant, rows: int) -> Tensor:
@@ -171,12 +169,11 @@ def _split_scales(scale_LGN: Tensor, problem: MoEProblem, name: str) -> tuple[Te
     as in vLLM.
     """
     exponent = 126 if problem.dtype == torch.bfloat16 else 14  # biases of bf16 or fp16, and of e2m1
-    values, factors = [], []
-    for expert, scale in enumerate(scale_LGN.float()):
+    values = scale_LGN.float().clone()
+    factors = torch.zeros(len(values), dtype=torch.float32, device="cpu")
+    for expert, scale in enumerate(values):
         largest = float(scale.max())
         if not largest:
-            values.append(scale)
-            factors.append(0.0)
             continue
         tried = [_e5m3(scale / largest * (_TOP * (1 + i / 8))) for i in range(8)]
         errors = [error for _, error in tried]
@@ -187,10 +184,9 @@ def _split_scales(scale_LGN: Tensor, problem: MoEProblem, name: str) -> tuple[Te
                 "scale, which Marlin needs; gate and up may have different global scales: quantize "
                 "them with one, or use another backend"
             )
-        values.append(tried[best][0])
-        factors.append(largest / (_TOP * (1 + best / 8)) * 2.0**exponent)
-    device = scale_LGN.device
-    return torch.stack(values), torch.tensor(factors, dtype=torch.float32, device=device)
+        scale.copy_(tried[best][0])
+        factors[expert] = largest / (_TOP * (1 + best / 8)) * 2.0**exponent
+    return values, factors.to(scale_LGN.device)
 
 
 def _e5m3(x: Tensor) -> tuple[Tensor, float]:
