@@ -4,10 +4,8 @@ import pytest
 import torch
 from moekit_cutlass.kernels import (
     Groups,
-    add_bias,
     group_batched,
     problem_sizes,
-    return_rows,
     sort_assignments,
     spread_rows,
 )
@@ -59,12 +57,7 @@ def random_ids(rows: int, top_k: int, num_experts: int) -> torch.Tensor:
 )
 @pytest.mark.parametrize(
     ("routing", "dtype"),
-    [
-        ("uniform", torch.int32),
-        ("uniform", torch.int64),
-        ("one_expert", torch.int64),
-        ("none", torch.int32),
-    ],
+    [("uniform", torch.int32), ("one_expert", torch.int64), ("none", torch.int32)],
 )
 def test_sort_assignments(device, rows, top_k, num_experts, dtype, routing):
     torch.manual_seed(0)
@@ -143,32 +136,3 @@ def test_spread_rows(device, kind, scale_rows):
         torch.testing.assert_close(out_scale[:total], want)
         assert out_scale[total:].isnan().all()
     assert (out[total:].float() == 0).all()
-
-
-def test_add_bias(device):
-    torch.manual_seed(0)
-    ids = random_ids(8, 2, 3).to(device)
-    groups = sorted_groups(ids, 3)
-    h = torch.randn(16, 40).to(torch.bfloat16).to(device)
-    bias = torch.randn(3, 40).to(torch.bfloat16).to(device)
-    total = int(groups.total)
-    experts = ids.flatten()[ids.flatten() >= 0].sort().values
-    want = (h[:total].float() + bias.float()[experts]).to(h.dtype)
-    before = h.clone()
-    add_bias(h, bias, groups)
-    assert torch.equal(h[:total], want) and torch.equal(h[total:], before[total:])
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_rows_go_back_to_the_slab(device, bias):
-    slab, cols = 4, 40
-    groups = slab_groups([2, 0, 3], slab, device)
-    z = torch.randn(12, cols, device=device)
-    z[5:] = NAN
-    b_LH = torch.randn(3, cols, device=device) if bias else None
-    out = torch.full((12, cols), 7.0, device=device)
-    return_rows(z, b_LH, groups, out)
-    real = [0, 1, 8, 9, 10]
-    want = z[:5] if b_LH is None else z[:5] + b_LH[[0, 0, 2, 2, 2]]
-    assert torch.equal(out[real], want)
-    assert (out[[r for r in range(12) if r not in real]] == 7.0).all()

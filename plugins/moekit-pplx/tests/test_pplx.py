@@ -7,6 +7,7 @@ import sys
 import time
 import types
 from dataclasses import replace
+from unittest import mock
 
 import moekit_pplx.buffers
 import moekit_pplx.dispatcher
@@ -14,7 +15,6 @@ import pplx_gpu
 import pplx_standin
 import pytest
 import torch
-import torch.distributed as dist
 from moekit_pplx.dispatcher import PplxDispatcher
 from moekit_pplx.footprint import library_bytes
 from moekit_pplx.kernels import launch, translate
@@ -32,16 +32,9 @@ GB = 1e9
 
 
 def problem_for(world, rank=0, **changes):
-    values = {
-        "num_experts": 8,
-        "top_k": 2,
-        "hidden_size": 64,
-        "intermediate_size": 32,
-        "max_num_tokens": 16,
-        "device": "cpu",
-        "parallel": ParallelConfig(ep_size=world, ep_rank=rank),
-    }
-    return MoEProblem(**{**values, **changes})
+    sizes = dict(num_experts=8, top_k=2, hidden_size=64, intermediate_size=32, max_num_tokens=16)
+    parallel = ParallelConfig(ep_size=world, ep_rank=rank)
+    return MoEProblem(**{**sizes, "device": "cpu", "parallel": parallel, **changes})
 
 
 def standin_spec():
@@ -122,29 +115,6 @@ def test_calls_on_two_streams_do_not_wait_for_each_other_on_gpus(gpus):
 def test_stated_memory_is_taken_on_gpus(gpus):
     for stated, taken in gpus.run(pplx_gpu.memory_of_buffers, 64):
         assert taken == pytest.approx(stated, rel=0.05)
-
-
-def bare_call(rank, world, tokens):
-    library = pplx_standin.AllToAll.intranode(
-        tokens, 8, 2, rank, world, 1, 64, 128, 0, dist.group.WORLD.group_name
-    )
-    problem = problem_for(world, rank, max_num_tokens=tokens)
-    x, routing = tokens_on(rank, tokens, problem)
-    ids = torch.rand(tokens, 8).argsort(dim=1)[:, :2].int().contiguous().view(torch.uint32)
-    slab = torch.zeros(8 // world, world * tokens, 64, dtype=x.dtype)
-    counts = torch.empty(8 // world, dtype=torch.int32)
-    library.dispatch(counts, slab, None, x, None, ids, None)
-    out = torch.empty_like(x)
-    library.combine(out, ids, torch.ones(tokens, 2), slab, None)
-    library.destroy()
-    return [bool((row == x.double() * 2).all()) for row, x in zip(out.double(), x, strict=True)]
-
-
-def test_the_standin_has_the_limit_too(pool):
-    limit = pplx_standin.NUM_SMS
-    assert all(all(rows) for rows in pool.run(bare_call, limit))
-    for rows in pool.run(bare_call, limit + 5):
-        assert rows.count(False) == 5
 
 
 def in_rounds(rank, world, tokens):
@@ -435,37 +405,24 @@ def leave_behind(rank, world, folder):
 # -- the group and the library --------------------------------------------------------------------
 
 
-def without_host_side(rank, world):
-    moekit_pplx.dispatcher.has_backend, real = lambda *_: False, moekit_pplx.dispatcher.has_backend
-    try:
-        dispatcher_on(rank, world)
-    except GroupMismatch as error:
-        return str(error)
-    finally:
-        moekit_pplx.dispatcher.has_backend = real
-    return ""
+def refused(rank, world, owner, name, answer):
+    """Return the error of a dispatcher made where a function answers otherwise."""
+    owner = {"dispatcher": moekit_pplx.dispatcher, "socket": moekit_pplx.dispatcher.socket}[owner]
+    with mock.patch.object(owner, name, lambda *_: answer.format(rank=rank)):
+        with pytest.raises(GroupMismatch) as caught:
+            dispatcher_on(rank, world)
+    return str(caught.value)
 
 
-def test_the_group_needs_a_host_side(pool):
-    for said in pool.run(without_host_side):
-        assert "cpu:gloo,cuda:nccl" in said
-
-
-def on_two_hosts(rank, world):
-    real = moekit_pplx.dispatcher.socket.gethostname
-    moekit_pplx.dispatcher.socket.gethostname = lambda: f"host{rank}"
-    try:
-        dispatcher_on(rank, world)
-    except GroupMismatch as error:
-        return str(error)
-    finally:
-        moekit_pplx.dispatcher.socket.gethostname = real
-    return ""
-
-
-def test_all_ranks_must_be_on_one_host(pool):
-    for said in pool.run(on_two_hosts):
-        assert "host host0 on ranks [0]" in said and "host host1 on ranks [1]" in said
+@pytest.mark.parametrize(
+    ("owner", "name", "answer", "said"),
+    [
+        ("dispatcher", "has_backend", "", "cpu:gloo,cuda:nccl"),
+        ("socket", "gethostname", "host{rank}", "host host0 on ranks [0]"),
+    ],
+)
+def test_groups_that_are_refused(pool, owner, name, answer, said):
+    assert all(said in error for error in pool.run(refused, owner, name, answer))
 
 
 def test_a_library_that_does_not_load(monkeypatch):
