@@ -1,7 +1,6 @@
 """Real library and GPU when there are both, else Triton's interpreter (which must be chosen before
 triton is imported) and a stand-in for the operator."""
 
-import dataclasses
 import os
 
 import pytest
@@ -11,7 +10,6 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import marlin_stand_in as stand_in  # noqa: E402
-import moekit_marlin  # noqa: E402
 from moekit_marlin import library  # noqa: E402
 
 import moekit  # noqa: E402
@@ -36,11 +34,4 @@ def operator_device(device: torch.device) -> torch.device:
 
 @pytest.fixture(scope="session")
 def backends(operator_device: torch.device) -> moekit.Registry:
-    """The core's backends and Marlin's, which on a CPU run on the stand-in."""
-    found = moekit.Registry.discover({"MOEKIT_PLUGINS": ""})
-    for spec in moekit_marlin.moekit_experts():
-        if operator_device.type == "cpu":
-            check = moekit_marlin.sizes.unsupported
-            spec = dataclasses.replace(spec, devices=("cpu",), requires=("triton",), check=check)
-        found.register(spec)
-    return found
+    return stand_in.registry()

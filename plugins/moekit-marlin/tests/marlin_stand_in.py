@@ -4,8 +4,13 @@ Written from the operator's own side, lane by lane and word by word, and so inde
 moekit_marlin.layout. Strict: what the library would refuse, or silently get wrong, fails here.
 """
 
+import dataclasses
+
+import moekit_marlin
 import torch
 from torch import Tensor
+
+import moekit
 
 FP8 = 4 | 3 << 8 | 1 << 16 | 1 << 49 | 2 << 50
 UINT8B128 = 8 << 8 | 128 << 17 | 1 << 50
@@ -203,3 +208,14 @@ def moe_wna16_marlin_gemm(
         out = (a[rows // top_k].float() @ weight[expert].T).to(a.dtype)
         c[rows] = out if bias is None else out + bias[expert]
     return c
+
+
+def registry() -> moekit.Registry:
+    """The core's backends and Marlin's, which on a CPU run on this module."""
+    found = moekit.Registry.discover({"MOEKIT_PLUGINS": ""})
+    for spec in moekit_marlin.moekit_experts():
+        if not torch.cuda.is_available():
+            check = moekit_marlin.sizes.unsupported
+            spec = dataclasses.replace(spec, devices=("cpu",), requires=("triton",), check=check)
+        found.register(spec)
+    return found

@@ -1,8 +1,7 @@
 """Kernels around the grouped GEMMs: sorting assignments, copying rows into order, biases.
 
 Everything runs on the device with sizes fixed by the worst case, so a CUDA graph may capture it.
-Rows without an expert, and sorted rows from the last offset on, are neither read nor written:
-whatever they hold (NaN, old values) has no effect.
+Rows without an expert, and sorted rows from the last offset on, are neither read nor written.
 
 Shape suffixes: R rows, K experts of a row, S = R * K assignments, L local experts, C capacity. The
 batched layout is L * C rows with one assignment each.
@@ -24,19 +23,12 @@ CHUNK = 1024
 
 @dataclass(frozen=True)
 class Groups:
-    """Assignments sorted by expert. Tensors are int32; ids may also be int64.
+    """Assignments sorted by expert. Tensors are int32; ids may also be int64."""
 
-    Attributes:
-        ids_RK: The expert of each assignment, negative for none.
-        slots_RK: The sorted row of each assignment, -1 without an expert.
-        offsets_L1: (L + 1,), expert l has the sorted rows offsets[l] to offsets[l + 1].
-        rows_S: The source row of each sorted row, undefined from `total` on; None where unused.
-    """
-
-    ids_RK: Tensor
-    slots_RK: Tensor
-    offsets_L1: Tensor
-    rows_S: Tensor | None = None
+    ids_RK: Tensor  # the expert of each assignment, negative for none
+    slots_RK: Tensor  # the sorted row of each assignment, -1 without an expert
+    offsets_L1: Tensor  # (L + 1,), expert l has the sorted rows offsets[l] to offsets[l + 1]
+    rows_S: Tensor | None = None  # the source row of each sorted row, undefined from `total` on
 
     @property
     def num_experts(self) -> int:

@@ -55,11 +55,9 @@ FUSED = {
 
 @dataclass(frozen=True)
 class Tile:
-    """A quack GEMM config for SM90.
+    """A quack GEMM config for SM90, with its cluster (M, N).
 
-    Attributes:
-        cluster: (M, N); a fused gather needs N = 1.
-        dynamic: Programs fetch tiles from a counter, which a fused gather does not support.
+    dynamic: Programs fetch tiles from a counter. A fused gather excludes this, and needs N = 1.
     """
 
     m: int = 128
@@ -108,21 +106,13 @@ class Scales(NamedTuple):
 
 
 class Provider(ABC):
-    """A library's grouped GEMM.
-
-    Attributes:
-        gathers: GEMM 1 takes source rows and an index.
-        allocates: Results are the library's tensors, not the caller's.
-        activates: GEMM 1 applies the activation.
-        scratch: Other bytes that the library allocates.
-        dtype: The dtype of the results.
-    """
+    """A library's grouped GEMM, with results in ``dtype``."""
 
     name: ClassVar[str]
-    gathers = False
-    allocates = False
-    activates = False
-    scratch = 0
+    gathers = False  # GEMM 1 takes source rows and an index
+    allocates = False  # results are the library's tensors, not the caller's
+    activates = False  # GEMM 1 applies the activation
+    scratch = 0  # other bytes that the library allocates
 
     def __init__(self, problem: MoEProblem) -> None:
         self.problem, self.dtype = problem, problem.dtype
@@ -221,10 +211,9 @@ class VllmW4A8(Vllm):
 
 @functools.cache
 def _stride(num_experts: int, value: int, device: torch.device, *more: int) -> Tensor:
-    """Return strides as int64 (L,), or with ``more`` values (L, 1 + more).
+    """Return strides as int64 (L,), or with ``more`` values (L, 1 + more), kept for graphs.
 
-    They are created at the first call, not while a graph is captured, and kept, since graphs use
-    them. The host waits for the copy, so any stream may read them.
+    The host waits for the copy, so any stream may read them.
     """
     rows = torch.tensor([[value, *more]] * num_experts, dtype=torch.int64, device="cpu")
     return rows.squeeze(1).to(device)
@@ -332,8 +321,7 @@ def _quack_config(tile: Tile) -> Any:
 _CLASSES: Mapping[str, type[Provider]] = {c.name: c for c in (Quack, Torch, Vllm)}
 
 
-@dataclass(frozen=True)
-class Band:
+class Band(NamedTuple):
     """A provider, and the expected rows per expert, ``low <= rows < high``, that it serves."""
 
     low: int

@@ -25,7 +25,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import deep_ep
 import torch
@@ -50,6 +50,8 @@ from moekit.plugin import (
 from . import buffers, footprint
 from .kernels import clear_unused
 
+T = TypeVar("T")
+
 
 class DeepEPDispatcher(PrepareAndFinalize):
     """A group of ``ep_size`` ranks on one host, each with its own tokens and share of the experts.
@@ -63,6 +65,7 @@ class DeepEPDispatcher(PrepareAndFinalize):
     lease: Lease[buffers.Held]
     makes_output = True
     _footprint: ClassVar[Callable[..., Footprint]]
+    _combine_options: dict[str, Any]
 
     def __init__(
         self, spec: DispatcherSpec, problem: MoEProblem, group: dist.ProcessGroup | None = None
@@ -83,6 +86,22 @@ class DeepEPDispatcher(PrepareAndFinalize):
     def _buffer(self) -> Any:
         return self.lease.value.buffer
 
+    def prepare(
+        self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
+    ) -> Pending[Dispatched]:
+        ids = routing.topk_ids.to(deep_ep.topk_idx_t)
+        return self._dispatch(x_TH, ids, routing.topk_weights, quantize)
+
+    @abstractmethod
+    def _dispatch(
+        self, x_TH: Tensor, ids: Tensor, weights: Tensor, quantize: Quantizer | None
+    ) -> Pending[Dispatched]:
+        """Do as `prepare`, with ids in the library's dtype."""
+
+    def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor | None) -> Pending[Tensor]:
+        combined_TH, _, event = self._buffer.combine(y, dispatched.handle, **self._combine_options)
+        return after(event, lambda: placed(combined_TH, out_TH))
+
     def max_rows(self, num_tokens: int) -> int:
         """Return the most rows outside of CUDA graphs."""
         return self._footprint(self.problem, num_tokens).rows
@@ -102,14 +121,14 @@ class NormalDispatcher(DeepEPDispatcher):
 
     def _acquire(self) -> Lease[buffers.Held]:
         ranks = self.group.size()
-        self._dispatch_config, self._combine_config = buffers.normal_configs(ranks)
+        self._dispatch_config, combine_config = buffers.normal_configs(ranks)
+        self._combine_options = {"config": combine_config, "async_finish": True}
         self._most_rows = ranks * self._capacity
         return buffers.normal(self.group, self.problem.hidden_size)
 
-    def prepare(
-        self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
+    def _dispatch(
+        self, x_TH: Tensor, ids: Tensor, weights: Tensor, quantize: Quantizer | None
     ) -> Pending[Dispatched]:
-        ids = routing.topk_ids.to(deep_ep.topk_idx_t)
         x = x_TH if quantize is None else quantize_for_transfer(x_TH, ids, quantize, self.problem)
         held, rows = self.lease.value, self._fixed_rows(x_TH)
         per_rank, _, per_expert, in_rank, _ = held.buffer.get_dispatch_layout(
@@ -124,24 +143,12 @@ class NormalDispatcher(DeepEPDispatcher):
             held.buffer.get_comm_stream().synchronize()
             held.uncounted.discard("calls")
         received, ids_RK, weights_RK, _, handle, event = held.buffer.dispatch(
-            x,
-            num_tokens_per_rank=per_rank,
-            is_token_in_rank=in_rank,
-            num_tokens_per_expert=per_expert,
-            topk_idx=ids,
-            topk_weights=routing.topk_weights,
-            num_worst_tokens=rows,
-            config=self._dispatch_config,
-            async_finish=True,
-        )
+            x, num_tokens_per_rank=per_rank, is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert, topk_idx=ids, topk_weights=weights,
+            num_worst_tokens=rows, config=self._dispatch_config, async_finish=True,
+        )  # fmt: skip
         x_RH, scale = (received, None) if quantize is None else received
-        return arriving(event, Dispatched(x_RH, scale, ids_RK, weights_RK, handle=handle))
-
-    def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor | None) -> Pending[Tensor]:
-        combined_TH, _, event = self._buffer.combine(
-            y, dispatched.handle, config=self._combine_config, async_finish=True
-        )
-        return combined(event, combined_TH, out_TH)
+        return after(event, lambda: Dispatched(x_RH, scale, ids_RK, weights_RK, handle=handle))
 
     def _fixed_rows(self, x_TH: Tensor) -> int:
         """Return R if it is the same for every call, else 0."""
@@ -158,36 +165,29 @@ class ElasticDispatcher(DeepEPDispatcher):
     """STANDARD, R = ranks * max_num_tokens for every call."""
 
     _footprint = staticmethod(footprint.elastic)
+    _combine_options = {"async_with_compute_stream": True}
 
     def _acquire(self) -> Lease[buffers.Held]:
         p = self.problem
         return buffers.elastic(self.group, self._capacity, p.hidden_size, p.top_k, p.device.type)
 
-    def prepare(
-        self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
+    def _dispatch(
+        self, x_TH: Tensor, ids: Tensor, weights: Tensor, quantize: Quantizer | None
     ) -> Pending[Dispatched]:
-        ids = routing.topk_ids.to(deep_ep.topk_idx_t)
         received, ids_RK, weights_RK, handle, event = self._buffer.dispatch(
             x_TH if quantize is None else quantize_for_transfer(x_TH, ids, quantize, self.problem),
-            topk_idx=ids,
-            topk_weights=routing.topk_weights,
-            num_experts=self.problem.num_physical_experts,
-            num_max_tokens_per_rank=self._capacity,
-            num_sms=footprint.NUM_SMS,
-            do_cpu_sync=False,
-            async_with_compute_stream=True,
-        )
+            topk_idx=ids, topk_weights=weights, num_experts=self.problem.num_physical_experts,
+            num_max_tokens_per_rank=self._capacity, num_sms=footprint.NUM_SMS,
+            do_cpu_sync=False, async_with_compute_stream=True,
+        )  # fmt: skip
         x_RH, scale = (received, None) if quantize is None else received
-        # The library does not write rows that no token was sent to, nor their ids.
-        ends = handle.psum_num_recv_tokens_per_scaleup_rank
-        tokens = Dispatched(x_RH, scale, ids_RK, weights_RK, handle=handle)
-        return arriving(event, tokens, lambda: clear_unused(ids_RK, ends))
 
-    def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor | None) -> Pending[Tensor]:
-        combined_TH, _, event = self._buffer.combine(
-            y, dispatched.handle, async_with_compute_stream=True
-        )
-        return combined(event, combined_TH, out_TH)
+        def arrived() -> Dispatched:
+            # The library does not write rows that no token was sent to, nor their ids.
+            clear_unused(ids_RK, handle.psum_num_recv_tokens_per_scaleup_rank)
+            return Dispatched(x_RH, scale, ids_RK, weights_RK, handle=handle)
+
+        return after(event, arrived)
 
 
 class LowLatencyDispatcher(DeepEPDispatcher):
@@ -207,33 +207,26 @@ class LowLatencyDispatcher(DeepEPDispatcher):
             self.group, self._capacity, p.hidden_size, p.num_physical_experts
         )
 
-    def prepare(
-        self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
+    def _dispatch(
+        self, x_TH: Tensor, ids: Tensor, weights: Tensor, quantize: Quantizer | None
     ) -> Pending[Dispatched]:
-        ids = routing.topk_ids.to(deep_ep.topk_idx_t)
         received, counts_L, handle, event, _ = self._buffer.low_latency_dispatch(
-            x_TH,
-            ids,
-            self._capacity,
-            self.problem.num_physical_experts,
-            use_fp8=quantize is not None,
-            async_finish=True,
-        )
+            x_TH, ids, self._capacity, self.problem.num_physical_experts,
+            use_fp8=quantize is not None, async_finish=True,
+        )  # fmt: skip
         x_LCH, scale = (received, None) if quantize is None else received
-        call = handle, ids, routing.topk_weights
-        return arriving(event, Dispatched(x_LCH, scale, expert_num_tokens=counts_L, handle=call))
+        call = handle, ids, weights
+        return after(
+            event, lambda: Dispatched(x_LCH, scale, expert_num_tokens=counts_L, handle=call)
+        )
 
     def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor | None) -> Pending[Tensor]:
         handle, ids, topk_weights = dispatched.handle
+        out = out_TH if out_TH is not None and out_TH.is_contiguous() else None
         combined_TH, event, _ = self._buffer.low_latency_combine(
-            y,
-            ids,
-            topk_weights,
-            handle,
-            async_finish=True,
-            out=out_TH if out_TH is not None and out_TH.is_contiguous() else None,
+            y, ids, topk_weights, handle, async_finish=True, out=out
         )
-        return combined(event, combined_TH, out_TH)
+        return after(event, lambda: placed(combined_TH, out_TH))
 
     def abandon(self, dispatched: Dispatched) -> None:
         """Count the combine of a capture that failed.
@@ -271,31 +264,19 @@ class Transfer:
     __del__ = wait
 
 
-def arriving(
-    event: Any, tokens: Dispatched, finish: Callable[[], None] | None = None
-) -> Pending[Dispatched]:
-    """Return the tokens once ``event`` has happened; ``finish`` runs then."""
+def after(event: Any, result: Callable[[], T]) -> Pending[T]:
+    """Return ``result()`` once ``event`` has happened."""
     transfer = Transfer(event)
 
-    def arrive() -> Dispatched:
+    def arrive() -> T:
         transfer.wait()
-        if finish is not None:
-            finish()
-        return tokens
+        return result()
 
     return Pending(arrive)
 
 
-def combined(event: Any, combined_TH: Tensor, out_TH: Tensor | None) -> Pending[Tensor]:
-    """Return the library's output once ``event`` has happened, in ``out_TH`` if that is given."""
-    transfer = Transfer(event)
-
-    def arrive() -> Tensor:
-        transfer.wait()
-        if out_TH is None:
-            return combined_TH
-        if combined_TH.data_ptr() != out_TH.data_ptr():
-            out_TH.copy_(combined_TH)
-        return out_TH
-
-    return Pending(arrive)
+def placed(combined_TH: Tensor, out_TH: Tensor | None) -> Tensor:
+    """Return the library's output, in ``out_TH`` if that is given."""
+    if out_TH is None or combined_TH.data_ptr() == out_TH.data_ptr():
+        return combined_TH if out_TH is None else out_TH
+    return out_TH.copy_(combined_TH)

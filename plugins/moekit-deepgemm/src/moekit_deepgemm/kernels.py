@@ -2,8 +2,7 @@
 
 STANDARD: every assignment has a row of the padded layout, given by `rows_S` (-1 for none). BATCHED:
 expert l has the rows l * C + c for c < counts_L[l]. Other rows are neither read nor written here.
-The GEMMs compute on whatever those hold, but a row of a GEMM's input affects only the same row of
-its output, so it has no effect.
+The GEMMs compute on old values there, which affect only the same rows of the output.
 
 fp8 rows have a scale per 128 columns, written as the GEMM reads it on Hopper: fp32, rows innermost,
 (cols / 128, rows) of contiguous memory.

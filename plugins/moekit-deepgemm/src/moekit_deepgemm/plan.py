@@ -13,17 +13,11 @@ _FEW_PAIRS = (8, 16, 32)
 
 @dataclass(frozen=True)
 class Plan:
-    """The layout of a contiguous GEMM.
+    """The layout of a contiguous GEMM."""
 
-    Attributes:
-        block_m: Rows of a block; every expert's rows start at a multiple of it.
-        rows: M, the rows of the padded layout in the worst case.
-        expected_m: The rows per expert for which the library chooses tiles; None: as many blocks
-            as fit in M.
-    """
-
-    block_m: int
-    rows: int
+    block_m: int  # rows of a block; every expert's rows start at a multiple of it
+    rows: int  # M, the rows of the padded layout in the worst case
+    # The rows per expert for which the library chooses tiles; None: as many blocks as fit in M.
     expected_m: int | None
 
     @property

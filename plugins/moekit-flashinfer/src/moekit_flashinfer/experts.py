@@ -11,8 +11,8 @@ Some of its kernels add with atomics, in the output's dtype.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -77,9 +77,8 @@ class FlashInferCutlassExperts(PermuteExpertsUnpermute):
             experts["w2_dequant"] = experts.pop("w2_scale").flatten() * a2
             shared["a2_quant"] = a2.reciprocal()
         for name, value in self._parameters().items():
-            experts[name] = experts["w13"].new_full(
-                (len(experts["w13"]),), value, dtype=torch.float32
-            )
+            w13 = experts["w13"]
+            experts[name] = w13.new_full((len(w13),), value, dtype=torch.float32)
         return PackedWeights(self.spec.name, experts, shared)
 
     def _parameters(self) -> dict[str, float]:
@@ -104,15 +103,13 @@ class FlashInferCutlassExperts(PermuteExpertsUnpermute):
         """
         return footprint.experts_transient(self.problem, rows) + rows * self.problem.top_k * 4
 
-    @contextmanager
-    def tuning(self) -> Iterator[None]:
+    def tuning(self) -> AbstractContextManager[object]:
         """Time the library's kernels in the calls of a ``with`` block; later calls use the fastest.
 
         Sizes up to 8192 rows are tuned, once per shape and process, in seconds to minutes.
         """
         # In blocks of fp8 the library chooses one kernel per size, not by time.
-        with nullcontext() if self._block else library.autotune():
-            yield
+        return nullcontext() if self._block else library.autotune()
 
     def apply(
         self, y: Tensor, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]

@@ -19,18 +19,13 @@ from . import library
 
 @dataclass(frozen=True)
 class Kind:
-    """A class of the library.
-
-    step: hidden and intermediate size must be multiples of it. bf16_build: it needs a build with
-    AVX-512 BF16. scales: how it stores them, "" for none. copies: it copies the weights into
-    its own buffers, else it reads ours.
-    """
+    """A class of the library."""
 
     name: str
-    step: int
-    bf16_build: bool
-    scales: str = ""
-    copies: bool = True
+    step: int  # hidden and intermediate size must be multiples of it
+    bf16_build: bool  # it needs a build with AVX-512 BF16
+    scales: str = ""  # how it stores them
+    copies: bool = True  # it copies the weights, else it reads ours
 
     @property
     def runs(self) -> bool:

@@ -31,17 +31,12 @@ def _type_id(exponent: int, mantissa: int, signed: bool, bias: int, finite: bool
 
 @dataclass(frozen=True)
 class Stored:
-    """A weight format of the operator: value = (stored - offset) * scale.
-
-    Attributes:
-        offset: 0 for floats.
-        scale_exponent: The operator reads fp8 with the exponent bias of the 16-bit dtype, so the
-            scale includes the missing power of two.
-    """
+    """A weight format of the operator: value = (stored - offset) * scale."""
 
     type_id: int
     bits: int
     offset: int = 0
+    # The operator reads fp8 with the exponent bias of the 16-bit dtype: the scale has the rest.
     scale_exponent: int = 0
     has_zeros: bool = False
     e8m0: bool = False

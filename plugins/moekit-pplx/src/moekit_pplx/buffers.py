@@ -30,15 +30,10 @@ _PATIENCE = 10.0
 
 @dataclass(frozen=True)
 class Lane:
-    """The objects of one call.
+    """What one call needs."""
 
-    Attributes:
-        objects: pplx_kernels.AllToAll, one per round.
-        y_SCH: The experts' output, for each library expert of this rank; zero for spare experts.
-    """
-
-    objects: tuple[Any, ...]
-    y_SCH: Tensor
+    objects: tuple[Any, ...]  # pplx_kernels.AllToAll, one per round
+    y_SCH: Tensor  # the experts' output for each library expert of this rank; zero for spares
 
 
 class Lanes:

@@ -36,23 +36,15 @@ class Wire:
 
 @dataclass(frozen=True)
 class Layout:
-    """The library's sizes.
-
-    Attributes:
-        ranks, rank: Of the group.
-        experts: The most experts of a rank.
-        spares: Spare experts of each rank, behind its experts.
-        rounds, tokens: Rounds of a call, and the tokens of each.
-        slab_rows: The capacity C.
-    """
+    """The library's sizes."""
 
     ranks: int
     rank: int
-    experts: int
-    spares: int
+    experts: int  # the most experts of a rank
+    spares: int  # spare experts of each rank, behind its experts
     rounds: int
-    tokens: int
-    slab_rows: int
+    tokens: int  # of a round, at most
+    slab_rows: int  # the capacity C
     top_k: int
     hidden_size: int
 
