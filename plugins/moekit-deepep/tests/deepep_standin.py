@@ -247,7 +247,7 @@ class Buffer(_Base):
             for rank, (_, _, _, wanted, *_) in enumerate(arrived)
             for token in wanted[:, self.rank].nonzero().flatten().tolist()
         ]
-        # The host polls one word, which the kernels before this one write, too.
+        # The host polls one word, which the kernels before this one also write.
         self.stream.counts.append(len(sources))
         if not num_worst_tokens:
             assert self.stream.counts[0] == len(sources), "the host read an earlier call's count"
@@ -306,7 +306,7 @@ class Buffer(_Base):
         assert hidden % 512 == 0  # a list in the library, of which all are multiples
 
     def _take_set(self):
-        """Raise the flags of a set, and clear those of the other: the host counts, kernels run."""
+        """Raise the flags of a set, and clear the other's: the host counts, kernels run."""
         if not self.captured:
             assert not self.raised[self.set], (
                 "flags of an earlier transfer are taken for this one's"

@@ -42,7 +42,7 @@ def test_no_folder(monkeypatch):
 
 
 def test_the_stand_in_takes_the_same_arguments():
-    given = stand_in.moe_wna16_marlin_gemm.__code__.co_varnames[: len(library.ARGUMENTS.split())]
+    given = stand_in.gemm.__code__.co_varnames[: len(library.ARGUMENTS.split())]
     names = {"c": "c_or_none", "b_bias": "b_bias_or_none", "b_zeros": "b_zeros_or_none"}
     assert [names.get(name, name) for name in given] == library.ARGUMENTS.split()
 

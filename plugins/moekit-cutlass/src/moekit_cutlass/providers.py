@@ -158,54 +158,40 @@ class Torch(Provider):
 
 
 class Vllm(Provider):
-    """`cutlass_moe_mm` of vLLM's library.
+    """`cutlass_moe_mm` of vLLM's library, and `cutlass_w4a8_moe_mm` for int4 from `w4a8.pack`.
 
-    The operator checks only dtypes: a and b e4m3, scales fp32, out bf16 or fp16, and expert_offsets
-    int64 with L entries. Problem sizes are int32 (L, 3). They are (N, M, K) for calls of at most 64
-    rows, for which the operator uses swap-AB kernels. It allocates pointers and workspace itself.
+    The operators check only dtypes: a e4m3, b e4m3 or int32 (L, N, K / 8), scales fp32, out bf16
+    (or fp16 for e4m3), and expert_offsets int64 with L entries. Problem sizes are int32 (L, 3), and
+    (N, M, K) where the kernels use swap-AB: in calls of at most 64 rows, and always for int4.
+    Scales of int4 groups are stored (groups, N); their strides are N and 0. The library allocates
+    pointers and workspace itself.
     """
 
     name = "vllm"
     scratch = 2 << 20
-    operator: ClassVar[str] = "cutlass_moe_mm"
     SWAP_ROWS: ClassVar[int] = 64
 
     def __init__(self, problem: MoEProblem) -> None:
         super().__init__(problem)
-        self._op = vllm_operator(self.operator)
+        self._w4a8 = problem.quant.name == W4A8
+        self._op = vllm_operator("cutlass_w4a8_moe_mm" if self._w4a8 else "cutlass_moe_mm")
 
     def first(
         self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
     ) -> Tensor:
         assert out is not None and scales is not None
         (rows, k), (L, n, _), device = x.shape, w_LNK.shape, x.device
-        starts_L, sizes_L3 = problem_sizes(groups, n, k, swap=rows <= self.SWAP_ROWS)
+        swap = self._w4a8 or rows <= self.SWAP_ROWS
+        sizes = problem_sizes(groups, n, k, swap)
         ab, c = _stride(L, k, device), _stride(L, n, device)
-        self._op(out, x, w_LNK, scales.a, scales.w, starts_L, sizes_L3, ab, ab, c, True, True)
-        return out
-
-
-class VllmW4A8(Vllm):
-    """`cutlass_w4a8_moe_mm` of vLLM's library: e4m3 rows by int4 weights from `w4a8.pack`.
-
-    Results are bf16. The operator always uses swap-AB, so problem sizes are (N, M, K); the rest is
-    as for `Vllm`. Weight scales are stored (groups, N); their strides are N and 0.
-    """
-
-    operator = "cutlass_w4a8_moe_mm"
-
-    def first(
-        self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
-    ) -> Tensor:
-        """w_LNK: int32 (L, N, K / 8)."""
-        assert out is not None and scales is not None
-        (_, k), (L, n, _), device = x.shape, w_LNK.shape, x.device
-        starts_L, sizes_L3 = problem_sizes(groups, n, k, swap=True)
-        self._op(
-            out, x, w_LNK, scales.a, scales.w, scales.table, 128, starts_L, sizes_L3,
-            _stride(L, k, device), scales.layout, _stride(L, n, device),
-            _stride(L, n, device, 0), None,
-        )  # fmt: skip
+        operands = out, x, w_LNK, scales.a, scales.w
+        if self._w4a8:
+            groups_strides = _stride(L, n, device, 0)
+            self._op(
+                *operands, scales.table, 128, *sizes, ab, scales.layout, c, groups_strides, None
+            )
+        else:
+            self._op(*operands, *sizes, ab, ab, c, True, True)
         return out
 
 
@@ -339,8 +325,7 @@ def bands(problem: MoEProblem) -> tuple[Band, ...]:
     for low, high, order in _between(PREFERRED[scheme]):
         name = next(name for name in order if name in usable)
         if name != Quack.name:
-            made = VllmW4A8 if scheme == W4A8 else _CLASSES[name]
-            found.append(Band(low, high, made(problem)))
+            found.append(Band(low, high, _CLASSES[name](problem)))
             continue
         for start, end, plan in _between(quack_plans(problem)):
             if start < high and low < end:

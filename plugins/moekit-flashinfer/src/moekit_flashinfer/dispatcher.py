@@ -12,7 +12,7 @@ The library assigns rows in any order, so a token's row differs between calls.
 
     prepare   exchange counts and ids, so that every rank knows what it receives from which rank
     alltoall  send x and scales; rows arrive in source order, without gaps
-    combine   send rows back and add those of a token from different ranks
+    combine   send rows back and add each token's rows from different ranks
 
 A finished call leaves nothing in the FIFOs, so any number of calls may be in flight.
 """

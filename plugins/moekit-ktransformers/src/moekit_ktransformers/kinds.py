@@ -32,7 +32,7 @@ class Kind:
         return not self.bf16_build or library.variant() in ("amx", "avx512_bf16")
 
 
-# The fastest first. Sizes that are no multiples of `step` crash the library or are refused by it.
+# The fastest first. Sizes that are not multiples of `step` crash the library or are refused by it.
 _BF16 = (Kind("AMXBF16_MOE", 32, True), Kind("AVX2BF16_MOE", 32, False))
 _FP8_BLOCK = (
     Kind("AMXFP8_MOE", 128, True, "float32"),

@@ -53,7 +53,7 @@ class _Call:
 class PplxDispatcher(PrepareAndFinalize):
     """BATCHED, over `pplx_kernels.AllToAll.intranode`, on the GPUs of one host.
 
-    C is ``ep_size * max_num_tokens`` whatever T is, and T may differ between ranks and be 0.
+    C is ``ep_size * max_num_tokens`` for every T, and T may differ between ranks and be 0.
     Construction is collective, and so are every call (on any stream) and `destroy`. The first call
     allocates buffers; a second set is allocated by the first call that is started while another is
     in flight.
