@@ -7,9 +7,7 @@ import pytest
 import standin
 import torch
 from moekit_deepgemm import gemms, library, moekit_experts
-from moekit_deepgemm.kernels import stage_slabs
 from moekit_deepgemm.plan import make_plan, plans_up_to
-from moekit_kernels.align import SortedAssignments, align, align_scratch
 
 import moekit
 from moekit.contract import Dispatched
@@ -160,47 +158,6 @@ def test_plans(local, physical, block_m):
         assert max(p.rows for p in warmed) <= plan.rows
     assert kinds <= {p.kind for p in plans_up_to(sizes[-1], local, physical, block_m)}
     assert len(kinds) < 30
-
-
-# -- glue kernels
-
-
-def run_align(ids: torch.Tensor, experts: int, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
-    n, device = ids.numel(), ids.device
-    rows = torch.full((n,), -7, dtype=torch.int32, device=device)
-    ends = torch.full((experts,), -7, dtype=torch.int32, device=device)
-    scratch = torch.full((align_scratch(n, experts),), -7, dtype=torch.int32, device=device)
-    align(ids, experts, SortedAssignments(None, None, None, block_m, rows, ends), scratch)
-    return rows, ends
-
-
-@pytest.mark.parametrize("n", [1, 8, 63, 700])
-@pytest.mark.parametrize("experts", [1, 7, 40])
-def test_plan_holds_the_layout(device, n, experts):
-    """Also when most experts have a single pair, which takes the most rows."""
-    pair = torch.arange(n)
-    for block_m, ids in ((64, pair % experts), (128, pair.clamp(max=experts - 1))):
-        rows, ends = run_align(ids.to(device), experts, block_m)
-        plan = make_plan(n, experts, experts, block_m)
-        assert int(rows.max()) < int(ends.max()) <= plan.rows
-        assert len(set(rows.tolist())) == n
-
-
-def test_stage_slabs_widens(device):
-    torch.manual_seed(0)
-    counts = torch.tensor([3, 0, 5], dtype=torch.int32, device=device)
-    x = torch.randn(3, 5, 256).bfloat16().to(device)
-    used = torch.arange(5, device=device) < counts[:, None]
-    q, scale = quant.quantize(x, GROUPS)
-    x[~used] = NAN
-    a = torch.zeros(3, 128, 256, dtype=FP8, device=device)
-    a_scale = torch.full((3, 2, 128), NAN, device=device)
-    stage_slabs(x, None, counts, a, a_scale)
-    torch.testing.assert_close(
-        a_scale[:, :, :5].transpose(1, 2)[used], scale[used], rtol=1e-6, atol=0
-    )
-    assert (a[:, :5][used].float() != q[used].float()).float().mean() < 0.01
-    assert (a.float()[:, 5:] == 0).all() and a_scale[:, :, 5:].isnan().all()
 
 
 # -- calls

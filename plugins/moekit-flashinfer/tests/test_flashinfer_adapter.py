@@ -276,29 +276,6 @@ def test_failed_compilation_says_what_to_do():
 # -- experts ----------------------------------------------------------------------------------
 
 
-def test_pack_puts_up_before_gate(monkeypatch):
-    flashinfer_standins.install(monkeypatch.setattr)
-    p = problem(
-        has_bias=True, quant="fp8_tensor_static", dtype=torch.bfloat16, activation="swigluoai"
-    )
-    kernel = moekit.compose(
-        p, "local", "flashinfer_cutlass", backends=flashinfer_registry.registry()
-    )
-    weights = random_weights(p)
-    packed = kernel.pack(weights)
-    half = p.local_intermediate_size
-    for name in ("w13", "w13_bias"):
-        given, got = getattr(weights, name).float(), packed[name].float()
-        assert torch.equal(got[:, :half], given[:, half:])
-        assert torch.equal(got[:, half:], given[:, :half])
-    a1, a2 = weights.w13_input_scale, weights.w2_input_scale
-    torch.testing.assert_close(packed["w13_dequant"], weights.w13_scale.flatten() * a1)
-    torch.testing.assert_close(packed["w2_dequant"], weights.w2_scale.flatten() * a2)
-    torch.testing.assert_close(packed.shared["a2_quant"] * a2, torch.tensor(1.0))
-    for name, value in (("swiglu_alpha", 1.702), ("swiglu_beta", 1.0), ("swiglu_limit", 7.0)):
-        torch.testing.assert_close(packed[name], torch.full((8,), value))
-
-
 def test_sizes_grow_with_rows_and_cover_the_buffers():
     for scheme in ("none", "fp8_tensor_static", "fp8_block"):
         p = problem(quant=scheme, dtype=torch.bfloat16, hidden_size=512, intermediate_size=256)

@@ -3,8 +3,6 @@
 import dataclasses
 import subprocess
 import sys
-import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -208,37 +206,6 @@ def test_more_rows_than_a_call_of_the_library_takes(backends, monkeypatch):
         case = make_case(p, num_tokens, "masked")
         out = kernel(case.x, pack(kernel, case.weights), case.routing)
         assert_close(out, case.reference(), p, f"T={num_tokens}", case=case)
-
-
-def test_calls_from_two_threads(backends):
-    p = problem()
-    cases = [make_case(p, 9, key=key, weights=random_weights(p, key)) for key in range(2)]
-    failures = []
-
-    def work(case):
-        try:
-            kernel = moekit.compose(
-                p, "local", "ktransformers", backends=backends, workspace=moekit.Workspace()
-            )
-            packed = pack(kernel, case.weights)
-            for _ in range(10):
-                out = kernel(case.x, packed, case.routing)
-                assert_close(out, case.reference(), p, case=case)
-        except BaseException as error:
-            failures.append(error)
-
-    workers = [threading.Thread(target=work, args=(case,)) for case in cases]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert not failures, failures
-
-
-def test_the_readme_names_every_variable():
-    text = (Path(__file__).parents[1] / "README.md").read_text()
-    for name in (library.VARIANT_VARIABLE, library.THREADS_VARIABLE):
-        assert name in text
 
 
 @pytest.mark.parametrize("before", [False, True])

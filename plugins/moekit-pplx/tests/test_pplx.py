@@ -24,7 +24,6 @@ from rank_events import GUARD, happened, wait_for
 import moekit
 from moekit import MoEProblem, ParallelConfig, Routing
 from moekit.errors import BackendBroken, GroupMismatch
-from moekit.testing import cases
 from moekit.testing.distributed import RankPool
 from moekit.testing.ranks import Call, Job, calls
 
@@ -97,11 +96,6 @@ def test_the_library_corrupts_more_tokens_than_multiprocessors(gpus):
     limit = torch.cuda.get_device_properties(0).multi_processor_count
     assert sum(wrong for wrong, _ in gpus.run(pplx_gpu.lost_rows, limit)) == 0
     assert sum(wrong for wrong, _ in gpus.run(pplx_gpu.lost_rows, 2 * limit)) > 0
-
-
-@pytest.mark.parametrize("name", pplx_gpu.CHECKS)
-def test_right_on_gpus(gpus, name):
-    gpus.run(pplx_gpu.right, name, cases.seed())
 
 
 def test_graph_replays_with_other_tokens_on_gpus(gpus):
