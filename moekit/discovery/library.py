@@ -43,6 +43,7 @@ class VendorLibrary:
         path_variable: An environment variable that names the package's folder, or the folder that
             holds it. Where it is set, an installed package is not looked at.
         inside: The library's folder within the package, for libraries that another wheel carries.
+        file: A file that the folder must hold, for example a shared object with operators.
         install_hint: The command that installs a supported version. The default asks pip for the
             distribution and `versions`.
     """
@@ -52,6 +53,7 @@ class VendorLibrary:
     module: str = ""
     path_variable: str = ""
     inside: str = ""
+    file: str = ""
     install_hint: str = ""
 
     def __post_init__(self) -> None:
@@ -106,18 +108,22 @@ class VendorLibrary:
                 f"{self._module}, or unset the variable"
             ]
         version = self.version()
-        if not version or version_in_range(version, self.versions):
-            return []
-        return [
-            f"{self.distribution} {version} is installed, but {self.versions} is required "
-            f"({self.install_hint})"
-        ]
+        if version and not version_in_range(version, self.versions):
+            return [
+                f"{self.distribution} {version} is installed, but {self.versions} is required "
+                f"({self.install_hint})"
+            ]
+        folder = self.folder()
+        if folder is not None and not (folder / self.file).exists():
+            return [
+                f"{folder} holds no {self.file}: install a build for CUDA ({self.install_hint})"
+            ]
+        return []
 
-    def operator(self, file: str, name: str, arguments: str) -> Any:
-        """Load one file of the library without its package, and return an operator of torch.
+    def operator(self, name: str, arguments: str) -> Any:
+        """Load `file` without its package, and return an operator of torch that it registers.
 
         Args:
-            file: The shared object in `folder` that registers the operator.
             name: The operator with its namespace, for example ``"_C::gemm"``.
             arguments: The expected names of its arguments, in order, separated by spaces.
 
@@ -127,7 +133,7 @@ class VendorLibrary:
         import torch
 
         namespace, _, short = name.partition("::")
-        operators, path = getattr(torch.ops, namespace), (self.folder() or Path()) / file
+        operators, path = getattr(torch.ops, namespace), (self.folder() or Path()) / self.file
         try:
             if not hasattr(operators, short):  # another package may have loaded it
                 torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]

@@ -44,15 +44,15 @@ def test_packages_outside_of_site_packages(monkeypatch, tmp_path):
             assert bool(library.missing("quack")) is bool(reason)
 
 
-def test_vllm_library_is_found_by_path(monkeypatch, tmp_path):
+def test_vllm_is_found_by_path(monkeypatch, tmp_path):
     folder = tmp_path / "vllm"
     folder.mkdir()
-    (folder / library.VLLM_FILE).touch()
-    for named in (folder, tmp_path):
-        monkeypatch.setenv("MOEKIT_VLLM_PATH", str(named))
-        assert library.vllm_library() == folder / library.VLLM_FILE
+    monkeypatch.setenv("MOEKIT_VLLM_PATH", str(folder))
+    assert f"holds no {library.VLLM.file}" in library.missing("vllm")
+    (folder / library.VLLM.file).touch()
+    assert library.missing("vllm") == ""
     monkeypatch.setenv("MOEKIT_VLLM_PATH", str(tmp_path / "elsewhere"))
-    assert library.vllm_library() is None
+    assert "is not a folder" in library.missing("vllm")
 
 
 def test_listing_and_reasons_without_libraries_import_nothing():

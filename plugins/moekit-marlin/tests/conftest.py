@@ -14,7 +14,11 @@ from moekit_marlin import library  # noqa: E402
 
 import moekit  # noqa: E402
 
-REAL = torch.cuda.is_available() and library.VLLM.folder() is not None and not library.unsupported()
+REAL = (
+    torch.cuda.is_available()
+    and library.VLLM.folder() is not None
+    and not library.VLLM.unsupported()
+)
 if not torch.cuda.is_available():
     library.operator = lambda: stand_in.moe_wna16_marlin_gemm
 
@@ -28,7 +32,7 @@ def device() -> torch.device:
 def operator_device(device: torch.device) -> torch.device:
     """For tests that call the operator: the real one on a GPU, the stand-in on a CPU."""
     if device.type == "cuda" and not REAL:
-        pytest.skip("; ".join(library.unsupported()) or "vllm is not installed")
+        pytest.skip("; ".join(VLLM.unsupported()) or "vllm is not installed")
     return device
 
 

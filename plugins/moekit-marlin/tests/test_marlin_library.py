@@ -22,9 +22,9 @@ def reasons() -> list[str]:
 @pytest.mark.parametrize(
     ("version", "file", "said"),
     [
-        ("0.33.0", library.FILE, ""),
-        ("0.41.2", library.FILE, "vllm 0.41.2 is installed"),
-        ("0.33.0", "other.so", f"holds no {library.FILE}: install a build of vllm for CUDA"),
+        ("0.33.0", library.VLLM.file, ""),
+        ("0.41.2", library.VLLM.file, "vllm 0.41.2 is installed"),
+        ("0.33.0", "other.so", f"holds no {library.VLLM.file}: install a build for CUDA"),
     ],
 )
 def test_a_named_folder(tmp_path, monkeypatch, version, file, said):

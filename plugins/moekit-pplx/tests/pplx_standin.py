@@ -206,3 +206,12 @@ class StandInPplx(PplxDispatcher):
     @staticmethod
     def library():
         return AllToAll
+
+    @staticmethod
+    def translate(ids, weights, destinations, num_experts):
+        """Do as `moekit_pplx.kernels.translate`, on any device."""
+        known = (ids >= 0) & (ids < num_experts)
+        spare = num_experts + torch.arange(ids.shape[1], device=ids.device)
+        sent = destinations[torch.where(known, ids.long(), spare)]
+        missing = torch.full_like(weights, float("nan")).masked_fill(ids < 0, 0.0)
+        return sent.view(torch.uint32), torch.where(known, weights, missing)

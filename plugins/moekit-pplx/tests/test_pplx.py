@@ -17,7 +17,7 @@ import pytest
 import torch
 from moekit_pplx.dispatcher import PplxDispatcher
 from moekit_pplx.footprint import library_bytes
-from moekit_pplx.kernels import launch, translate
+from moekit_pplx.kernels import translate
 from moekit_pplx.layout import Layout, Wire
 from rank_events import GUARD, happened, wait_for
 
@@ -206,13 +206,13 @@ def test_the_kernel_translates_as_torch_does(dtype):
     table = Layout.of(problem, 132).destinations(problem)
     ids = torch.randint(-1, 12, (257, 5), dtype=dtype)  # 11 is an expert that nobody has
     weights = torch.rand(257, 5).masked_fill(ids < 0, float("nan"))
-    want = translate(Routing(weights, ids), table, 11)
-    got = launch(ids.to(device), weights.to(device), table.to(device), 11)
+    want = pplx_standin.StandInPplx.translate(ids, weights, table, 11)
+    got = translate(ids.to(device), weights.to(device), table.to(device), 11)
     assert got[0].dtype == want[0].dtype == torch.uint32
     assert torch.equal(got[0].view(torch.int32).cpu(), want[0].view(torch.int32))
     torch.testing.assert_close(got[1].cpu(), want[1], atol=0, rtol=0, equal_nan=True)
     assert bool((want[1][ids < 0] == 0).all()) and bool(want[1][ids == 11].isnan().all())
-    empty = launch(ids[:0].to(device), weights[:0].to(device), table.to(device), 11)
+    empty = translate(ids[:0].to(device), weights[:0].to(device), table.to(device), 11)
     assert empty[0].shape == (0, 5)
 
 

@@ -18,8 +18,12 @@ QUACK = (
     VendorLibrary(distribution="quack-kernels", versions=">=0.6.5,<0.7", module="quack"),
     VendorLibrary(distribution="nvidia-cutlass-dsl", versions=">=4.7.1,<4.9", module="cutlass"),
 )
-VLLM = VendorLibrary(distribution="vllm", versions=">=0.33,<0.34", path_variable="MOEKIT_VLLM_PATH")
-VLLM_FILE = "_C_stable_libtorch.abi3.so"
+VLLM = VendorLibrary(
+    distribution="vllm",
+    versions=">=0.33,<0.34",
+    path_variable="MOEKIT_VLLM_PATH",
+    file="_C_stable_libtorch.abi3.so",
+)
 
 # The libraries that have a scheme at all.
 _PROVIDERS = {
@@ -66,10 +70,10 @@ def missing(provider: str) -> str:
         reasons = (reason for part in QUACK for reason in part.unsupported())
         return next(reasons, _misplaced(QUACK[1].folder()))
     if provider == "vllm":
-        if vllm_library() is None:
+        if VLLM.folder() is None and VLLM.named_folder is None:
             return (
-                f"vLLM's {VLLM_FILE} is not found ({VLLM.install_hint}, or unpack its wheel and "
-                f"set {VLLM.path_variable} to the vllm folder in it)"
+                f"vllm is not installed ({VLLM.install_hint}, or unpack its wheel and set "
+                f"{VLLM.path_variable} to the vllm folder in it)"
             )
         return next(iter(VLLM.unsupported()), "")
     return ""
@@ -86,13 +90,6 @@ def _misplaced(package: Path | None) -> str:
         f"{package.name} lies in {package.parent}, but quack compiles only with packages below a "
         f"folder named site-packages or dist-packages; install it there ({QUACK_HINT})"
     )
-
-
-def vllm_library() -> Path | None:
-    """Return the file that holds vLLM's CUTLASS operators, or None."""
-    folder = VLLM.folder()
-    found = None if folder is None else folder / VLLM_FILE
-    return found if found is not None and found.is_file() else None
 
 
 def _unsupported(provider: str, problem: MoEProblem) -> str:

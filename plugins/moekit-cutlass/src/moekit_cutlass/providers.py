@@ -24,7 +24,7 @@ from moekit.errors import BackendBroken
 from moekit.plugin import MoEProblem
 
 from .kernels import Groups, problem_sizes
-from .library import VLLM, VLLM_FILE, W4A8, providers_for
+from .library import VLLM, W4A8, providers_for
 
 logger = logging.getLogger("moekit")
 
@@ -218,7 +218,7 @@ _ARGUMENTS = {
 @functools.cache
 def vllm_operator(name: str) -> Callable[..., Any]:
     """Return an operator of vLLM's library; the first call loads it, or raises BackendBroken."""
-    found: Callable[..., Any] = VLLM.operator(VLLM_FILE, f"_C::{name}", _ARGUMENTS[name])
+    found: Callable[..., Any] = VLLM.operator(f"_C::{name}", _ARGUMENTS[name])
     return found
 
 

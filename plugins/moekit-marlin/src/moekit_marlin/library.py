@@ -10,8 +10,12 @@ from moekit.plugin import VendorLibrary
 
 logger = logging.getLogger("moekit")
 
-VLLM = VendorLibrary(distribution="vllm", versions=">=0.33,<0.34", path_variable="MOEKIT_VLLM_PATH")
-FILE = "_moe_C_stable_libtorch.abi3.so"
+VLLM = VendorLibrary(
+    distribution="vllm",
+    versions=">=0.33,<0.34",
+    path_variable="MOEKIT_VLLM_PATH",
+    file="_moe_C_stable_libtorch.abi3.so",
+)
 OPERATOR = "_moe_C::moe_wna16_marlin_gemm"
 ARGUMENTS = (
     "a c_or_none b_q_weight b_bias_or_none b_scales a_scales global_scale b_zeros_or_none "
@@ -21,17 +25,6 @@ ARGUMENTS = (
 )
 
 
-def unsupported() -> list[str]:
-    """Return why the installed library cannot be used; a spec's ``requires`` reports a missing one.
-
-    Reads files and imports nothing.
-    """
-    reasons, folder = VLLM.unsupported(), VLLM.folder()
-    if not reasons and folder is not None and not (folder / FILE).is_file():
-        return [f"{folder} holds no {FILE}: install a build of vllm for CUDA"]
-    return reasons
-
-
 @functools.cache
 def operator() -> Callable[..., None]:
     """Return the operator; the first call loads the library.
@@ -39,7 +32,7 @@ def operator() -> Callable[..., None]:
     Raises:
         BackendBroken: The library does not load, or its operator takes other arguments.
     """
-    found: Callable[..., None] = VLLM.operator(FILE, OPERATOR, ARGUMENTS)
+    found: Callable[..., None] = VLLM.operator(OPERATOR, ARGUMENTS)
     logger.info(
         "Marlin's first call for a dtype and a weight format may take minutes: where vllm's "
         "library holds no machine code for a GPU, as for Hopper, CUDA compiles it then, and keeps "

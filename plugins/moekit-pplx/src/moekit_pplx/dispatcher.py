@@ -61,6 +61,7 @@ class PplxDispatcher(PrepareAndFinalize):
 
     group: dist.ProcessGroup  # this dispatcher is made only where tokens move
     library = staticmethod(all_to_all)
+    translate = staticmethod(translate)
 
     def __init__(
         self, spec: DispatcherSpec, problem: MoEProblem, group: dist.ProcessGroup | None = None
@@ -95,7 +96,9 @@ class PplxDispatcher(PrepareAndFinalize):
             groups = scale.shape[1]
             scale_TS = _for_library(scale)
         wire = Wire(at.hidden_size * x.itemsize, 0 if scale_TS is None else scale_TS.shape[1])
-        ids, weights = translate(routing, self._destinations, p.num_physical_experts)
+        ids, weights = self.translate(
+            routing.topk_ids, routing.topk_weights, self._destinations, p.num_physical_experts
+        )
         lanes = self._lanes_for(wire)
         call = _Call(lanes, lanes.calls.take(), ids, weights)
         counts = torch.empty(at.slabs, dtype=torch.int32, device=x.device)
