@@ -14,11 +14,8 @@ from moekit_marlin import library  # noqa: E402
 
 import moekit  # noqa: E402
 
-REAL = (
-    torch.cuda.is_available()
-    and library.VLLM.folder() is not None
-    and not library.VLLM.unsupported()
-)
+VLLM = library.VLLM
+REAL = torch.cuda.is_available() and VLLM.folder() is not None and not VLLM.unsupported()
 if not torch.cuda.is_available():
     library.operator = lambda: stand_in.moe_wna16_marlin_gemm
 
