@@ -18,7 +18,6 @@ from moekit_deepep.dispatcher import Transfer  # noqa: E402
 
 from moekit import MoEProblem, ParallelConfig, Routing
 from moekit.errors import GroupMismatch  # noqa: E402
-from moekit.plugin import quant  # noqa: E402
 from moekit.testing.distributed import RankPool  # noqa: E402
 
 NAMES = ("deepep_ht_standin", "deepep_ll_standin", "deepep_elastic_standin")
@@ -107,73 +106,7 @@ def test_room_for_what_arrives_or_for_all(pool, name, most, want):
         assert used == got or 0 < used <= 11, "the tail has no expert"
 
 
-# -- what travels -------------------------------------------------------------------------------
-
-
-def scales_of_sources(rank, ranks, name, scheme):
-    """A scale for the whole tensor differs between ranks: it must come with its rows."""
-    dispatcher = dispatcher_of(name, problem_of(rank, quant=scheme))
-    activation = dispatcher.problem.quant.activation
-    x, routing = tokens_of(6, 3)
-    x = torch.full_like(x, rank + 1.0)
-    seen = []
-
-    def quantize(x_TH, valid):
-        seen.append(valid is not None)
-        static = torch.full((1, 1), 1 / 64) if activation.static else None
-        return quant.quantize(x_TH, activation, static, valid)
-
-    tokens = dispatcher.prepare(x, routing, quantize).result()
-    here = (tokens.topk_ids >= 0).any(dim=1)
-    assert tokens.x_scale.shape == (tokens.x.shape[0], activation.scale_shape(1, H)[1])
-    groups = tokens.x[here].float().unflatten(1, (tokens.x_scale.shape[1], -1))
-    values = (groups * tokens.x_scale[here][..., None]).flatten(1)
-    out = finish(dispatcher, dispatcher.prepare(x, routing, quantize), torch.empty_like(x))
-    check(out, x, routing)
-    dispatcher.destroy()
-    return sorted({round(v, 1) for v in values.flatten().tolist()}), seen
-
-
-@pytest.mark.parametrize("name", ["deepep_ht_standin", "deepep_elastic_standin"])
-@pytest.mark.parametrize(
-    "scheme", ["fp8_tensor", "fp8_tensor_static", "fp8_channel_token", "fp8_block"]
-)
-def test_each_row_brings_its_own_scales(pool, name, scheme):
-    for values, seen in pool.run(scales_of_sources, name, scheme):
-        assert values == [1.0, 2.0]
-        assert seen == [scheme == "fp8_tensor"] * 2, "valid rows matter to a shared scale only"
-
-
 # -- calls --------------------------------------------------------------------------------------
-
-
-def many_calls(rank, ranks, name):
-    """30 calls of changing T on two layers, up to three in flight, into strided outputs."""
-    layers = [dispatcher_of(name, problem_of(rank)) for _ in range(2)]
-    flying = []
-    for call in range(30):
-        count = (call * 7 + 3 * rank) % 17 if call % 9 else 0
-        x, routing = tokens_of(count, 100 * call + rank)
-        routing.topk_ids[torch.rand(routing.topk_ids.shape) < 0.2] = -1
-        routing.topk_weights[routing.topk_ids < 0] = float("nan")
-        x[(routing.topk_ids < 0).all(dim=1)] = float("nan")
-        layer = layers[call % 2]
-        out = torch.full((count, H + 8), float("nan"), dtype=x.dtype)[:, :H]
-        flying.append((layer, x, routing, layer.prepare(x, routing, None), out))
-        while len(flying) > call % 3:
-            layer, x, routing, pending, out = flying.pop(0)
-            assert finish(layer, pending, out) is out
-            check(out, torch.nan_to_num(x), routing)
-    for layer, x, routing, pending, out in flying:
-        check(finish(layer, pending, out), torch.nan_to_num(x), routing)
-    for layer in layers:
-        layer.destroy()
-    return len(deepep_standin._Base.live)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_many_calls_in_flight(pool, name):
-    assert pool.run(many_calls, name) == [0, 0]
 
 
 def dropped_call(rank, ranks, name):

@@ -16,9 +16,8 @@ import pplx_standin
 import pytest
 import torch
 from moekit_pplx.dispatcher import PplxDispatcher
-from moekit_pplx.footprint import library_bytes
 from moekit_pplx.kernels import translate
-from moekit_pplx.layout import Layout, Wire
+from moekit_pplx.layout import Layout
 from rank_events import GUARD, happened, wait_for
 
 import moekit
@@ -26,8 +25,6 @@ from moekit import MoEProblem, ParallelConfig, Routing
 from moekit.errors import BackendBroken, GroupMismatch
 from moekit.testing.distributed import RankPool
 from moekit.testing.ranks import Call, Job, calls
-
-GB = 1e9
 
 
 def problem_for(world, rank=0, **changes):
@@ -111,35 +108,6 @@ def test_stated_memory_is_taken_on_gpus(gpus):
         assert taken == pytest.approx(stated, rel=0.05)
 
 
-def in_rounds(rank, world, tokens):
-    dispatcher = dispatcher_on(rank, world, max_num_tokens=300)
-    made = pplx_standin.AllToAll.made
-    x, routing = tokens_on(rank, tokens[rank], dispatcher.problem)
-    arrived = dispatcher.prepare(x, routing, None).result()
-    assert arrived.x.shape[1] == 300 * world == dispatcher.max_rows(1)
-    seen = []
-    for slab, count in zip(arrived.x, arrived.expert_num_tokens.tolist(), strict=True):
-        seen += [(int(row[0]) - 1, int(row[1]) - 1) for row in slab[:count]]
-    assert_identity(
-        dispatcher.finalize(arrived.x, arrived, torch.empty_like(x)).result(), x, routing
-    )
-    dispatcher.destroy()
-    sent = [(rank, t) for t, _ in (routing.topk_ids >= 0).nonzero().tolist()]
-    return pplx_standin.AllToAll.made - made, sent, seen
-
-
-@pytest.mark.parametrize("tokens", [(300, 300), (300, 0), (140, 3), (0, 0)])
-def test_more_tokens_go_in_rounds(pool, tokens):
-    """bf16 marks are exact up to 256; what lies above still shows by rank and by count."""
-    results = pool.run(in_rounds, tokens)
-    assert [made for made, _, _ in results] == [3, 3]
-    sent = [pair for _, pairs, _ in results for pair in pairs]
-    seen = [pair for _, _, pairs in results for pair in pairs]
-    assert len(seen) == len(sent)
-    exact = [[(r, t) for r, t in pairs if t < 255] for pairs in (sent, seen)]
-    assert sorted(exact[0]) == sorted(exact[1])
-
-
 def whole_layer(rank, world, problem, sequence):
     calls(rank, world, Job(standin_spec(), problem, 17), sequence)
 
@@ -190,14 +158,6 @@ def test_parts_cover_the_tokens(tokens):
     assert all(len(range(tokens)[part]) <= 100 for part in parts)
 
 
-@pytest.mark.parametrize(("tokens", "measured"), [(128, 0.94), (1024, 7.5)])
-def test_library_bytes(tokens, measured):
-    """8 ranks, hidden 7168, 256 experts; the spare experts (1 a rank here) not counted."""
-    problem = problem_for(8, num_experts=256, hidden_size=7168, max_num_tokens=tokens)
-    layout = replace(Layout.of(problem, 132), spares=0)
-    assert library_bytes(layout, Wire(2 * 7168, 0)) / GB == pytest.approx(measured, rel=0.02)
-
-
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_the_kernel_translates_as_torch_does(dtype):
     """In Triton's interpreter where there is no GPU."""
@@ -235,29 +195,6 @@ def test_reasons(changes, reason):
 
 
 # -- calls ----------------------------------------------------------------------------------------
-
-
-def output_in_place(rank, world):
-    dispatcher = dispatcher_on(rank, world)
-    x, routing = tokens_on(rank, 9, dispatcher.problem)
-    with torch.inference_mode():  # makes the buffers
-        assert_identity(identity(dispatcher, x, routing), x, routing)
-    arrived = dispatcher.prepare(x, routing, None).result()
-    y = dispatcher.output(arrived)
-    assert y.shape == arrived.x.shape and y.dtype == arrived.x.dtype
-    y.copy_(arrived.x)
-    before = y.data_ptr()
-    assert_identity(dispatcher.finalize(y, arrived, torch.empty_like(x)).result(), x, routing)
-    with torch.inference_mode():
-        assert_identity(identity(dispatcher, x, routing), x, routing)
-    again = dispatcher.prepare(x, routing, None).result()
-    assert dispatcher.output(again).data_ptr() == before, "buffers of one call after the other"
-    dispatcher.abandon(again)
-    dispatcher.destroy()
-
-
-def test_experts_can_write_where_the_library_reads(pool):
-    pool.run(output_in_place)
 
 
 def unknown_expert(rank, world):
