@@ -6,6 +6,7 @@ This module imports none of the libraries, nor torch.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from moekit.plugin import MoEProblem, VendorLibrary, importable
@@ -25,15 +26,17 @@ VLLM = VendorLibrary(
     file="_C_stable_libtorch.abi3.so",
 )
 
-# The libraries that have a scheme at all.
-_PROVIDERS = {
-    "none": ("quack", "torch"),
-    "fp8_tensor": ("torch", "vllm"),
-    "fp8_tensor_static": ("torch", "vllm"),
-    "fp8_channel_token": ("torch", "vllm"),
-    W4A8: ("vllm",),
+# The libraries in order of preference, from each number of expected rows per expert on. H200,
+# benchmarks/results: vLLM's operator uses swap-AB for small calls, and torch's kernels are faster
+# from 512 rows per expert on; for bf16, quack is faster than torch from 128 rows on.
+PREFERRED: Mapping[str, tuple[tuple[int, tuple[str, ...]], ...]] = {
+    "none": ((0, ("torch", "quack")), (128, ("quack", "torch"))),
+    "fp8_tensor": ((0, ("vllm", "torch")), (512, ("torch", "vllm"))),
+    "fp8_tensor_static": ((0, ("vllm", "torch")), (512, ("torch", "vllm"))),
+    "fp8_channel_token": ((0, ("vllm", "torch")), (512, ("torch", "vllm"))),
+    W4A8: ((0, ("vllm",)),),
 }
-_KNOWN = sorted({name for names in _PROVIDERS.values() for name in names})
+_KNOWN = ("quack", "torch", "vllm")
 
 # Their kernels that prepare pointers have one thread for each local expert, in one block; torch's
 # operators also refuse the last one of 1024.
@@ -53,7 +56,8 @@ def providers_for(problem: MoEProblem) -> tuple[list[str], list[str]]:
             f"{PROVIDER_VARIABLE}={forced()} names no library: choose one of {known}, or unset it"
         ]
     usable, reasons = [], []
-    for name in _PROVIDERS[problem.quant.name]:
+    names = {name for _, order in PREFERRED[problem.quant.name] for name in order}
+    for name in sorted(names):
         if reason := _unsupported(name, problem):
             reasons.append(reason)
         else:

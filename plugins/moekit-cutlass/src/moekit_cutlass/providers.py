@@ -23,23 +23,13 @@ from torch import Tensor
 from moekit.errors import BackendBroken
 from moekit.plugin import MoEProblem
 
+from . import library
 from .kernels import Groups, problem_sizes
 from .library import VLLM, W4A8, providers_for
 
 logger = logging.getLogger("moekit")
 
 T = TypeVar("T")
-
-# The libraries in order of preference, from each number of expected rows per expert on. H200,
-# benchmarks/results: vLLM's operator uses swap-AB for small calls, and torch's kernels are faster
-# from 512 rows per expert on; for bf16, quack is faster than torch from 128 rows on.
-PREFERRED: Mapping[str, tuple[tuple[int, tuple[str, ...]], ...]] = {
-    "none": ((0, ("torch", "quack")), (128, ("quack", "torch"))),
-    "fp8_tensor": ((0, ("vllm", "torch")), (512, ("torch", "vllm"))),
-    "fp8_tensor_static": ((0, ("vllm", "torch")), (512, ("torch", "vllm"))),
-    "fp8_channel_token": ((0, ("vllm", "torch")), (512, ("torch", "vllm"))),
-    W4A8: ((0, ("vllm",)),),
-}
 
 # The activations that quack's epilogue computes as moekit defines them, with and without a gate.
 # Missing: gelu with a gate (quack's geglu is the tanh form), swigluoai, clamps and biases.
@@ -322,7 +312,7 @@ def bands(problem: MoEProblem) -> tuple[Band, ...]:
     if not usable:
         raise BackendBroken(f"no library for {scheme}: {'; '.join(why_not)}")
     found = []
-    for low, high, order in _between(PREFERRED[scheme]):
+    for low, high, order in _between(library.PREFERRED[scheme]):
         name = next(name for name in order if name in usable)
         if name != Quack.name:
             found.append(Band(low, high, _CLASSES[name](problem)))

@@ -33,7 +33,7 @@ from moekit.plugin import (
 )
 
 from .gemms import Gemms
-from .kernels import GROUP, activate_pairs, activate_slabs, finish_slabs, stage_slabs
+from .kernels import GROUP, activate, finish_slabs, stage_slabs
 from .plan import SLAB_MULTIPLE, Plan, expected_slab_rows, make_plan, plans_up_to
 
 logger = logging.getLogger("moekit")
@@ -168,7 +168,7 @@ class DeepGemmExperts(_DeepGemmExperts):
     ) -> Unreduced:  # fmt: skip
         """Return GEMM 2's rows, without w2's bias."""
         x_RH = tokens.x if tokens.x.stride(1) == 1 else tokens.x.contiguous()
-        pairs, ids_S = ids_RK.numel(), ids_RK.view(-1)
+        pairs = ids_RK.numel()
         plan = self._plan(pairs)
         rows, ends_L, scratch, *buffers = workspace
         rows_S = rows[:pairs]
@@ -183,7 +183,9 @@ class DeepGemmExperts(_DeepGemmExperts):
         self._gemm(a_MH, scale_GM, weights, "w13", h_MN, ends_L, plan)
         a_MI, scale_GM, y_MH = self._views("w2", (plan.rows,), buffers)
         bias_LN = weights.get("w13_bias")
-        activate_pairs(h_MN, rows_S, ids_S, bias_LN, self._activation, a_MI, scale_GM)
+        activate(
+            h_MN, bias_LN, self._activation, a_MI, scale_GM, rows_S=rows_S, ids_S=ids_RK.view(-1)
+        )
         self._gemm(a_MI, scale_GM, weights, "w2", y_MH, ends_L, plan)
         return Unreduced(y_MH, rows_S.view_as(ids_RK))
 
@@ -254,7 +256,7 @@ class BatchedDeepGemmExperts(_DeepGemmExperts):
         x_LCH, x_scale_LGC = self._stage(tokens, counts_L, a_LCH, scale_LGC)
         self._gemm(x_LCH, x_scale_LGC, weights, "w13", h_LCN, counts_L, expected_m)
         bias_LN, bias_LH = weights.get("w13_bias"), weights.get("w2_bias")
-        activate_slabs(h_LCN, counts_L, bias_LN, self._activation, a_LCI, scale2_LGC)
+        activate(h_LCN, bias_LN, self._activation, a_LCI, scale2_LGC, counts_L=counts_L)
         self._gemm(a_LCI, scale2_LGC, weights, "w2", y_LCH, counts_L, expected_m)
         if direct_out is None or bias_LH is not None:
             finish_slabs(y_LCH, counts_L, bias_LH, y)

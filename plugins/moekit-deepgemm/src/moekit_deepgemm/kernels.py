@@ -19,11 +19,11 @@ from moekit_kernels.numerics import (
     INTERPRETED,
     SCALE_GROUP,
     Activation,
-    activate,
     activate_gated,
     convert,
     scale_of,
 )
+from moekit_kernels.numerics import activate as activate_plain
 
 GROUP = SCALE_GROUP
 
@@ -85,34 +85,30 @@ def _launch_copy(
     )  # fmt: skip
 
 
-def activate_pairs(
-    h_MN: torch.Tensor, rows_S: torch.Tensor, ids_S: torch.Tensor, bias_LN: torch.Tensor | None,
-    activation: Activation, a_MI: torch.Tensor, scale_GM: torch.Tensor | None,
+def activate(
+    h: torch.Tensor, bias_LN: torch.Tensor | None, activation: Activation, a: torch.Tensor,
+    scale: torch.Tensor | None, *, rows_S: torch.Tensor | None = None,
+    ids_S: torch.Tensor | None = None, counts_L: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Add the expert's bias to h (M, 2I if gated, else I) bf16, activate, and write a (M, I).
+    """Add the expert's bias to h (..., 2I if gated, else I) bf16, activate, and write a (..., I).
 
-    Arithmetic is in fp32. a is fp8 with scale_GM (I / 128, M), or bf16 without.
+    Arithmetic is in fp32. a is fp8 with ``scale``, or bf16 without. STANDARD, with rows_S and
+    ids_S: h (M, N), scale (I / 128, M). BATCHED, with counts_L: h (L, C, N), scale (L, I / 128, C).
     """
-    pairs, inner = rows_S.numel(), a_MI.shape[1]
-    tiling = Tiling.of(pairs, inner)
-    _activate_pairs[(pairs, tiling.programs)](
-        h_MN, bias_LN, rows_S, ids_S, a_MI, scale_GM, inner, h_MN.stride(0), a_MI.stride(0),
-        _lead(scale_GM), activation.alpha, activation.limit or 0.0, **_flags(activation),
-        GROUP=GROUP, GROUPS=tiling.groups, num_warps=tiling.warps,
-    )  # fmt: skip
-
-
-def activate_slabs(
-    h_LCN: torch.Tensor, counts_L: torch.Tensor, bias_LN: torch.Tensor | None,
-    activation: Activation, a_LCI: torch.Tensor, scale_LGC: torch.Tensor | None,
-) -> None:  # fmt: skip
-    """Do the same for the batched layout: h (L, C, N) -> a (L, C, I), scale (L, I / 128, C)."""
-    L, slab, inner = a_LCI.shape
-    tiling = Tiling.of(slab, inner)
-    _activate_slabs[(L, _programs_per_slab(slab, L), tiling.programs)](
-        h_LCN, bias_LN, counts_L, a_LCI, scale_LGC, slab, inner, h_LCN.stride(1), a_LCI.stride(1),
-        0 if scale_LGC is None else scale_LGC.stride(0), _lead(scale_LGC),
-        activation.alpha, activation.limit or 0.0, **_flags(activation),
+    rows, inner = a.shape[-2:]
+    if counts_L is None:
+        assert rows_S is not None
+        tiling = Tiling.of(rows_S.numel(), inner)
+        grid = (rows_S.numel(), 1, tiling.programs)
+    else:
+        tiling, L = Tiling.of(rows, inner), counts_L.numel()
+        grid = (L, _programs_per_slab(rows, L), tiling.programs)
+    clamp = activation.limit is not None
+    _activate[grid](
+        h, bias_LN, rows_S, ids_S, counts_L, a, scale, rows, inner, h.stride(-2), a.stride(-2),
+        0 if scale is None else scale.stride(0), _lead(scale),
+        activation.alpha, activation.limit or 0.0,
+        ACTIVATION=activation.name, GATED=activation.gated, CLAMP=clamp,
         GROUP=GROUP, GROUPS=tiling.groups, num_warps=tiling.warps,
     )  # fmt: skip
 
@@ -120,11 +116,6 @@ def activate_slabs(
 def _lead(scale: torch.Tensor | None) -> int:
     """Return the distance between two groups' scales."""
     return 0 if scale is None else scale.stride(-2)
-
-
-def _flags(activation: Activation) -> dict[str, str | bool]:
-    clamp = activation.limit is not None
-    return {"ACTIVATION": activation.name, "GATED": activation.gated, "CLAMP": clamp}
 
 
 def _programs_per_slab(slab: int, num_experts: int) -> int:
@@ -195,7 +186,7 @@ def _activate_row(
             up += tl.load(bias_ptr + inner + col, mask=ok, other=0.0).to(tl.float32)
         value = activate_gated(value, up, alpha, limit, ACTIVATION, CLAMP)
     else:
-        value = activate(value, ACTIVATION)
+        value = activate_plain(value, ACTIVATION)
     if scale_ptr is not None:
         result, scale = _quantize(value, a_ptr.dtype.element_ty)
         tl.store(scale_ptr + group.to(tl.int64) * scale_lead, scale, mask=group * GROUP < inner)
@@ -205,46 +196,39 @@ def _activate_row(
 
 
 @triton.jit
-def _activate_pairs(
-    h_ptr, bias_ptr, rows_ptr, ids_ptr, a_ptr, scale_ptr, inner, h_stride, a_stride, scale_lead,
-    alpha, limit, ACTIVATION: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr,
-):  # fmt: skip
-    pair = tl.program_id(0)
-    row = tl.load(rows_ptr + pair).to(tl.int64)
-    if row < 0:
-        return
-    bias_row = bias_ptr
-    if bias_ptr is not None:
-        bias_row = bias_ptr + tl.load(ids_ptr + pair).to(tl.int64) * (inner * (1 + GATED))
-    scale_row = scale_ptr
-    if scale_ptr is not None:
-        scale_row = scale_ptr + row
-    _activate_row(
-        h_ptr + row * h_stride, bias_row, a_ptr + row * a_stride, scale_row, tl.program_id(1),
-        inner, scale_lead, alpha, limit,
-        ACTIVATION, GATED, CLAMP, GROUP, GROUPS,
-    )  # fmt: skip
-
-
-@triton.jit
-def _activate_slabs(
-    h_ptr, bias_ptr, counts_ptr, a_ptr, scale_ptr, slab, inner, h_stride, a_stride,
-    scale_slab_stride, scale_lead, alpha, limit,
+def _activate(
+    h_ptr, bias_ptr, rows_ptr, ids_ptr, counts_ptr, a_ptr, scale_ptr, slab, inner, h_stride,
+    a_stride, scale_slab_stride, scale_lead, alpha, limit,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    l = tl.program_id(0).to(tl.int64)
+    """Activate the row of an assignment, or used rows of an expert in the batched layout."""
+    expert = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1)
+    count = 1
+    start = expert * slab
+    scale_start = scale_ptr
+    if counts_ptr is not None:
+        count = tl.load(counts_ptr + expert)
+        if scale_ptr is not None:
+            scale_start = scale_ptr + expert * scale_slab_stride
+    else:
+        start = tl.load(rows_ptr + expert).to(tl.int64)
+        if start < 0:
+            return
+        if scale_ptr is not None:
+            scale_start = scale_ptr + start
+        if bias_ptr is not None:
+            expert = tl.load(ids_ptr + expert).to(tl.int64)
     bias_row = bias_ptr
     if bias_ptr is not None:
-        bias_row = bias_ptr + l * (inner * (1 + GATED))
-    for c in range(tl.program_id(1), tl.load(counts_ptr + l), tl.num_programs(1)):
-        row = l * slab + c
-        scale_row = scale_ptr
+        bias_row = bias_ptr + expert * (inner * (1 + GATED))
+    for c in range(first, count, tl.num_programs(1)):
+        scale_row = scale_start
         if scale_ptr is not None:
-            scale_row = scale_ptr + l * scale_slab_stride + c
+            scale_row = scale_start + c
         _activate_row(
-            h_ptr + row * h_stride, bias_row, a_ptr + row * a_stride, scale_row, tl.program_id(2),
-            inner, scale_lead, alpha, limit,
+            h_ptr + (start + c) * h_stride, bias_row, a_ptr + (start + c) * a_stride, scale_row,
+            tl.program_id(2), inner, scale_lead, alpha, limit,
             ACTIVATION, GATED, CLAMP, GROUP, GROUPS,
         )  # fmt: skip
