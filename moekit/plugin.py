@@ -18,7 +18,7 @@ from moekit.contract import (
 )
 from moekit.contract.pending import Pending
 from moekit.contract.shared_buffers import CallBuffers, Lease, SharedBuffers
-from moekit.contract.sizes import Footprint
+from moekit.contract.sizes import Footprint, round_up
 from moekit.contract.specs import DispatcherSpec, ExpertsSpec, importable
 from moekit.contract.sums import weight_and_reduce
 from moekit.discovery.hooks import hookimpl
@@ -60,6 +60,6 @@ __all__ = [
     "Transfers", "Unreduced", "VendorLibrary", "Workspace", "apply_activation", "check_writable",
     "device_file", "exchange", "has_backend", "hookimpl", "importable", "int4", "local_ids",
     "nearest", "partition", "quant", "quantize_for_transfer", "reason_of", "registry",
-    "replace_file", "resolve", "settle", "size_distance", "summary", "switch", "unpack_int4",
+    "replace_file", "resolve", "round_up", "settle", "size_distance", "summary", "switch", "unpack_int4",
     "weight_and_reduce",
 ]  # fmt: skip

@@ -139,7 +139,7 @@ def compare(name: str, tokens: int) -> None:
         table = ((0, plan),)
         with (
             part(f"{name} {plan}"),
-            mock.patch.object(providers, "PREFERRED", {"none": ((0, ("quack",)),)}),
+            mock.patch.object(providers.library, "PREFERRED", {"none": ((0, ("quack",)),)}),
             mock.patch.object(providers, "quack_plans", lambda problem, t=table: t),
         ):
             kernel = moekit.compose(problem, "local", "cutlass", checked=False, workspace=workspace)

@@ -60,9 +60,9 @@ def padded(problem: MoEProblem, multiples: Multiples) -> MoEProblem:
         of_inner = math.lcm(of_inner, weight.group[0])
     changes = {}
     if hidden % of_hidden:
-        changes["hidden_size"] = _up(hidden, of_hidden)
+        changes["hidden_size"] = round_up(hidden, of_hidden)
     if inner % of_inner:
-        changes["intermediate_size"] = _up(inner, of_inner) * problem.parallel.tp_size
+        changes["intermediate_size"] = round_up(inner, of_inner) * problem.parallel.tp_size
     try:
         return problem.replace(**changes) if changes else problem
     except InvalidProblem:  # too large: `faults` says so
@@ -93,5 +93,6 @@ def words(problem: MoEProblem, made: MoEProblem) -> str:
     return " and ".join(f"{name} {was} padded to {now}" for name, was, now in sizes if was != now)
 
 
-def _up(size: int, multiple: int) -> int:
+def round_up(size: int, multiple: int) -> int:
+    """Return the smallest multiple of ``multiple`` that is at least ``size``."""
     return -(-size // multiple) * multiple

@@ -14,9 +14,10 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from moekit.contract.specs import find_module
-from moekit.errors import InvalidInput
+from moekit.errors import BackendBroken, InvalidInput
 
 _COMPARISONS: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
     ">=": operator.ge,
@@ -42,6 +43,7 @@ class VendorLibrary:
         path_variable: An environment variable that names the package's folder, or the folder that
             holds it. Where it is set, an installed package is not looked at.
         inside: The library's folder within the package, for libraries that another wheel carries.
+        file: A file that the folder must hold, for example a shared object with operators.
         install_hint: The command that installs a supported version. The default asks pip for the
             distribution and `versions`.
     """
@@ -51,6 +53,7 @@ class VendorLibrary:
     module: str = ""
     path_variable: str = ""
     inside: str = ""
+    file: str = ""
     install_hint: str = ""
 
     def __post_init__(self) -> None:
@@ -105,12 +108,45 @@ class VendorLibrary:
                 f"{self._module}, or unset the variable"
             ]
         version = self.version()
-        if not version or version_in_range(version, self.versions):
-            return []
-        return [
-            f"{self.distribution} {version} is installed, but {self.versions} is required "
-            f"({self.install_hint})"
-        ]
+        if version and not version_in_range(version, self.versions):
+            return [
+                f"{self.distribution} {version} is installed, but {self.versions} is required "
+                f"({self.install_hint})"
+            ]
+        folder = self.folder()
+        if folder is not None and not (folder / self.file).exists():
+            return [
+                f"{folder} holds no {self.file}: install a build for CUDA ({self.install_hint})"
+            ]
+        return []
+
+    def operator(self, name: str, arguments: str) -> Any:
+        """Load `file` without its package, and return an operator of torch that it registers.
+
+        Args:
+            name: The operator with its namespace, for example ``"_C::gemm"``.
+            arguments: The expected names of its arguments, in order, separated by spaces.
+
+        Raises:
+            BackendBroken: The file does not load, or the operator takes other arguments.
+        """
+        import torch
+
+        namespace, _, short = name.partition("::")
+        operators, path = getattr(torch.ops, namespace), (self.folder() or Path()) / self.file
+        try:
+            if not hasattr(operators, short):  # another package may have loaded it
+                torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
+            found = getattr(operators, short).default
+        except (OSError, AttributeError, RuntimeError) as error:
+            raise BackendBroken(f"{path} does not load: {error} ({self.install_hint})") from error
+        taken = " ".join(argument.name for argument in found._schema.arguments)
+        if taken != arguments:
+            raise BackendBroken(
+                f"{name} of {path} takes the arguments {taken}, expected {arguments} "
+                f"({self.install_hint})"
+            )
+        return found
 
     @property
     def _module(self) -> str:

@@ -1,10 +1,13 @@
 """`moekit.plugin.VendorLibrary`: where a library is found, and which versions are accepted."""
 
 import sys
+from dataclasses import replace
 
 import pytest
+import torch
 
 from moekit.discovery.library import version_in_range
+from moekit.errors import BackendBroken
 from moekit.plugin import VendorLibrary
 
 ACME = VendorLibrary(distribution="acme-moe", versions=">=1.2,<2", path_variable="ACME_PATH")
@@ -74,3 +77,20 @@ def test_a_library_inside_another_package(package, monkeypatch):
     )
     assert carried.folder() == inside and carried.version() == "3.1"
     assert carried.unsupported() == []
+
+
+def test_an_operator_is_checked_by_the_names_of_its_arguments():
+    assert ACME.operator("aten::relu", "self") is torch.ops.aten.relu.default
+    with pytest.raises(BackendBroken, match="takes the arguments self, expected x y"):
+        ACME.operator("aten::relu", "x y")
+    with pytest.raises(BackendBroken, match="does not load: .*pip install 'acme-moe"):
+        ACME.operator("acme::gemm", "x")
+
+
+def test_a_file_that_the_folder_must_hold(package, monkeypatch):
+    monkeypatch.setenv("ACME_PATH", str(package))
+    library = replace(ACME, file="ops.so")
+    (reason,) = library.unsupported()
+    assert f"{package} holds no ops.so: install a build for CUDA" in reason
+    (package / "ops.so").touch()
+    assert library.unsupported() == []

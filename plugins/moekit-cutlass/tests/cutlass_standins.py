@@ -217,7 +217,7 @@ VLLM = {
 @contextlib.contextmanager
 def installed(**preferred: str) -> Iterator[None]:
     """The stand-ins in place of the libraries; ``preferred``: scheme -> the only provider used."""
-    order = {scheme: table for scheme, table in providers.PREFERRED.items()}
+    order = {scheme: table for scheme, table in library.PREFERRED.items()}
     for scheme, name in preferred.items():
         order[scheme] = ((0, (name,)),)
     with contextlib.ExitStack() as stack:
@@ -226,7 +226,7 @@ def installed(**preferred: str) -> Iterator[None]:
             (providers, "_quack_gemm", lambda: quack_gemm_act),
             (providers, "_quack_config", lambda tile: tile),
             (providers, "vllm_operator", VLLM.__getitem__),
-            (providers, "PREFERRED", order),
+            (library, "PREFERRED", order),
             (F, "grouped_mm", grouped_mm),
             (torch, "_scaled_grouped_mm", scaled_grouped_mm),
         ):
@@ -241,7 +241,7 @@ def registry() -> moekit.Registry:
         changes = {
             "devices": ("cpu",),
             "dtypes": frozenset({"bfloat16", "float16"}),
-            "schemes": frozenset(providers.PREFERRED),
+            "schemes": frozenset(library.PREFERRED),
         }
         backends.register(dataclasses.replace(spec, **changes))
     return backends

@@ -1,11 +1,12 @@
 """Finding the libraries: versions, folders, and the reasons that are given without them."""
 
-import os
-import subprocess
 import sys
-import textwrap
 
-from moekit_cutlass import library
+import pytest
+import torch
+from moekit_cutlass import library, moekit_experts
+
+import moekit
 
 
 def test_versions(monkeypatch):
@@ -41,55 +42,52 @@ def test_packages_outside_of_site_packages(monkeypatch, tmp_path):
             assert bool(library.missing("quack")) is bool(reason)
 
 
-def test_vllm_library_is_found_by_path(monkeypatch, tmp_path):
+def test_vllm_is_found_by_path(monkeypatch, tmp_path):
     folder = tmp_path / "vllm"
     folder.mkdir()
-    (folder / library.VLLM_FILE).touch()
-    for named in (folder, tmp_path):
-        monkeypatch.setenv("MOEKIT_VLLM_PATH", str(named))
-        assert library.vllm_library() == folder / library.VLLM_FILE
+    monkeypatch.setenv("MOEKIT_VLLM_PATH", str(folder))
+    assert f"holds no {library.VLLM.file}" in library.missing("vllm")
+    (folder / library.VLLM.file).touch()
+    assert library.missing("vllm") == ""
     monkeypatch.setenv("MOEKIT_VLLM_PATH", str(tmp_path / "elsewhere"))
-    assert library.vllm_library() is None
+    assert "is not a folder" in library.missing("vllm")
 
 
-def test_listing_and_reasons_without_libraries_import_nothing():
-    code = """
-        import sys
-        import moekit
-        spec = moekit.registry().expert("cutlass")
-
-        def reasons(device="sm90", **changes):
-            sizes = dict(num_experts=8, top_k=2, hidden_size=256, intermediate_size=128)
-            return spec.unsupported(moekit.MoEProblem(**{**sizes, "device": device, **changes}))
-
-        assert reasons() == [] and reasons(quant="fp8_channel_token") == []
-        assert "cuda==9.0" in " ".join(reasons("cpu"))
-        assert "cuda==9.0" in " ".join(reasons("sm100"))
-        import torch
-        half = " ".join(reasons(dtype=torch.float16))
-        assert "moekit-cutlass[quack]" in half, half
-        assert reasons(hidden_size=100) == reasons(hidden_size=264, quant="fp8_tensor") == []
-        assert "not supported" in " ".join(reasons(quant="fp8_block"))
-        four_bits = " ".join(reasons(quant="int4_w4a8_g128"))
-        assert "set MOEKIT_VLLM_PATH" in four_bits
-        vendors = {"triton", "quack", "cutlass", "vllm", "moekit_kernels", "tvm_ffi"}
-        assert not vendors & set(sys.modules), vendors & set(sys.modules)
-    """
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("MOEKIT")}
-    environ["MOEKIT_PLUGINS"] = "cutlass"
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, env=environ)
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, ""),
+        ({"quant": "fp8_channel_token"}, ""),
+        ({"hidden_size": 100}, ""),
+        ({"device": "sm100"}, "cuda==9.0"),
+        ({"quant": "fp8_block"}, "not supported"),
+        ({"dtype": torch.float16}, "moekit-cutlass[quack]"),
+        ({"quant": library.W4A8}, "set MOEKIT_VLLM_PATH"),
+    ],
+)
+def test_reasons_without_libraries(monkeypatch, changes, said):
+    monkeypatch.setattr(library, "importable", lambda module: False)
+    monkeypatch.delenv("MOEKIT_VLLM_PATH", raising=False)
+    monkeypatch.setattr("moekit.discovery.library._package_folder", lambda name: None)
+    sizes = dict(num_experts=8, top_k=2, hidden_size=256, intermediate_size=128, device="sm90")
+    (spec, _) = moekit_experts()
+    found = spec.unsupported(moekit.MoEProblem(**{**sizes, **changes}))
+    found = [reason for reason in found if "triton" not in reason]
+    assert said in " ".join(found) and bool(found) == bool(said)
 
 
-def test_forced_provider(monkeypatch):
-    monkeypatch.setenv("MOEKIT_CUTLASS_PROVIDER", "vllm")
+@pytest.mark.parametrize(
+    ("forced", "scheme", "usable", "reason"),
+    [
+        ("vllm", "fp8_tensor", ["vllm"], "MOEKIT_CUTLASS_PROVIDER=vllm excludes torch"),
+        ("cublas", "none", [], "choose one of quack, torch, vllm, or unset it"),
+    ],
+)
+def test_forced_provider(monkeypatch, forced, scheme, usable, reason):
+    monkeypatch.setenv("MOEKIT_CUTLASS_PROVIDER", forced)
     monkeypatch.setattr(library, "missing", lambda provider: "")
-    usable, why_not = library.providers_for("fp8_tensor", "bfloat16", 8)
-    assert usable == ["vllm"] and "excludes torch" in why_not[0]
-
-
-def test_a_provider_that_does_not_exist(monkeypatch):
-    monkeypatch.setenv("MOEKIT_CUTLASS_PROVIDER", "cublas")
-    monkeypatch.setattr(library, "missing", lambda provider: "")
-    usable, (reason,) = library.providers_for("none", "bfloat16", 8)
-    assert not usable and "MOEKIT_CUTLASS_PROVIDER=cublas" in reason
-    assert "choose one of quack, torch, vllm" in reason
+    problem = moekit.MoEProblem(
+        num_experts=8, top_k=2, hidden_size=256, intermediate_size=128, quant=scheme, device="sm90"
+    )
+    found, (why_not,) = library.providers_for(problem)
+    assert found == usable and reason in why_not

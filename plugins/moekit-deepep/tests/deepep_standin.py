@@ -8,7 +8,6 @@ offers the dispatchers over it as ``<name>_standin``.
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import types
@@ -18,18 +17,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
-
-
-def _on_cpu(function):
-    """A library's tensors are on its device, whatever torch's default device is."""
-
-    @functools.wraps(function)
-    def without_default(*args, **kwargs):
-        with torch._C.DisableTorchFunction():
-            return function(*args, **kwargs)
-
-    return without_default
-
+from vendor_stand_ins import on_cpu
 
 topk_idx_t = torch.int64
 _E4M3 = torch.float8_e4m3fn
@@ -45,7 +33,7 @@ class EventOverlap:
     def waited(self):
         return self._finish is None
 
-    @_on_cpu
+    @on_cpu
     def current_stream_wait(self):
         finish, self._finish = self._finish, None
         if finish is not None:
@@ -208,7 +196,7 @@ class Buffer(_Base):
 
     # -- normal mode ------------------------------------------------------------------------
 
-    @_on_cpu
+    @on_cpu
     def get_dispatch_layout(self, topk_idx, num_experts, *, async_finish=False):
         self._check_open()
         assert topk_idx.dtype == topk_idx_t and topk_idx.dim() == 2 and topk_idx.is_contiguous()
@@ -227,7 +215,7 @@ class Buffer(_Base):
             per_rank.copy_(in_rank.sum(dim=0))
         return per_rank, None, per_expert, in_rank, EventOverlap(None)
 
-    @_on_cpu
+    @on_cpu
     def dispatch(
         self,
         x,
@@ -259,7 +247,7 @@ class Buffer(_Base):
             for rank, (_, _, _, wanted, *_) in enumerate(arrived)
             for token in wanted[:, self.rank].nonzero().flatten().tolist()
         ]
-        # The host polls one word, which the kernels before this one write, too.
+        # The host polls one word, which the kernels before this one also write.
         self.stream.counts.append(len(sources))
         if not num_worst_tokens:
             assert self.stream.counts[0] == len(sources), "the host read an earlier call's count"
@@ -288,7 +276,7 @@ class Buffer(_Base):
         event = self._event(finish, async_finish)
         return received, recv_idx, recv_weights, counts, handle, event
 
-    @_on_cpu
+    @on_cpu
     def combine(self, x, handle, *, config=None, async_finish=False):
         self._check_open()
         assert x.dtype == torch.bfloat16 and x.dim() == 2 and x.is_contiguous()
@@ -318,7 +306,7 @@ class Buffer(_Base):
         assert hidden % 512 == 0  # a list in the library, of which all are multiples
 
     def _take_set(self):
-        """Raise the flags of a set, and clear those of the other: the host counts, kernels run."""
+        """Raise the flags of a set, and clear the other's: the host counts, kernels run."""
         if not self.captured:
             assert not self.raised[self.set], (
                 "flags of an earlier transfer are taken for this one's"
@@ -328,7 +316,7 @@ class Buffer(_Base):
         if self.captured == "broken":
             raise RuntimeError("operation failed due to a previous error during capture")
 
-    @_on_cpu
+    @on_cpu
     def low_latency_dispatch(
         self,
         x,
@@ -380,7 +368,7 @@ class Buffer(_Base):
         event = self._event(finish, async_finish)
         return slab if scales is None else (slab, scales), counts, handle, event, None
 
-    @_on_cpu
+    @on_cpu
     def low_latency_combine(
         self, x, topk_idx, topk_weights, handle, *, async_finish=False, out=None
     ):
@@ -460,7 +448,7 @@ class ElasticBuffer(_Base):
         self.num_bytes = -(-group.size() * num_max_tokens_per_rank * row // 2**21) * 2**21
         self._open(group, explicitly_destroy)
 
-    @_on_cpu
+    @on_cpu
     def dispatch(
         self,
         x,
@@ -511,7 +499,7 @@ class ElasticBuffer(_Base):
         event = self._event(finish, async_with_compute_stream)
         return received, recv_idx, recv_weights, handle, event
 
-    @_on_cpu
+    @on_cpu
     def combine(self, x, handle, *, async_with_compute_stream=False):
         self._check_open()
         assert x.dtype == torch.bfloat16 and x.dim() == 2 and x.is_contiguous()
@@ -529,9 +517,11 @@ sys.modules["deep_ep"] = _library
 
 import moekit_deepep  # noqa: E402
 import triton_interpreter  # noqa: E402, F401 (patches triton)
-from moekit_deepep.elastic import ElasticDispatcher as ElasticDispatcher  # noqa: E402
-from moekit_deepep.low_latency import LowLatencyDispatcher as LowLatencyDispatcher  # noqa: E402
-from moekit_deepep.normal import NormalDispatcher as NormalDispatcher  # noqa: E402
+from moekit_deepep.dispatcher import (  # noqa: E402, F401 (spec.target names this module)
+    ElasticDispatcher,
+    LowLatencyDispatcher,
+    NormalDispatcher,
+)
 
 from moekit.contract.specs import DispatcherSpec  # noqa: E402
 from moekit.discovery.registry import Registry  # noqa: E402

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import moekit_deepep
 import pytest
 
-import moekit
 from moekit import MoEProblem, ParallelConfig
 
 SIZES = {
@@ -86,29 +83,3 @@ def test_a_queue_depth_that_is_none_is_a_reason(monkeypatch, depth):
 def test_where_nothing_moves_there_are_no_limits():
     for name in SPECS:
         assert reasons(name, 3, dp=1, hidden_size=24, num_experts=64, top_k=40) == []
-
-
-def test_missing_library_is_a_reason():
-    moving = MoEProblem(**SIZES, parallel=ParallelConfig(ep_size=8))
-    for name in SPECS:
-        spec = moekit.registry().dispatcher(name)
-        if not spec.unsupported(moving):
-            pytest.skip("the library is installed")
-        (reason,) = spec.unsupported(moving)
-        assert reason.startswith("deep_ep is not installed (build it from source: ")
-
-
-def test_fixed_buffers_need_a_size():
-    moving = MoEProblem(**{**SIZES, "max_num_tokens": None}, parallel=ParallelConfig(ep_size=8))
-    for name, needs in (("deepep_ht", False), ("deepep_ll", True), ("deepep_elastic", True)):
-        said = moekit.registry().dispatcher(name).unsupported(moving)
-        assert any("set max_num_tokens" in reason for reason in said) is needs
-
-
-def test_specs_import_no_library():
-    code = (
-        "import sys, moekit_deepep; moekit_deepep.moekit_dispatchers(); "
-        "late = {'deep_ep', 'triton', 'moekit_deepep.buffers', 'moekit_deepep.dispatcher'};"
-        "assert not late & {*sys.modules}"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -12,7 +12,7 @@ if torch.cuda.is_available():
 
 # First, because it puts the stand-in in the library's place.
 from test_deepep_adapter import check, dispatcher_of, finish, problem_of, tokens_of  # noqa: I001
-from moekit_deepep import low_latency
+from moekit_deepep import dispatcher as adapter
 
 from moekit.testing.distributed import RankPool
 
@@ -54,7 +54,7 @@ def failed_capture(rank, ranks, kind):
     buffer = dispatcher.lease.value.buffer
     x, routing = tokens_of(3, rank)
     # Kernels do not run, and the host counts on.
-    with mock.patch.object(low_latency, "capturing", lambda x: True):
+    with mock.patch.object(adapter, "capturing", lambda x: True):
         buffer.captured = "whole"
         tokens = dispatcher.prepare(x, routing, None).result()
         buffer.captured = kind

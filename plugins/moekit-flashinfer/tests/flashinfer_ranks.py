@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import flashinfer_standins
-from moekit_flashinfer.one_sided import OneSidedDispatcher
-from moekit_flashinfer.two_sided import TwoSidedDispatcher
+from moekit_flashinfer.dispatcher import OneSidedDispatcher, TwoSidedDispatcher
 
 flashinfer_standins.install()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -20,18 +19,7 @@ import torch.nn.functional as F
 import triton_interpreter  # noqa: F401 (patches triton)
 from moekit_flashinfer import library
 from torch import Tensor
-
-
-def _on_cpu(function: Any) -> Any:
-    """A library's tensors are on its device, whatever torch's default device is."""
-
-    @functools.wraps(function)
-    def without_default(*args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():
-            return function(*args, **kwargs)
-
-    return without_default
-
+from vendor_stand_ins import on_cpu
 
 FP8 = torch.float8_e4m3fn
 GARBAGE = 0xFF  # NaN in every float format, -1 in the integers
@@ -132,7 +120,7 @@ def moe_a2a_get_workspace_size_per_rank(ranks: int, capacity: int, there: int, b
     return _PAYLOAD_OFFSET + _pad(ranks * capacity * there) + _pad(ranks * capacity * back)
 
 
-@_on_cpu
+@on_cpu
 def moe_a2a_initialize(workspace: Tensor, rank: int, ranks: int, capacity: int) -> Tensor:
     assert workspace.dtype == torch.uint8 and workspace.shape[0] == ranks
     workspace[rank].zero_()
@@ -148,7 +136,7 @@ def _state(workspace: Tensor, rank: int) -> Tensor:
     return workspace[rank, _STATE_OFFSET : _STATE_OFFSET + 4].view(torch.int32)
 
 
-@_on_cpu
+@on_cpu
 def moe_a2a_dispatch(
     ids: Tensor, payloads: list[Tensor], workspace: Tensor, metainfo: Tensor, most: int, rank: int,
     ranks: int, top_k: int, experts: int,
@@ -198,7 +186,7 @@ def moe_a2a_dispatch(
     return (received, _pad(offset), None) if is_later() else (received, _pad(offset))
 
 
-@_on_cpu
+@on_cpu
 def moe_a2a_combine(
     payload: Tensor, tokens: int, workspace: Tensor, metainfo: Tensor, most: int, rank: int,
     ranks: int, top_k: int, offset: int, in_place: bool = False,
@@ -241,7 +229,7 @@ def _cumsum(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
     return ends, torch.cat(parts).int()
 
 
-@_on_cpu
+@on_cpu
 def moe_prepare(
     ids: Tensor, weights: Tensor, statics: None, workspace: Tensor, most: int, rank: int,
     ranks: int, experts: int, slots: int, top_k: int,
@@ -275,7 +263,7 @@ def moe_prepare(
     return received_ids, received_weights, send_ends, send, receive_ends, receive, back, None
 
 
-@_on_cpu
+@on_cpu
 def moe_comm(
     rows: Tensor, send_ends: Tensor, send: Tensor, out: Tensor, receive_ends: Tensor,
     receive: Tensor, workspace: Tensor, rank: int, ranks: int,
@@ -337,7 +325,7 @@ def _fp8_groups(x: Tensor) -> Tensor:
     return ((groups / scale).to(FP8).float() * scale).flatten(1)
 
 
-@_on_cpu
+@on_cpu
 @torch.autocast("cpu", enabled=False)  # it does not reach into libraries
 def cutlass_fused_moe(
     input: Tensor,

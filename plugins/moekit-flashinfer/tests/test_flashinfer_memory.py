@@ -13,7 +13,7 @@ import pytest
 import torch
 from flashinfer_standins import Driver
 from moekit_flashinfer import library
-from moekit_flashinfer.shared_memory import SharedMemory
+from moekit_flashinfer.buffers import SharedMemory
 
 from moekit.errors import BackendError
 

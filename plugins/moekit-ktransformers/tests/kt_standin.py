@@ -17,11 +17,6 @@ REAL = library.KT_KERNEL.folder() is not None and not library.unsupported()
 """True if the real library runs here, so that this module is not needed."""
 
 
-def check(problem) -> list[str]:
-    """Sizes and settings still have reasons; the library itself is taken as there."""
-    return kinds.unsupported(problem) if problem.device.type == "cpu" else []
-
-
 def at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     count = torch.Size(shape).numel()
     if count == 0:

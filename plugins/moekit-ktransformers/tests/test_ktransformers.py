@@ -3,8 +3,6 @@
 import dataclasses
 import subprocess
 import sys
-import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -36,7 +34,7 @@ def installed(tmp_path, monkeypatch):
     named = dataclasses.replace(library.KT_KERNEL, path_variable="KT_KERNEL_FOLDER")
     monkeypatch.setattr(library, "KT_KERNEL", named)
     monkeypatch.setattr(library, "cpu_flags", lambda: library.VARIANTS["avx2"])
-    for name in (library.VARIANT_VARIABLE, library.THREADS_VARIABLE, library.NODES_VARIABLE):
+    for name in (library.VARIANT_VARIABLE, library.THREADS_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     return folder
 
@@ -102,23 +100,14 @@ def test_amx_is_loaded_on_request_only(installed, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5"])
-@pytest.mark.parametrize("name", [library.THREADS_VARIABLE, library.NODES_VARIABLE])
-def test_bad_settings_are_reasons(installed, monkeypatch, name, text):
-    monkeypatch.setenv(name, text)
+def test_bad_settings_are_reasons(installed, monkeypatch, text):
+    monkeypatch.setenv(library.THREADS_VARIABLE, text)
     (reason,) = library.unsupported()
-    assert name in reason and text in reason
-    step, per_node = kinds.multiples(problem())
-    assert step == per_node
-
-
-def test_more_numa_nodes_than_there_are(installed, monkeypatch):
-    monkeypatch.setenv(library.NODES_VARIABLE, "999")
-    assert any("999" in reason for reason in library.unsupported())
+    assert library.THREADS_VARIABLE in reason and text in reason
 
 
 def test_one_core_is_left_to_the_caller(monkeypatch):
     monkeypatch.delenv(library.THREADS_VARIABLE, raising=False)
-    monkeypatch.delenv(library.NODES_VARIABLE, raising=False)
     monkeypatch.setattr(library, "cores", lambda: 8)
     assert [library.threads(n) for n in (1, 4, 8, 16)] == [1, 4, 7, 7]
     monkeypatch.setattr(library, "cores", lambda: 1)
@@ -137,26 +126,12 @@ def test_more_threads_than_cores_warn(monkeypatch, caplog):
 
 
 def test_sizes_that_crash_the_library_are_padded():
-    assert kinds.unsupported(problem()) == []
     for changes, of in (
         ({"hidden_size": 200}, 32),
         ({"quant": "fp8_block", "intermediate_size": 192}, 128),
         ({"quant": "int4_w4a16_g64", "intermediate_size": 96}, 64),
     ):
         assert kinds.multiples(problem(**changes)) == (of, of)
-
-
-def test_listing_imports_nothing():
-    code = (
-        "import sys, moekit; r = moekit.Registry.discover({'MOEKIT_PLUGINS': 'ktransformers'});"
-        "p = moekit.MoEProblem(num_experts=4, top_k=2, hidden_size=128, intermediate_size=128,"
-        "device='cpu'); import moekit_ktransformers as m; (s,) = m.moekit_experts();"
-        "print('; '.join(s.unsupported(p)));"
-        "assert not {'kt_kernel', 'kt_kernel_ext', 'moekit_ktransformers.experts'} & {*sys.modules}"
-    )
-    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    if library.KT_KERNEL.folder() is None:
-        assert "kt_kernel is not installed (pip install --no-deps 'kt-kernel" in run.stdout
 
 
 @pytest.mark.skipif(not REAL, reason="the library does not run here")
@@ -211,46 +186,13 @@ def test_objects_end_with_their_weights(backends):
 
 
 def test_more_rows_than_a_call_of_the_library_takes(backends, monkeypatch):
-    from moekit_ktransformers import experts
-
-    monkeypatch.setattr(experts, "MAX_ROWS", 8)
+    monkeypatch.setattr(pools, "MAX_ROWS", 8)
     p = problem()
     kernel = moekit.compose(p, "local", "ktransformers", backends=backends)
     for num_tokens in (7, 8, 9, 24, 27):
         case = make_case(p, num_tokens, "masked")
         out = kernel(case.x, pack(kernel, case.weights), case.routing)
         assert_close(out, case.reference(), p, f"T={num_tokens}", case=case)
-
-
-def test_calls_from_two_threads(backends):
-    p = problem()
-    cases = [make_case(p, 9, key=key, weights=random_weights(p, key)) for key in range(2)]
-    failures = []
-
-    def work(case):
-        try:
-            kernel = moekit.compose(
-                p, "local", "ktransformers", backends=backends, workspace=moekit.Workspace()
-            )
-            packed = pack(kernel, case.weights)
-            for _ in range(10):
-                out = kernel(case.x, packed, case.routing)
-                assert_close(out, case.reference(), p, case=case)
-        except BaseException as error:
-            failures.append(error)
-
-    workers = [threading.Thread(target=work, args=(case,)) for case in cases]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert not failures, failures
-
-
-def test_the_readme_names_every_variable():
-    text = (Path(__file__).parents[1] / "README.md").read_text()
-    for name in (library.VARIANT_VARIABLE, library.THREADS_VARIABLE, library.NODES_VARIABLE):
-        assert name in text
 
 
 @pytest.mark.parametrize("before", [False, True])

@@ -1,7 +1,6 @@
 """Real library and GPU when there are both, else Triton's interpreter (which must be chosen before
 triton is imported) and a stand-in for the operator."""
 
-import dataclasses
 import os
 
 import pytest
@@ -11,12 +10,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import marlin_stand_in as stand_in  # noqa: E402
-import moekit_marlin  # noqa: E402
 from moekit_marlin import library  # noqa: E402
 
 import moekit  # noqa: E402
 
-REAL = torch.cuda.is_available() and library.VLLM.folder() is not None and not library.unsupported()
+VLLM = library.VLLM
+REAL = torch.cuda.is_available() and VLLM.folder() is not None and not VLLM.unsupported()
 if not torch.cuda.is_available():
     library.operator = lambda: stand_in.moe_wna16_marlin_gemm
 
@@ -30,17 +29,10 @@ def device() -> torch.device:
 def operator_device(device: torch.device) -> torch.device:
     """For tests that call the operator: the real one on a GPU, the stand-in on a CPU."""
     if device.type == "cuda" and not REAL:
-        pytest.skip("; ".join(library.unsupported()) or "vllm is not installed")
+        pytest.skip("; ".join(VLLM.unsupported()) or "vllm is not installed")
     return device
 
 
 @pytest.fixture(scope="session")
 def backends(operator_device: torch.device) -> moekit.Registry:
-    """The core's backends and Marlin's, which on a CPU run on the stand-in."""
-    found = moekit.Registry.discover({"MOEKIT_PLUGINS": ""})
-    for spec in moekit_marlin.moekit_experts():
-        if operator_device.type == "cpu":
-            check = moekit_marlin.sizes.unsupported
-            spec = dataclasses.replace(spec, devices=("cpu",), requires=("triton",), check=check)
-        found.register(spec)
-    return found
+    return stand_in.registry()

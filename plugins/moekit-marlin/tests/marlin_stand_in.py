@@ -4,8 +4,15 @@ Written from the operator's own side, lane by lane and word by word, and so inde
 moekit_marlin.layout. Strict: what the library would refuse, or silently get wrong, fails here.
 """
 
+import dataclasses
+
+import moekit_marlin
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from vendor_stand_ins import on_cpu
+
+import moekit
 
 FP8 = 4 | 3 << 8 | 1 << 16 | 1 << 49 | 2 << 50
 UINT8B128 = 8 << 8 | 128 << 17 | 1 << 50
@@ -86,7 +93,7 @@ def exponents_of(scales: Tensor) -> Tensor:
 def e5m3_of(scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Bytes of nvfp4 scales (L, G, N) as fp32 in the order of columns, as the operator reads them.
 
-    For bf16 the upper bit of the byte becomes that of the 8-bit exponent, and the other seven bits
+    For bf16 the byte's upper bit becomes the 8-bit exponent's, and the other seven bits
     follow three zeros: right only if the upper bit is set, or all are zero.
     """
     words = scales.view(torch.uint8).unflatten(-1, (-1, 4))
@@ -145,7 +152,14 @@ def dequantized(
     return (values - offset).float() * scale
 
 
-def moe_wna16_marlin_gemm(
+@on_cpu
+def moe_wna16_marlin_gemm(*arguments: object) -> Tensor:
+    """Do as `gemm`, unseen by autocast and by modes that count memory, as a library is."""
+    with _disable_current_modes(), torch.autocast("cpu", enabled=False):
+        return gemm(*arguments)
+
+
+def gemm(
     a: Tensor, c: Tensor, b_q_weight: Tensor, b_bias: Tensor | None, b_scales: Tensor,
     a_scales: None, global_scale: Tensor | None, b_zeros: Tensor | None, workspace: Tensor,
     sorted_token_ids: Tensor, expert_ids: Tensor, num_tokens_past_padded: Tensor,
@@ -203,3 +217,14 @@ def moe_wna16_marlin_gemm(
         out = (a[rows // top_k].float() @ weight[expert].T).to(a.dtype)
         c[rows] = out if bias is None else out + bias[expert]
     return c
+
+
+def registry() -> moekit.Registry:
+    """The core's backends and Marlin's, which on a CPU run on this module."""
+    found = moekit.Registry.discover({"MOEKIT_PLUGINS": ""})
+    for spec in moekit_marlin.moekit_experts():
+        if not torch.cuda.is_available():
+            check = moekit_marlin.sizes.unsupported
+            spec = dataclasses.replace(spec, devices=("cpu",), requires=("triton",), check=check)
+        found.register(spec)
+    return found

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 import moekit
 from moekit import MoEProblem, ParallelConfig, Routing
-from moekit.testing.ranks import Call, Job, calls
 
 HIDDEN, EXPERTS, TOP_K = 7168, 256, 8
 
@@ -25,30 +24,6 @@ def problem_for(world, tokens, **changes):
         "parallel": ParallelConfig(ep_size=world),
     }
     return MoEProblem(**{**values, **changes})
-
-
-CHECKS = {
-    "bf16, uneven": ({}, [Call((128, 0, 3, 77)), Call((0, 0, 0, 1)), Call((128,), "slots")]),
-    "bf16, padding and a hot expert": ({}, [Call((100, 128, 9, 64), "rows"), Call((128,), "hot")]),
-    "fp16": ({"dtype": torch.float16}, [Call((128, 1, 30, 77), "slots")]),
-    "fp8 blocks": ({"quant": "fp8_block"}, [Call((128, 0, 3, 77), "rows")]),
-    "fp8 per token": ({"quant": "fp8_channel_token"}, [Call((128, 0, 3, 77), "slots")]),
-    "int8 per token": ({"quant": "int8_channel_token"}, [Call((128, 0, 3, 77))]),
-    "fp8 per tensor": ({"quant": "fp8_tensor"}, [Call((128, 0, 3, 77), "rows")]),
-    "three rounds": ({"max_num_tokens": 300}, [Call((300, 131, 0, 200), "slots")]),
-    "100 calls": ({}, [Call((i % 129, i * i % 77, 3, (7 * i) % 120)) for i in range(100)]),
-    "uneven experts": ({"num_experts": 255}, [Call((128, 0, 3, 77), "slots")]),
-}
-
-
-def right(rank, world, name, seed):
-    changes, sequence = CHECKS[name]
-    # The kit compares with all experts on one rank: few and narrow ones keep that quick.
-    small = {"num_experts": 32, "hidden_size": 2048, **changes}
-    if name == "uneven experts":
-        small["num_experts"] = 31
-    problem = problem_for(world, changes.get("max_num_tokens", 128), **small)
-    calls(rank, world, Job(moekit.registry().dispatcher("pplx"), problem, seed), sequence)
 
 
 def bare(

@@ -14,23 +14,10 @@ finds by its own `indices` what came back.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.distributed as dist
 from moekit_pplx.dispatcher import PplxDispatcher
-
-
-def _on_cpu(function):
-    """A library's tensors are on its device, whatever torch's default device is."""
-
-    @functools.wraps(function)
-    def without_default(*args, **kwargs):
-        with torch._C.DisableTorchFunction():
-            return function(*args, **kwargs)
-
-    return without_default
-
+from vendor_stand_ins import on_cpu
 
 NUM_SMS = 132
 
@@ -77,7 +64,7 @@ class AllToAll:
 
     # -- dispatch ---------------------------------------------------------------------------
 
-    @_on_cpu
+    @on_cpu
     def dispatch(
         self,
         out_expert_num_tokens,
@@ -164,7 +151,7 @@ class AllToAll:
 
     # -- combine ----------------------------------------------------------------------------
 
-    @_on_cpu
+    @on_cpu
     def combine(self, out_tokens, indices, weights, expert_y, bound_m, do_send=True, do_recv=True):
         assert bound_m is None
         assert out_tokens.is_contiguous() and out_tokens.dim() == 2
@@ -219,3 +206,12 @@ class StandInPplx(PplxDispatcher):
     @staticmethod
     def library():
         return AllToAll
+
+    @staticmethod
+    def translate(ids, weights, destinations, num_experts):
+        """Do as `moekit_pplx.kernels.translate`, on any device."""
+        known = (ids >= 0) & (ids < num_experts)
+        spare = num_experts + torch.arange(ids.shape[1], device=ids.device)
+        sent = destinations[torch.where(known, ids.long(), spare)]
+        missing = torch.full_like(weights, float("nan")).masked_fill(ids < 0, 0.0)
+        return sent.view(torch.uint32), torch.where(known, weights, missing)

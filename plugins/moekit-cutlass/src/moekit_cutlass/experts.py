@@ -16,12 +16,7 @@ from collections.abc import Sequence
 import torch
 from moekit_kernels.align import align_scratch
 from moekit_kernels.numerics import Activation
-from moekit_kernels.rows import (
-    ValidRows,
-    activate_rows,
-    quantize_activations,
-    weighted_sum,
-)
+from moekit_kernels.rows import ValidRows, activate_rows, quantize_activations, weighted_sum
 from torch import Tensor
 
 from moekit.plugin import (
@@ -60,8 +55,6 @@ class _CutlassExperts(PermuteExpertsUnpermute):
         self._static = operand is not None and operand.static
         self.bands: tuple[Band, ...] = bands(problem)
 
-    # -- weights ----------------------------------------------------------------------------
-
     def pack(self, weights: ExpertWeights) -> PackedWeights:
         """Return the canonical weights with scales (L, N) fp32; `w4a8.pack` packs int4 weights."""
         if self.problem.quant.name == W4A8:
@@ -72,8 +65,6 @@ class _CutlassExperts(PermuteExpertsUnpermute):
                 scale = experts[f"{name}_scale"].expand(-1, experts[name].shape[1], 1)
                 experts[f"{name}_scale"] = scale.squeeze(2).contiguous()
         return PackedWeights(self.spec.name, experts, shared)
-
-    # -- memory -----------------------------------------------------------------------------
 
     @abstractmethod
     def _pairs(self, rows: int) -> int:
@@ -134,23 +125,10 @@ class _CutlassExperts(PermuteExpertsUnpermute):
             most = max(most, provider.scratch + (result if provider.allocates else 0))
         return most
 
-    # -- the steps --------------------------------------------------------------------------
-
-    def _groups(self, provider: Provider, ids_RK: Tensor, workspace: Sequence[Tensor]) -> Groups:
-        n = ids_RK.numel()
-        rows, slots, offsets = workspace[:3]
-        rows_S = rows[:n] if provider.gathers else None
-        return Groups(ids_RK, slots[:n].view(ids_RK.shape), offsets, rows_S)
-
     def _run(
-        self,
-        provider: Provider,
-        x_RH: Tensor,
-        x_scale: Tensor | None,
-        weights: PackedWeights,
-        groups: Groups,
+        self, provider: Provider, tokens: Dispatched, weights: PackedWeights, groups: Groups,
         workspace: Sequence[Tensor],
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Return GEMM 2's rows (S, H), expert-sorted and without w2's bias, for x (R, H)."""
         p, S = self.problem, groups.slots_RK.numel()
         H, inner, N = p.hidden_size, p.local_intermediate_size, p.w13_rows
@@ -165,23 +143,18 @@ class _CutlassExperts(PermuteExpertsUnpermute):
         def scales(name: str) -> Scales | None:
             if not self._quantized:
                 return None
-            return Scales(
-                scale_S.view(S, 1),
-                weights[f"{name}_scale"],
-                weights.get(f"{name}_table"),
-                weights.get(f"{name}_layout"),
-            )
+            each = weights.get(f"{name}_table"), weights.get(f"{name}_layout")
+            return Scales(scale_S.view(S, 1), weights[f"{name}_scale"], *each)
 
-        x = x_RH
+        x, x_scale = tokens.x, tokens.x_scale
         if not provider.gathers:
             x = rows(second if provider.activates else first, H, self._a_dtype)
             static = self._static and x_scale is None
-            if static:
-                x_scale = weights.shared["a1_scale"]
-            out_scale = scale_S if self._quantized else None
             spread_rows(
-                x_RH, groups.slots_RK, x, x_scale=x_scale, out_scale_S=out_scale, static=static
-            )
+                tokens.x, groups.slots_RK, x,
+                x_scale=weights.shared["a1_scale"] if static else x_scale,
+                out_scale_S=scale_S if self._quantized else None, static=static,
+            )  # fmt: skip
         a = rows(first, inner, self._a_dtype)
         if provider.activates:
             provider.first(x, weights["w13"], groups, a, None)
@@ -197,15 +170,19 @@ class _CutlassExperts(PermuteExpertsUnpermute):
         self, h_SN: Tensor, a_SI: Tensor, scale_S: Tensor, weights: PackedWeights, groups: Groups
     ) -> None:
         S = h_SN.shape[0]
+        scale = None if not self._quantized else scale_S.view(S, 1)
+        if self._static:
+            scale = weights.shared["a2_scale"]
+            scale_S.copy_(scale.view(1).expand(S))
         valid = ValidRows(counts_L=groups.total, capacity=S)
-        if not self._quantized:
-            activate_rows(h_SN, a_SI, self._activation, valid)
-        elif self._static:
-            a2_scale = weights.shared["a2_scale"]
-            activate_rows(h_SN, a_SI, self._activation, valid, scale=a2_scale, static_scale=True)
-            scale_S.copy_(a2_scale.view(1).expand(S))
-        else:
-            activate_rows(h_SN, a_SI, self._activation, valid, scale=scale_S.view(S, 1))
+        activate_rows(h_SN, a_SI, self._activation, valid, scale=scale, static_scale=self._static)
+
+    def _groups(self, provider: Provider, ids_RK: Tensor, workspace: Sequence[Tensor]) -> Groups:
+        """Return the lists for a call's assignments, to be filled."""
+        n = ids_RK.numel()
+        rows, slots, offsets = workspace[:3]
+        rows_S = rows[:n] if provider.gathers else None
+        return Groups(ids_RK, slots[:n].view(ids_RK.shape), offsets, rows_S)
 
 
 class CutlassExperts(_CutlassExperts):
@@ -215,16 +192,11 @@ class CutlassExperts(_CutlassExperts):
         return rows * self.problem.top_k
 
     def apply(
-        self,
-        y: Tensor,
-        tokens: Dispatched,
-        weights: PackedWeights,
-        workspace: Sequence[Tensor],
+        self, y: Tensor, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
     ) -> None:
         assert tokens.topk_ids is not None and tokens.topk_weights is not None
         ids_RK, topk_weights_RK = tokens.topk_ids.contiguous(), tokens.topk_weights.contiguous()
-        provider = self._provider(*ids_RK.shape)
-        given = self._unreduced(provider, tokens, ids_RK, weights, workspace)
+        given = self._unreduced(self._provider(*ids_RK.shape), tokens, ids_RK, weights, workspace)
         bias = weights.get("w2_bias")
         weighted_sum(given.rows_NH, topk_weights_RK, ids_RK, y, given.places_RK, bias)
 
@@ -239,18 +211,13 @@ class CutlassExperts(_CutlassExperts):
         return self._unreduced(provider, tokens, ids_RK, weights, workspace)
 
     def _unreduced(
-        self,
-        provider: Provider,
-        tokens: Dispatched,
-        ids_RK: Tensor,
-        weights: PackedWeights,
+        self, provider: Provider, tokens: Dispatched, ids_RK: Tensor, weights: PackedWeights,
         workspace: Sequence[Tensor],
-    ) -> Unreduced:
+    ) -> Unreduced:  # fmt: skip
         """Return GEMM 2's rows, without w2's bias."""
         groups = self._groups(provider, ids_RK, workspace)
         sort_assignments(groups, workspace[3])
-        z = self._run(provider, tokens.x, tokens.x_scale, weights, groups, workspace)
-        return Unreduced(z, groups.slots_RK)
+        return Unreduced(self._run(provider, tokens, weights, groups, workspace), groups.slots_RK)
 
 
 class BatchedCutlassExperts(_CutlassExperts):
@@ -260,20 +227,15 @@ class BatchedCutlassExperts(_CutlassExperts):
         return self.problem.num_local_experts * rows
 
     def apply(
-        self,
-        y: Tensor,
-        tokens: Dispatched,
-        weights: PackedWeights,
-        workspace: Sequence[Tensor],
+        self, y: Tensor, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
     ) -> None:
         assert tokens.expert_num_tokens is not None
-        L, C, H = tokens.x.shape
+        (L, C, H), x_scale = tokens.x.shape, tokens.x_scale
         provider = self._provider(C, self.problem.top_k)
-        ids_SK = workspace[3][: L * C].view(L * C, 1)
-        groups = self._groups(provider, ids_SK, workspace)
+        groups = self._groups(provider, workspace[3][: L * C].view(L * C, 1), workspace)
         group_batched(tokens.expert_num_tokens, C, groups)
-        x_scale = tokens.x_scale
         if x_scale is not None and x_scale.numel() > 1:
             x_scale = x_scale.expand(L, C, 1).reshape(L * C, 1)
-        z = self._run(provider, tokens.x.view(L * C, H), x_scale, weights, groups, workspace)
+        rows = Dispatched(tokens.x.view(L * C, H), x_scale)
+        z = self._run(provider, rows, weights, groups, workspace)
         return_rows(z, weights.get("w2_bias"), groups, y.view(L * C, H))

@@ -1,8 +1,7 @@
 """Kernels around the grouped GEMMs: sorting assignments, copying rows into order, biases.
 
 Everything runs on the device with sizes fixed by the worst case, so a CUDA graph may capture it.
-Rows without an expert, and sorted rows from the last offset on, are neither read nor written:
-whatever they hold (NaN, old values) has no effect.
+Rows without an expert, and sorted rows from the last offset on, are neither read nor written.
 
 Shape suffixes: R rows, K experts of a row, S = R * K assignments, L local experts, C capacity. The
 batched layout is L * C rows with one assignment each.
@@ -24,19 +23,12 @@ CHUNK = 1024
 
 @dataclass(frozen=True)
 class Groups:
-    """Assignments sorted by expert. Tensors are int32; ids may also be int64.
+    """Assignments sorted by expert. Tensors are int32; ids may also be int64."""
 
-    Attributes:
-        ids_RK: The expert of each assignment, negative for none.
-        slots_RK: The sorted row of each assignment, -1 without an expert.
-        offsets_L1: (L + 1,), expert l has the sorted rows offsets[l] to offsets[l + 1].
-        rows_S: The source row of each sorted row, undefined from `total` on; None where unused.
-    """
-
-    ids_RK: Tensor
-    slots_RK: Tensor
-    offsets_L1: Tensor
-    rows_S: Tensor | None = None
+    ids_RK: Tensor  # the expert of each assignment, negative for none
+    slots_RK: Tensor  # the sorted row of each assignment, -1 without an expert
+    offsets_L1: Tensor  # (L + 1,), expert l has the sorted rows offsets[l] to offsets[l + 1]
+    rows_S: Tensor | None = None  # the source row of each sorted row, undefined from `total` on
 
     @property
     def num_experts(self) -> int:
@@ -49,11 +41,7 @@ class Groups:
 
 
 def sort_assignments(groups: Groups, scratch: Tensor) -> None:
-    """Fill the rest of ``groups`` from its ids (contiguous; in [0, L), or -1).
-
-    Args:
-        scratch: int32, `moekit_kernels.align.align_scratch` entries.
-    """
+    """Fill the rest of ``groups`` from its ids (contiguous; in [0, L), or -1)."""
     slots_S, offsets_L1 = groups.slots_RK.view(-1), groups.offsets_L1
     pairs = SortedAssignments(groups.rows_S, None, None, 1, slots_S, offsets_L1[1:])
     align(groups.ids_RK, groups.num_experts, pairs, scratch, zeros=offsets_L1[:1])
@@ -63,11 +51,9 @@ def sort_assignments(groups: Groups, scratch: Tensor) -> None:
 
 
 def group_batched(counts_L: Tensor, slab: int, groups: Groups) -> None:
-    """Fill ``groups`` and its int32 ids from the batched layout.
+    """Fill ``groups`` and its int32 ids from the batched layout with capacity ``slab``.
 
-    Args:
-        counts_L: int32; expert l has the rows l * C + c for c < counts[l].
-        slab: The capacity C; groups.slots_RK is (L * C, 1).
+    Expert l has the rows l * C + c for c < counts_L[l] (int32), with one assignment each.
     """
     n = groups.num_experts * slab
     assert counts_L.dtype == torch.int32 and groups.slots_RK.shape == (n, 1)
@@ -96,14 +82,9 @@ def problem_sizes(groups: Groups, n: int, k: int, swap: bool) -> tuple[Tensor, T
 
 
 def spread_rows(
-    x_RH: Tensor,
-    slots_RK: Tensor,
-    out_SH: Tensor,
-    *,
-    x_scale: Tensor | None = None,
-    out_scale_S: Tensor | None = None,
-    static: bool = False,
-) -> None:
+    x_RH: Tensor, slots_RK: Tensor, out_SH: Tensor, *, x_scale: Tensor | None = None,
+    out_scale_S: Tensor | None = None, static: bool = False,
+) -> None:  # fmt: skip
     """Copy each row to its sorted rows; every row is read once.
 
     Args:
@@ -125,24 +106,22 @@ def spread_rows(
         x_RH, out_SH, x_scale, out_scale_S, slots_RK, cols, x_RH.stride(0), out_SH.stride(0),
         KIND=kind, SCALED=x_scale is not None, SCALE_PER_ROW=per_row, TOP_K=slots_RK.shape[1],
         QMAX=QMAX.get(out_SH.dtype, 0.0), BLOCK=triton.next_power_of_2(cols),
-        num_warps=_warps(cols),
+        num_warps=max(1, min(16, triton.next_power_of_2(cols) // 512)),  # 16 elements a thread
     )  # fmt: skip
 
 
 def add_bias(h_SN: Tensor, bias_LN: Tensor, groups: Groups) -> None:
     """Add the expert's bias to each sorted row, in place; rounds to h's dtype."""
-    _launch_take(h_SN, bias_LN, groups, h_SN, to_slots=True)
+    return_rows(h_SN, bias_LN, groups, h_SN, to_slots=True)
 
 
-def return_rows(z_SH: Tensor, bias_LH: Tensor | None, groups: Groups, out_RH: Tensor) -> None:
-    """Write ``out[r] = z[sorted row] + bias[expert]`` for K = 1; other rows stay unchanged."""
-    assert groups.slots_RK.shape[1] == 1
-    _launch_take(z_SH, bias_LH, groups, out_RH, to_slots=False)
-
-
-def _launch_take(
-    z: Tensor, bias: Tensor | None, groups: Groups, out: Tensor, *, to_slots: bool
+def return_rows(
+    z: Tensor, bias: Tensor | None, groups: Groups, out: Tensor, *, to_slots: bool = False
 ) -> None:
+    """Write ``out[r] = z[sorted row] + bias[expert]`` for K = 1; other rows stay unchanged.
+
+    to_slots: Write the sum to its sorted row instead, for any K.
+    """
     cols = z.shape[1]
     assert z.stride(1) == 1 and out.stride(1) == 1 and (bias is None or bias.is_contiguous())
     block = min(triton.next_power_of_2(cols), 8192 if INTERPRETED else 1024)
@@ -150,11 +129,6 @@ def _launch_take(
         z, bias, groups.slots_RK, groups.ids_RK, out, cols, z.stride(0), out.stride(0),
         TO_SLOTS=to_slots, BLOCK=block, num_warps=4,
     )  # fmt: skip
-
-
-def _warps(cols: int) -> int:
-    """Return the warps for about 16 elements per thread."""
-    return max(1, min(16, int(triton.next_power_of_2(cols)) // 512))
 
 
 @triton.jit(do_not_specialize=["n", "slab"])

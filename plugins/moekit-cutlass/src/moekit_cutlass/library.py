@@ -6,9 +6,10 @@ This module imports none of the libraries, nor torch.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
-from moekit.plugin import VendorLibrary, importable
+from moekit.plugin import MoEProblem, VendorLibrary, importable
 
 W4A8 = "int4_w4a8_g128"
 PROVIDER_VARIABLE = "MOEKIT_CUTLASS_PROVIDER"
@@ -18,22 +19,27 @@ QUACK = (
     VendorLibrary(distribution="quack-kernels", versions=">=0.6.5,<0.7", module="quack"),
     VendorLibrary(distribution="nvidia-cutlass-dsl", versions=">=4.7.1,<4.9", module="cutlass"),
 )
-VLLM = VendorLibrary(distribution="vllm", versions=">=0.33,<0.34", path_variable="MOEKIT_VLLM_PATH")
-VLLM_FILE = "_C_stable_libtorch.abi3.so"
+VLLM = VendorLibrary(
+    distribution="vllm",
+    versions=">=0.33,<0.34",
+    path_variable="MOEKIT_VLLM_PATH",
+    file="_C_stable_libtorch.abi3.so",
+)
 
-# The libraries that have a scheme at all.
-_PROVIDERS = {
-    "none": ("quack", "torch"),
-    "fp8_tensor": ("torch", "vllm"),
-    "fp8_tensor_static": ("torch", "vllm"),
-    "fp8_channel_token": ("torch", "vllm"),
-    W4A8: ("vllm",),
+# The libraries in order of preference, from each number of expected rows per expert on. H200,
+# benchmarks/results: vLLM's operator uses swap-AB for small calls, and torch's kernels are faster
+# from 512 rows per expert on; for bf16, quack is faster than torch from 128 rows on.
+PREFERRED: Mapping[str, tuple[tuple[int, tuple[str, ...]], ...]] = {
+    "none": ((0, ("torch", "quack")), (128, ("quack", "torch"))),
+    "fp8_tensor": ((0, ("vllm", "torch")), (512, ("torch", "vllm"))),
+    "fp8_tensor_static": ((0, ("vllm", "torch")), (512, ("torch", "vllm"))),
+    "fp8_channel_token": ((0, ("vllm", "torch")), (512, ("torch", "vllm"))),
+    W4A8: ((0, ("vllm",)),),
 }
-_KNOWN = sorted({name for names in _PROVIDERS.values() for name in names})
-
+_KNOWN = ("quack", "torch", "vllm")
 
 # Their kernels that prepare pointers have one thread for each local expert, in one block; torch's
-# operators refuse the last one of 1024, too.
+# operators also refuse the last one of 1024.
 _MOST_EXPERTS = {"torch": 1023, "vllm": 1024}
 
 
@@ -42,18 +48,17 @@ def forced() -> str:
     return os.environ.get(PROVIDER_VARIABLE, "").strip().lower()
 
 
-def providers_for(
-    scheme: str, dtype_name: str, num_local_experts: int
-) -> tuple[list[str], list[str]]:
-    """Return the libraries that compute ``scheme`` here, and a reason for each that cannot."""
+def providers_for(problem: MoEProblem) -> tuple[list[str], list[str]]:
+    """Return the libraries that compute the problem here, and a reason for each that cannot."""
     if forced() not in ("", *_KNOWN):
         known = ", ".join(_KNOWN)
         return [], [
             f"{PROVIDER_VARIABLE}={forced()} names no library: choose one of {known}, or unset it"
         ]
     usable, reasons = [], []
-    for name in _PROVIDERS[scheme]:
-        if reason := _unsupported(name, scheme, dtype_name, num_local_experts):
+    names = {name for _, order in PREFERRED[problem.quant.name] for name in order}
+    for name in sorted(names):
+        if reason := _unsupported(name, problem):
             reasons.append(reason)
         else:
             usable.append(name)
@@ -69,10 +74,10 @@ def missing(provider: str) -> str:
         reasons = (reason for part in QUACK for reason in part.unsupported())
         return next(reasons, _misplaced(QUACK[1].folder()))
     if provider == "vllm":
-        if vllm_library() is None:
+        if VLLM.folder() is None and VLLM.named_folder is None:
             return (
-                f"vLLM's {VLLM_FILE} is not found ({VLLM.install_hint}, or unpack its wheel and "
-                f"set {VLLM.path_variable} to the vllm folder in it)"
+                f"vllm is not installed ({VLLM.install_hint}, or unpack its wheel and set "
+                f"{VLLM.path_variable} to the vllm folder in it)"
             )
         return next(iter(VLLM.unsupported()), "")
     return ""
@@ -91,27 +96,18 @@ def _misplaced(package: Path | None) -> str:
     )
 
 
-def vllm_library() -> Path | None:
-    """Return the file that holds vLLM's CUTLASS operators, or None."""
-    folder = VLLM.folder()
-    found = None if folder is None else folder / VLLM_FILE
-    return found if found is not None and found.is_file() else None
-
-
-def _unsupported(provider: str, scheme: str, dtype_name: str, num_local_experts: int) -> str:
+def _unsupported(provider: str, problem: MoEProblem) -> str:
+    local, dtype, scheme = problem.num_local_experts, problem.dtype_name, problem.quant.name
     if reason := missing(provider):
         return reason
     if forced() not in ("", provider):
         return f"{PROVIDER_VARIABLE}={forced()} excludes {provider}"
-    if num_local_experts > (most := _MOST_EXPERTS.get(provider, num_local_experts)):
-        return (
-            f"{provider}'s grouped GEMM takes at most {most} experts, and a rank has "
-            f"{num_local_experts}"
-        )
-    if dtype_name == "bfloat16":
+    if local > (most := _MOST_EXPERTS.get(provider, local)):
+        return f"{provider}'s grouped GEMM takes at most {most} experts, and a rank has {local}"
+    if dtype == "bfloat16":
         return ""
     if provider == "torch" and scheme == "none":
-        return f"torch's grouped GEMM does not support {dtype_name}"
+        return f"torch's grouped GEMM does not support {dtype}"
     if scheme == W4A8:
-        return f"vLLM's cutlass_w4a8_moe_mm returns bfloat16, not {dtype_name}"
+        return f"vLLM's cutlass_w4a8_moe_mm returns bfloat16, not {dtype}"
     return ""

@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -23,23 +23,13 @@ from torch import Tensor
 from moekit.errors import BackendBroken
 from moekit.plugin import MoEProblem
 
+from . import library
 from .kernels import Groups, problem_sizes
-from .library import VLLM, W4A8, providers_for, vllm_library
+from .library import VLLM, W4A8, providers_for
 
 logger = logging.getLogger("moekit")
 
 T = TypeVar("T")
-
-# The libraries in order of preference, from each number of expected rows per expert on. H200,
-# benchmarks/results: vLLM's operator uses swap-AB for small calls, and torch's kernels are faster
-# from 512 rows per expert on; for bf16, quack is faster than torch from 128 rows on.
-PREFERRED: Mapping[str, tuple[tuple[int, tuple[str, ...]], ...]] = {
-    "none": ((0, ("torch", "quack")), (128, ("quack", "torch"))),
-    "fp8_tensor": ((0, ("vllm", "torch")), (512, ("torch", "vllm"))),
-    "fp8_tensor_static": ((0, ("vllm", "torch")), (512, ("torch", "vllm"))),
-    "fp8_channel_token": ((0, ("vllm", "torch")), (512, ("torch", "vllm"))),
-    W4A8: ((0, ("vllm",)),),
-}
 
 # The activations that quack's epilogue computes as moekit defines them, with and without a gate.
 # Missing: gelu with a gate (quack's geglu is the tanh form), swigluoai, clamps and biases.
@@ -55,11 +45,9 @@ FUSED = {
 
 @dataclass(frozen=True)
 class Tile:
-    """A quack GEMM config for SM90.
+    """A quack GEMM config for SM90, with its cluster (M, N).
 
-    Attributes:
-        cluster: (M, N); a fused gather needs N = 1.
-        dynamic: Programs fetch tiles from a counter, which a fused gather does not support.
+    dynamic: Programs fetch tiles from a counter. A fused gather excludes this, and needs N = 1.
     """
 
     m: int = 128
@@ -108,42 +96,25 @@ class Scales(NamedTuple):
 
 
 class Provider(ABC):
-    """A library's grouped GEMM.
-
-    Attributes:
-        gathers: GEMM 1 takes source rows and an index.
-        allocates: Results are the library's tensors, not the caller's.
-        activates: GEMM 1 applies the activation.
-        scratch: Other bytes that the library allocates.
-    """
+    """A library's grouped GEMM, with results in ``dtype``."""
 
     name: ClassVar[str]
-    gathers = False
-    allocates = False
-    activates = False
-    scratch = 0
+    gathers = False  # GEMM 1 takes source rows and an index
+    allocates = False  # results are the library's tensors, not the caller's
+    activates = False  # GEMM 1 applies the activation
+    scratch = 0  # other bytes that the library allocates
 
     def __init__(self, problem: MoEProblem) -> None:
-        self.problem = problem
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the results."""
-        return self.problem.dtype
+        self.problem, self.dtype = problem, problem.dtype
 
     @abstractmethod
     def first(
         self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
     ) -> Tensor:
-        """Run GEMM 1.
+        """Run GEMM 1 from x (S, H) to (S, N), whose rows from the last offset on are undefined.
 
-        Args:
-            x: (S, H), expert-sorted; if `gathers`, (R, H) with groups.rows_S as the index.
-            out: The result's tensor, unless the provider `allocates`.
-            scales: For e4m3 operands.
-
-        Returns:
-            (S, N), or (S, I) if `activates`. Rows from the last offset on are undefined.
+        x is (R, H) if it `gathers`, and the result (S, I) if it `activates`. out: The result's
+        tensor, unless it `allocates`. scales: For e4m3 operands.
         """
 
     def second(
@@ -160,9 +131,9 @@ class Torch(Provider):
     allocates = True
     scratch = 4 << 20
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.bfloat16
+    def __init__(self, problem: MoEProblem) -> None:
+        super().__init__(problem)
+        self.dtype = torch.bfloat16
 
     def first(
         self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
@@ -177,66 +148,48 @@ class Torch(Provider):
 
 
 class Vllm(Provider):
-    """`cutlass_moe_mm` of vLLM's library.
+    """`cutlass_moe_mm` of vLLM's library, and `cutlass_w4a8_moe_mm` for int4 from `w4a8.pack`.
 
-    The operator checks only dtypes: a and b e4m3, scales fp32, out bf16 or fp16, and expert_offsets
-    int64 with L entries. Problem sizes are int32 (L, 3). They are (N, M, K) for calls of at most 64
-    rows, for which the operator uses swap-AB kernels. It allocates pointers and workspace itself.
+    The operators check only dtypes: a e4m3, b e4m3 or int32 (L, N, K / 8), scales fp32, out bf16
+    (or fp16 for e4m3), and expert_offsets int64 with L entries. Problem sizes are int32 (L, 3), and
+    (N, M, K) where the kernels use swap-AB: in calls of at most 64 rows, and always for int4.
+    Scales of int4 groups are stored (groups, N); their strides are N and 0. The library allocates
+    pointers and workspace itself.
     """
 
     name = "vllm"
     scratch = 2 << 20
-    operator: ClassVar[str] = "cutlass_moe_mm"
     SWAP_ROWS: ClassVar[int] = 64
 
     def __init__(self, problem: MoEProblem) -> None:
         super().__init__(problem)
-        self._op = vllm_operator(self.operator)
+        self._w4a8 = problem.quant.name == W4A8
+        self._op = vllm_operator("cutlass_w4a8_moe_mm" if self._w4a8 else "cutlass_moe_mm")
 
     def first(
         self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
     ) -> Tensor:
         assert out is not None and scales is not None
         (rows, k), (L, n, _), device = x.shape, w_LNK.shape, x.device
-        starts_L, sizes_L3 = problem_sizes(groups, n, k, swap=rows <= self.SWAP_ROWS)
+        swap = self._w4a8 or rows <= self.SWAP_ROWS
+        sizes = problem_sizes(groups, n, k, swap)
         ab, c = _stride(L, k, device), _stride(L, n, device)
-        self._op(
-            out, x, w_LNK, scales.a, scales.w, starts_L, sizes_L3,
-            ab, ab, c, True, True,
-        )  # fmt: skip
-        return out
-
-
-class VllmW4A8(Vllm):
-    """`cutlass_w4a8_moe_mm` of vLLM's library: e4m3 rows by int4 weights from `w4a8.pack`.
-
-    Results are bf16. The operator always uses swap-AB, so problem sizes are (N, M, K); the rest is
-    as for `Vllm`. Weight scales are stored (groups, N); their strides are N and 0.
-    """
-
-    operator = "cutlass_w4a8_moe_mm"
-
-    def first(
-        self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
-    ) -> Tensor:
-        """w_LNK: int32 (L, N, K / 8)."""
-        assert out is not None and scales is not None
-        (_, k), (L, n, _), device = x.shape, w_LNK.shape, x.device
-        starts_L, sizes_L3 = problem_sizes(groups, n, k, swap=True)
-        self._op(
-            out, x, w_LNK, scales.a, scales.w, scales.table, 128, starts_L, sizes_L3,
-            _stride(L, k, device), scales.layout, _stride(L, n, device),
-            _stride(L, n, device, 0), None,
-        )  # fmt: skip
+        operands = out, x, w_LNK, scales.a, scales.w
+        if self._w4a8:
+            groups_strides = _stride(L, n, device, 0)
+            self._op(
+                *operands, scales.table, 128, *sizes, ab, scales.layout, c, groups_strides, None
+            )
+        else:
+            self._op(*operands, *sizes, ab, ab, c, True, True)
         return out
 
 
 @functools.cache
 def _stride(num_experts: int, value: int, device: torch.device, *more: int) -> Tensor:
-    """Return strides as int64 (L,), or with ``more`` values (L, 1 + more).
+    """Return strides as int64 (L,), or with ``more`` values (L, 1 + more), kept for graphs.
 
-    They are created at the first call, not while a graph is captured, and kept, since graphs use
-    them. The host waits for the copy, so any stream may read them.
+    The host waits for the copy, so any stream may read them.
     """
     rows = torch.tensor([[value, *more]] * num_experts, dtype=torch.int64, device="cpu")
     return rows.squeeze(1).to(device)
@@ -254,29 +207,9 @@ _ARGUMENTS = {
 
 @functools.cache
 def vllm_operator(name: str) -> Callable[..., Any]:
-    """Return an operator of vLLM's library; the first call loads it.
-
-    Raises:
-        BackendBroken: The library does not load, or the operator takes other arguments.
-    """
-    library = vllm_library()
-    assert library is not None
-    try:
-        if not hasattr(torch.ops._C, name):
-            torch.ops.load_library(str(library))
-        op: Callable[..., Any] = getattr(torch.ops._C, name)
-        arguments = [a.name for a in getattr(torch.ops._C, name).default._schema.arguments]
-    except (OSError, AttributeError, RuntimeError) as error:
-        raise BackendBroken(
-            f"{library} does not load: {error}; set MOEKIT_CUTLASS_PROVIDER=torch"
-            " to use torch instead"
-        ) from error
-    if arguments != _ARGUMENTS[name].split():
-        raise BackendBroken(
-            f"{name} of {library} takes {arguments}, expected {_ARGUMENTS[name].split()}: "
-            f"{VLLM.install_hint}"
-        )
-    return op
+    """Return an operator of vLLM's library; the first call loads it, or raises BackendBroken."""
+    found: Callable[..., Any] = VLLM.operator(f"_C::{name}", _ARGUMENTS[name])
+    return found
 
 
 class Quack(Provider):
@@ -303,20 +236,20 @@ class Quack(Provider):
     def first(
         self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
     ) -> Tensor:
-        halves = ("B",) if self.activates and self.problem.activation.gated else None
         rows = groups.rows_S if self.gathers else None
-        return self._run(x, w_LNK, groups, out, self.plan.first, self._activation, rows, halves)
+        return self._run(x, w_LNK, groups, out, self.plan.first, self._activation, rows)
 
     def second(
         self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
     ) -> Tensor:
-        return self._run(x, w_LNK, groups, out, self.plan.second, None, None, None)
+        return self._run(x, w_LNK, groups, out, self.plan.second)
 
     def _run(
         self, a: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, tile: Tile,
-        activation: str | None, rows_S: Tensor | None, halves: tuple[str, ...] | None,
+        activation: str | None = None, rows_S: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         assert out is not None
+        halves = ("B",) if activation is not None and self.problem.activation.gated else None
         key = (a.dtype, tile, activation, rows_S is None, halves)
         call = functools.partial(
             self._gemm,
@@ -324,15 +257,11 @@ class Quack(Provider):
             cu_seqlens_m=groups.offsets_L1, A_idx=rows_S, tuned=False,
             config=_quack_config(tile), concat_layout=halves,
         )  # fmt: skip
-        if key in _compiled:
-            call()
-            return out
-        with _compiling:
-            started = time.perf_counter()
-            logger.info("moekit-cutlass: compiling quack for %s %s", activation, tile)
+        with nullcontext() if key in _compiled else _compiling:
+            if key not in _compiled:
+                logger.info("moekit-cutlass: compiling quack for %s %s", activation, tile)
             call()
             _compiled.add(key)
-            logger.info("moekit-cutlass: compiled in %.1f s", time.perf_counter() - started)
         return out
 
 
@@ -359,26 +288,16 @@ def _quack_config(tile: Tile) -> Any:
     from quack.gemm_config import GemmConfig
 
     return GemmConfig(
-        tile_m=tile.m,
-        tile_n=tile.n,
-        pingpong=tile.pingpong,
-        cluster_m=tile.cluster[0],
-        cluster_n=tile.cluster[1],
-        max_swizzle_size=tile.swizzle,
-        is_dynamic_persistent=tile.dynamic,
-        device_capacity=9,
-    )
+        tile_m=tile.m, tile_n=tile.n, pingpong=tile.pingpong,
+        cluster_m=tile.cluster[0], cluster_n=tile.cluster[1], max_swizzle_size=tile.swizzle,
+        is_dynamic_persistent=tile.dynamic, device_capacity=9,
+    )  # fmt: skip
 
 
 _CLASSES: Mapping[str, type[Provider]] = {c.name: c for c in (Quack, Torch, Vllm)}
 
 
-def _class_of(name: str, problem: MoEProblem) -> type[Provider]:
-    return VllmW4A8 if problem.quant.name == W4A8 else _CLASSES[name]
-
-
-@dataclass(frozen=True)
-class Band:
+class Band(NamedTuple):
     """A provider, and the expected rows per expert, ``low <= rows < high``, that it serves."""
 
     low: int
@@ -387,16 +306,16 @@ class Band:
 
 
 def bands(problem: MoEProblem) -> tuple[Band, ...]:
-    """Return the providers by size, from `PREFERRED` and the libraries that are usable here."""
+    """Return the preferred providers by size, of the libraries that are usable here."""
     scheme = problem.quant.name
-    usable, why_not = providers_for(scheme, problem.dtype_name, problem.num_local_experts)
+    usable, why_not = providers_for(problem)
     if not usable:
         raise BackendBroken(f"no library for {scheme}: {'; '.join(why_not)}")
     found = []
-    for low, high, order in _between(PREFERRED[scheme]):
+    for low, high, order in _between(library.PREFERRED[scheme]):
         name = next(name for name in order if name in usable)
         if name != Quack.name:
-            found.append(Band(low, high, _class_of(name, problem)(problem)))
+            found.append(Band(low, high, _CLASSES[name](problem)))
             continue
         for start, end, plan in _between(quack_plans(problem)):
             if start < high and low < end:

@@ -1,7 +1,7 @@
 """Pack int4 weights for `cutlass_w4a8_moe_mm` of vLLM's library.
 
 The operator multiplies e4m3 by e4m3. It looks up every weight in a table of its group's eight
-values, those of -8 to -1 (positive weights flip the sign, and 0 needs no entry), and multiplies the
+values, of -8 to -1 (positive weights flip the sign, and 0 needs no entry), and multiplies the
 sums by a scale per channel. The library's `cutlass_pack_scale_fp8` makes tables from e4m3 scales
 and so rounds twice. Here entries are rounded once, from the true scale, and of `PHASES` channel
 scales within a factor of two the one with the most exact tables is used.

@@ -24,26 +24,27 @@ _INSTALL_HINT = (
 )
 
 
-def _check_ranks(problem: MoEProblem, most_local_experts: int) -> list[str]:
+def _check(problem: MoEProblem, most_local_experts: int, multiple: int) -> list[str]:
     ranks, reasons = problem.parallel.ep_size, []
     if ranks not in RANKS:
         reasons.append(f"ep_size={ranks} is not supported: choose 2, 4 or 8 ranks of one host")
     if (local := problem.num_physical_experts // ranks) > most_local_experts:
         reasons.append(f"{local} experts per rank exceed {most_local_experts}")
-    return reasons
+    if problem.hidden_size % multiple:
+        reasons.append(f"hidden_size {problem.hidden_size} is not a multiple of {multiple}")
+    return reasons if problem.parallel.moves_tokens else []
 
 
 def check_ht(problem: MoEProblem) -> list[str]:
-    if not problem.parallel.moves_tokens:
-        return []
-    reasons = _check_ranks(problem, most_local_experts=128)
     # A row is sent in two halves of 16-byte words, and each half must fit a warp's shared memory.
-    multiple = 16 if problem.quant.activation is None else 32
-    if problem.hidden_size % multiple:
-        reasons.append(f"hidden_size {problem.hidden_size} is not a multiple of {multiple}")
-    if problem.hidden_size > 8176:
+    reasons = _check(problem, 128, 16 if problem.quant.activation is None else 32)
+    if problem.hidden_size > 8176 and problem.parallel.moves_tokens:
         reasons.append(f"hidden_size {problem.hidden_size} exceeds 8176")
     return reasons
+
+
+def check_elastic(problem: MoEProblem) -> list[str]:
+    return _check(problem, 256, 256)
 
 
 def check_ll(
@@ -51,39 +52,21 @@ def check_ll(
 ) -> list[str]:
     if not problem.parallel.moves_tokens:
         return []
-    reasons = _check_ranks(problem, most_local_experts=1024)
+    reasons = _check(problem, 1024, 1)
     if problem.hidden_size not in hidden_sizes:
         known = ", ".join(map(str, hidden_sizes))
         reasons.append(
             f"hidden_size {problem.hidden_size} has no compiled kernel (available: {known})"
         )
-    depth = _queue_depth()
-    if depth is None:
-        said = os.environ["NVSHMEM_QP_DEPTH"]
+    # DeepEP reads this variable, and needs two entries for each token and two more.
+    said = os.environ.get("NVSHMEM_QP_DEPTH", "1024")
+    if not (said.isascii() and said.isdigit() and int(said) > 3):
         reasons.append(f"NVSHMEM_QP_DEPTH={said} must be a whole number above 3")
-    elif (problem.max_num_tokens or 0) > depth // 2 - 1:
+    elif (problem.max_num_tokens or 0) > (most := int(said) // 2 - 1):
         reasons.append(
-            f"max_num_tokens={problem.max_num_tokens} exceeds {depth // 2 - 1}, half of "
-            f"NVSHMEM_QP_DEPTH={depth} less one: raise that variable, or use deepep_ht"
+            f"max_num_tokens={problem.max_num_tokens} exceeds {most}, half of "
+            f"NVSHMEM_QP_DEPTH={said} less one: raise that variable, or use deepep_ht"
         )
-    return reasons
-
-
-def _queue_depth() -> int | None:
-    """Return what DeepEP reads from the variable, or None if that is no depth."""
-    try:
-        depth = int(os.environ.get("NVSHMEM_QP_DEPTH", "1024"))
-    except ValueError:
-        return None
-    return depth if depth > 3 else None
-
-
-def check_elastic(problem: MoEProblem) -> list[str]:
-    if not problem.parallel.moves_tokens:
-        return []
-    reasons = _check_ranks(problem, most_local_experts=256)
-    if problem.hidden_size % 256:
-        reasons.append(f"hidden_size {problem.hidden_size} is not a multiple of 256")
     return reasons
 
 
@@ -91,7 +74,7 @@ def check_elastic(problem: MoEProblem) -> list[str]:
 def moekit_dispatchers() -> list[DispatcherSpec]:
     normal = DispatcherSpec(
         name="deepep_ht",
-        target="moekit_deepep.normal:NormalDispatcher",
+        target="moekit_deepep.dispatcher:NormalDispatcher",
         format=ActivationFormat.STANDARD,
         dtypes=frozenset({"bfloat16"}),
         devices=("cuda==9.0",),
@@ -113,7 +96,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
     low_latency = replace(
         normal,
         name="deepep_ll",
-        target="moekit_deepep.low_latency:LowLatencyDispatcher",
+        target="moekit_deepep.dispatcher:LowLatencyDispatcher",
         format=ActivationFormat.BATCHED,
         priority=6,
         most_top_k=11,
@@ -126,7 +109,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
     elastic = replace(
         normal,
         name="deepep_elastic",
-        target="moekit_deepep.elastic:ElasticDispatcher",
+        target="moekit_deepep.dispatcher:ElasticDispatcher",
         priority=8,
         needs_capacity=True,
         deterministic=False,

@@ -103,10 +103,8 @@ def normal_configs(ranks: int) -> tuple[Any, Any]:
         before = deep_ep.Buffer.num_sms
         deep_ep.Buffer.set_num_sms(NUM_SMS)
         try:
-            return (
-                deep_ep.Buffer.get_dispatch_config(ranks),
-                deep_ep.Buffer.get_combine_config(ranks),
-            )
+            dispatch = deep_ep.Buffer.get_dispatch_config(ranks)
+            return dispatch, deep_ep.Buffer.get_combine_config(ranks)
         finally:
             deep_ep.Buffer.set_num_sms(before)
 
@@ -138,12 +136,9 @@ def low_latency(
 
     def make() -> tuple[Any, int]:
         buffer = deep_ep.Buffer(
-            group,
-            num_rdma_bytes=nbytes,
-            low_latency_mode=True,
-            num_qps_per_rank=num_experts // len(ranks),
-            explicitly_destroy=True,
-        )
+            group, num_rdma_bytes=nbytes, low_latency_mode=True,
+            num_qps_per_rank=num_experts // len(ranks), explicitly_destroy=True,
+        )  # fmt: skip
         _connected[buffer] = ranks
         return buffer, nbytes + LEGACY_WORKSPACE_BYTES
 
@@ -178,13 +173,9 @@ def elastic(
         dist.all_reduce(torch.zeros(1, device=device_type), group=group)
         with _without_network:
             buffer = deep_ep.ElasticBuffer(
-                group,
-                num_max_tokens_per_rank=capacity,
-                hidden=hidden_size,
-                num_topk=top_k,
-                allow_hybrid_mode=False,
-                explicitly_destroy=True,
-            )
+                group, num_max_tokens_per_rank=capacity, hidden=hidden_size, num_topk=top_k,
+                allow_hybrid_mode=False, explicitly_destroy=True,
+            )  # fmt: skip
         return buffer, buffer.num_bytes
 
     return _lease(group, ("elastic", capacity, hidden_size, top_k), make)

@@ -1,17 +1,56 @@
-"""The base class of the three dispatchers."""
+"""The three dispatchers, over `deep_ep.Buffer` in two modes and `deep_ep.ElasticBuffer`.
+
+`deepep_ht`: normal kernels, for many tokens. The buffer is a set of queues, so its size does not
+grow with the number of tokens.
+
+    layout    find on the device which tokens go to which ranks
+    dispatch  one row per (token, rank), ordered by source rank and token; ids arrive local
+    combine   add each token's weighted rows from all ranks, in rank order and in fp32
+
+`deepep_elastic`: kernels over NCCL's device interface, compiled at first use. Rows come in no
+particular order, shapes are fixed, and the host waits for nothing.
+
+`deepep_ll`: low-latency kernels, for few tokens.
+
+    dispatch  a row per assignment into the batched layout; the library quantizes fp8 blocks
+    combine   weight each token's rows from all its experts and add them in fp32
+
+Each step of `deepep_ll` is one kernel that sends and receives. The library's hooks, which delay
+receiving, are not used: over NVLink the sender stores into the receiver's memory, so a hook hides
+no transfer, and a second call could not start before the first one's tokens were received.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, ClassVar, TypeVar
 
+import deep_ep
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moekit.plugin import DispatcherSpec, Lease, MoEProblem, Pending, PrepareAndFinalize, resolve
+from moekit.errors import InvalidInput
+from moekit.plugin import (
+    Dispatched,
+    DispatcherSpec,
+    Footprint,
+    Lease,
+    MoEProblem,
+    Pending,
+    PrepareAndFinalize,
+    Quantizer,
+    Routing,
+    quantize_for_transfer,
+    resolve,
+)
 
-from . import buffers
+from . import buffers, footprint
+from .kernels import clear_unused
+
+T = TypeVar("T")
 
 
 class DeepEPDispatcher(PrepareAndFinalize):
@@ -25,23 +64,181 @@ class DeepEPDispatcher(PrepareAndFinalize):
     group: dist.ProcessGroup  # this dispatcher is made only where tokens move
     lease: Lease[buffers.Held]
     makes_output = True
+    _footprint: ClassVar[Callable[..., Footprint]]
+    _combine_options: dict[str, Any]
 
     def __init__(
         self, spec: DispatcherSpec, problem: MoEProblem, group: dist.ProcessGroup | None = None
     ) -> None:
         super().__init__(spec, problem, resolve(problem, group, self._protocol()))
         assert self.group is not None
-        self.lease = self._acquire(self.group)
+        self._capacity = problem.max_num_tokens or 0
+        self.lease = self._acquire()
 
     def _protocol(self) -> str:
         return buffers.protocol()
 
     @abstractmethod
-    def _acquire(self, group: dist.ProcessGroup) -> Lease[buffers.Held]: ...
+    def _acquire(self) -> Lease[buffers.Held]:
+        """Take the buffer for this problem."""
 
     @property
     def _buffer(self) -> Any:
         return self.lease.value.buffer
+
+    def prepare(
+        self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
+    ) -> Pending[Dispatched]:
+        ids = routing.topk_ids.to(deep_ep.topk_idx_t)
+        return self._dispatch(x_TH, ids, routing.topk_weights, quantize)
+
+    @abstractmethod
+    def _dispatch(
+        self, x_TH: Tensor, ids: Tensor, weights: Tensor, quantize: Quantizer | None
+    ) -> Pending[Dispatched]:
+        """Do as `prepare`, with ids in the library's dtype."""
+
+    def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor | None) -> Pending[Tensor]:
+        combined_TH, _, event = self._buffer.combine(y, dispatched.handle, **self._combine_options)
+        return after(event, lambda: placed(combined_TH, out_TH))
+
+    def max_rows(self, num_tokens: int) -> int:
+        """Return the most rows outside of CUDA graphs."""
+        return self._footprint(self.problem, num_tokens).rows
+
+    def transient_bytes(self, num_tokens: int) -> int:
+        return self._footprint(self.problem, num_tokens).transient
+
+
+class NormalDispatcher(DeepEPDispatcher):
+    """STANDARD. R is the number of rows that arrive, and the host waits for that number.
+
+    In a CUDA graph, and where ``ranks * max_num_tokens`` is small, R is that product instead and
+    the host does not wait.
+    """
+
+    _footprint = staticmethod(footprint.ht)
+
+    def _acquire(self) -> Lease[buffers.Held]:
+        ranks = self.group.size()
+        self._dispatch_config, combine_config = buffers.normal_configs(ranks)
+        self._combine_options = {"config": combine_config, "async_finish": True}
+        self._most_rows = ranks * self._capacity
+        return buffers.normal(self.group, self.problem.hidden_size)
+
+    def _dispatch(
+        self, x_TH: Tensor, ids: Tensor, weights: Tensor, quantize: Quantizer | None
+    ) -> Pending[Dispatched]:
+        x = x_TH if quantize is None else quantize_for_transfer(x_TH, ids, quantize, self.problem)
+        held, rows = self.lease.value, self._fixed_rows(x_TH)
+        per_rank, _, per_expert, in_rank, _ = held.buffer.get_dispatch_layout(
+            ids, self.problem.num_physical_experts, async_finish=True
+        )
+        if rows:
+            held.uncounted.add("replays" if capturing(x_TH) else "calls")
+        elif held.uncounted:
+            # Every dispatch writes its number of rows to one word of the host, also when a graph is
+            # replayed. An earlier call's number must not arrive while the host waits for this
+            # one's. The library's stream is behind the current one, and so behind its replays.
+            held.buffer.get_comm_stream().synchronize()
+            held.uncounted.discard("calls")
+        received, ids_RK, weights_RK, _, handle, event = held.buffer.dispatch(
+            x, num_tokens_per_rank=per_rank, is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert, topk_idx=ids, topk_weights=weights,
+            num_worst_tokens=rows, config=self._dispatch_config, async_finish=True,
+        )  # fmt: skip
+        x_RH, scale = (received, None) if quantize is None else received
+        return after(event, lambda: Dispatched(x_RH, scale, ids_RK, weights_RK, handle=handle))
+
+    def _fixed_rows(self, x_TH: Tensor) -> int:
+        """Return R if it is the same for every call, else 0."""
+        captured = capturing(x_TH)
+        if captured and not self._most_rows:
+            raise InvalidInput(
+                "deepep_ht in a CUDA graph needs room for all tokens of the other ranks: set "
+                "max_num_tokens in the problem"
+            )
+        return self._most_rows if captured or self._most_rows <= footprint.FEW_ROWS else 0
+
+
+class ElasticDispatcher(DeepEPDispatcher):
+    """STANDARD, R = ranks * max_num_tokens for every call."""
+
+    _footprint = staticmethod(footprint.elastic)
+    _combine_options = {"async_with_compute_stream": True}
+
+    def _acquire(self) -> Lease[buffers.Held]:
+        p = self.problem
+        return buffers.elastic(self.group, self._capacity, p.hidden_size, p.top_k, p.device.type)
+
+    def _dispatch(
+        self, x_TH: Tensor, ids: Tensor, weights: Tensor, quantize: Quantizer | None
+    ) -> Pending[Dispatched]:
+        received, ids_RK, weights_RK, handle, event = self._buffer.dispatch(
+            x_TH if quantize is None else quantize_for_transfer(x_TH, ids, quantize, self.problem),
+            topk_idx=ids, topk_weights=weights, num_experts=self.problem.num_physical_experts,
+            num_max_tokens_per_rank=self._capacity, num_sms=footprint.NUM_SMS,
+            do_cpu_sync=False, async_with_compute_stream=True,
+        )  # fmt: skip
+        x_RH, scale = (received, None) if quantize is None else received
+
+        def arrived() -> Dispatched:
+            # The library does not write rows that no token was sent to, nor their ids.
+            clear_unused(ids_RK, handle.psum_num_recv_tokens_per_scaleup_rank)
+            return Dispatched(x_RH, scale, ids_RK, weights_RK, handle=handle)
+
+        return after(event, arrived)
+
+
+class LowLatencyDispatcher(DeepEPDispatcher):
+    """BATCHED, C = ranks * max_num_tokens (rounded up to be even), for every call.
+
+    All dispatchers of one shape share a buffer, but several shapes may be in use at a time.
+    """
+
+    _footprint = staticmethod(footprint.ll)
+
+    def _protocol(self) -> str:
+        return f"{super()._protocol()}, NVSHMEM between ranks {buffers.connected()}"
+
+    def _acquire(self) -> Lease[buffers.Held]:
+        p, self._capacity = self.problem, footprint.even(self._capacity)
+        return buffers.low_latency(
+            self.group, self._capacity, p.hidden_size, p.num_physical_experts
+        )
+
+    def _dispatch(
+        self, x_TH: Tensor, ids: Tensor, weights: Tensor, quantize: Quantizer | None
+    ) -> Pending[Dispatched]:
+        received, counts_L, handle, event, _ = self._buffer.low_latency_dispatch(
+            x_TH, ids, self._capacity, self.problem.num_physical_experts,
+            use_fp8=quantize is not None, async_finish=True,
+        )  # fmt: skip
+        x_LCH, scale = (received, None) if quantize is None else received
+        call = handle, ids, weights
+        return after(
+            event, lambda: Dispatched(x_LCH, scale, expert_num_tokens=counts_L, handle=call)
+        )
+
+    def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor | None) -> Pending[Tensor]:
+        handle, ids, topk_weights = dispatched.handle
+        out = out_TH if out_TH is not None and out_TH.is_contiguous() else None
+        combined_TH, event, _ = self._buffer.low_latency_combine(
+            y, ids, topk_weights, handle, async_finish=True, out=out
+        )
+        return after(event, lambda: placed(combined_TH, out_TH))
+
+    def abandon(self, dispatched: Dispatched) -> None:
+        """Count the combine of a capture that failed.
+
+        The library uses two sets of flags in turn, and counts launches on the host, also those that
+        a graph captures. With one launch left out, the next dispatch would find flags of an earlier
+        transfer. It counts before it launches, so a broken capture makes no difference.
+        """
+        if self.lease.held and capturing(dispatched.x):
+            x = dispatched.x
+            with suppress(RuntimeError):  # the fault of the experts matters
+                self.finalize(torch.empty_like(x, dtype=self.problem.dtype), dispatched, None)
 
 
 def capturing(x: Tensor) -> bool:
@@ -67,16 +264,19 @@ class Transfer:
     __del__ = wait
 
 
-def combined(event: Any, combined_TH: Tensor, out_TH: Tensor | None) -> Pending[Tensor]:
-    """Return the library's output once ``event`` has happened, in ``out_TH`` if that is given."""
+def after(event: Any, result: Callable[[], T]) -> Pending[T]:
+    """Return ``result()`` once ``event`` has happened."""
     transfer = Transfer(event)
 
-    def arrive() -> Tensor:
+    def arrive() -> T:
         transfer.wait()
-        if out_TH is None:
-            return combined_TH
-        if combined_TH.data_ptr() != out_TH.data_ptr():
-            out_TH.copy_(combined_TH)
-        return out_TH
+        return result()
 
     return Pending(arrive)
+
+
+def placed(combined_TH: Tensor, out_TH: Tensor | None) -> Tensor:
+    """Return the library's output, in ``out_TH`` if that is given."""
+    if out_TH is None or combined_TH.data_ptr() == out_TH.data_ptr():
+        return combined_TH if out_TH is None else out_TH
+    return out_TH.copy_(combined_TH)

@@ -10,12 +10,7 @@ _BLOCK = 1024
 
 
 def clear_unused(ids_RK: Tensor, ends_G: Tensor) -> None:
-    """Set the ids of row ``ends_G[-1]`` and all later rows to -1, in place.
-
-    Args:
-        ids_RK: (R, K) integer.
-        ends_G: int32; its last element is the number of used rows, known on the device only.
-    """
+    """Set the ids of row ``ends_G[-1]`` (int32, known on the device only) and later rows to -1."""
     total = ids_RK.numel()
     if total:
         _clear_unused[(triton.cdiv(total, _BLOCK),)](

@@ -8,8 +8,9 @@ padded layout, C capacity, H hidden size, I intermediate size, N = 2I (I without
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from moekit_kernels.align import SortedAssignments, align, align_scratch
@@ -28,16 +29,17 @@ from moekit.plugin import (
     PackedWeights,
     PermuteExpertsUnpermute,
     Unreduced,
+    round_up,
 )
 
 from .gemms import Gemms
-from .kernels import GROUP, activate_pairs, activate_slabs, finish_slabs, stage_slabs
-from .plan import SLAB_MULTIPLE, Plan, expected_slab_rows, make_plan, plans_up_to, round_up
+from .kernels import GROUP, activate, finish_slabs, stage_slabs
+from .plan import SLAB_MULTIPLE, Plan, expected_slab_rows, make_plan, plans_up_to
 
 logger = logging.getLogger("moekit")
 
-# input, its scales, the weight's name, output
-_Gemm = tuple[Tensor, "Tensor | None", str, Tensor]
+_Kind = tuple[int, ...]
+"""The part of a call's sizes that decides which kernels it needs."""
 
 
 class _DeepGemmExperts(PermuteExpertsUnpermute):
@@ -55,7 +57,7 @@ class _DeepGemmExperts(PermuteExpertsUnpermute):
 
     quantizer = staticmethod(quantize_activations)
 
-    _compiled: set[tuple[object, ...]] = set()  # of this process
+    _compiled: set[tuple[object, ...]] = set()  # in this process
 
     def __init__(self, spec: ExpertsSpec, problem: MoEProblem) -> None:
         super().__init__(spec, problem)
@@ -84,20 +86,44 @@ class _DeepGemmExperts(PermuteExpertsUnpermute):
             BufferSpec((rows * groups,), torch.float32),
         ]
 
-    def _first_use(self, key: tuple[object, ...], device: torch.device) -> bool:
-        """Return whether no such call ran before; raise InvalidInput while a graph is captured."""
+    def _views(
+        self, name: str, lead: tuple[int, ...], buffers: Sequence[Tensor], out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return the input, its scales and the output of the GEMM with the weight ``name``.
+
+        lead: The rows, (M,) or (L, C).
+        """
+        p, rows, (a, scale, results) = self.problem, math.prod(lead), buffers
+        k, n = p.hidden_size, p.w13_rows
+        if name == "w2":
+            k, n = p.local_intermediate_size, p.hidden_size
+        scales = None
+        if self._quantized:
+            groups = k // GROUP
+            scales = scale[: groups * rows].view(*lead[:-1], groups, lead[-1])
+        out = results[: rows * n].view(*lead, n) if out is None else out
+        return a[: rows * k].view(*lead, k), scales, out
+
+    def _warm(self, kind: _Kind, device: torch.device, runs: Iterator[_Kind]) -> None:
+        """Compile at the first use of a kind: ``runs`` runs this kind and all smaller ones.
+
+        Raises InvalidInput while a graph is captured.
+        """
         p = self.problem
         sizes = (p.quant.name, p.num_local_experts, p.w13_rows, p.hidden_size)
-        key = (self.spec.format, *sizes, p.local_intermediate_size, device.index, *key)
-        if key in self._compiled:
-            return False
+        key = (self.spec.format, *sizes, p.local_intermediate_size, device.index)
+        if (*key, kind) in self._compiled:
+            return
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise InvalidInput(
                 f"{self.spec.name} has to compile for this number of tokens while a graph is being "
                 "captured; run it once (kernel.warmup(weights, num_tokens)) before capturing"
             )
-        self._compiled.add(key)
-        return True
+        start = time.monotonic()
+        for done in runs:
+            seconds = time.monotonic() - start
+            logger.info("%s: compiled for %s after %.1f s", self.spec.name, done, seconds)
+            self._compiled.add((*key, done))
 
 
 class DeepGemmExperts(_DeepGemmExperts):
@@ -121,11 +147,7 @@ class DeepGemmExperts(_DeepGemmExperts):
         )
 
     def apply(
-        self,
-        y: Tensor,
-        tokens: Dispatched,
-        weights: PackedWeights,
-        workspace: Sequence[Tensor],
+        self, y: Tensor, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
     ) -> None:
         assert tokens.topk_ids is not None and tokens.topk_weights is not None
         ids_RK, topk_weights_RK = tokens.topk_ids.contiguous(), tokens.topk_weights.contiguous()
@@ -141,50 +163,35 @@ class DeepGemmExperts(_DeepGemmExperts):
         return self._unreduced(tokens, tokens.topk_ids.contiguous(), weights, workspace)
 
     def _unreduced(
-        self,
-        tokens: Dispatched,
-        ids_RK: Tensor,
-        weights: PackedWeights,
+        self, tokens: Dispatched, ids_RK: Tensor, weights: PackedWeights,
         workspace: Sequence[Tensor],
-    ) -> Unreduced:
+    ) -> Unreduced:  # fmt: skip
         """Return GEMM 2's rows, without w2's bias."""
         x_RH = tokens.x if tokens.x.stride(1) == 1 else tokens.x.contiguous()
-        pairs, ids_S = ids_RK.numel(), ids_RK.view(-1)
+        pairs = ids_RK.numel()
         plan = self._plan(pairs)
         rows, ends_L, scratch, *buffers = workspace
         rows_S = rows[:pairs]
-        if self._first_use(plan.kind, x_RH.device):
-            self._compile(pairs, weights, ends_L, buffers)
-
+        self._warm(plan.kind, x_RH.device, self._runs(pairs, weights, ends_L, buffers))
         layout = SortedAssignments(None, None, None, plan.block_m, rows_S, ends_L)
         align(ids_RK, ends_L.numel(), layout, scratch)
-        a_MH, scale_GM, h_MN = self._operands("w13", plan, buffers)
+        a_MH, scale_GM, h_MN = self._views("w13", (plan.rows,), buffers)
         if scale_GM is None:
             copy_rows(x_RH, layout, a_MH)
         else:
             copy_rows_quantized(x_RH, tokens.x_scale, layout, a_MH, scale_GM)
         self._gemm(a_MH, scale_GM, weights, "w13", h_MN, ends_L, plan)
-        a_MI, scale_GM, y_MH = self._operands("w2", plan, buffers)
+        a_MI, scale_GM, y_MH = self._views("w2", (plan.rows,), buffers)
         bias_LN = weights.get("w13_bias")
-        activate_pairs(h_MN, rows_S, ids_S, bias_LN, self._activation, a_MI, scale_GM)
+        activate(
+            h_MN, bias_LN, self._activation, a_MI, scale_GM, rows_S=rows_S, ids_S=ids_RK.view(-1)
+        )
         self._gemm(a_MI, scale_GM, weights, "w2", y_MH, ends_L, plan)
         return Unreduced(y_MH, rows_S.view_as(ids_RK))
 
     def _plan(self, pairs: int) -> Plan:
         p = self.problem
         return make_plan(pairs, p.num_local_experts, p.num_physical_experts, self.block_m)
-
-    def _operands(
-        self, name: str, plan: Plan, buffers: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return the input, its scales and the output of the GEMM with the weight ``name``."""
-        p, rows, (a, scale, out) = self.problem, plan.rows, buffers
-        k, n = p.hidden_size, p.w13_rows
-        if name == "w2":
-            k, n = p.local_intermediate_size, p.hidden_size
-        groups = k // GROUP
-        scale_GM = scale[: groups * rows].view(groups, rows) if self._quantized else None
-        return a[: rows * k].view(rows, k), scale_GM, out[: rows * n].view(rows, n)
 
     def _gemm(
         self, a: Tensor, scale: Tensor | None, weights: PackedWeights, name: str, out: Tensor,
@@ -193,20 +200,18 @@ class DeepGemmExperts(_DeepGemmExperts):
         w, w_scale = weights[name], weights.get(f"{name}_scale")
         self._gemms.contiguous(a, scale, w, w_scale, out, ends_L, plan.block_m, plan.expected_m)
 
-    def _compile(
+    def _runs(
         self, pairs: int, weights: PackedWeights, ends_L: Tensor, buffers: Sequence[Tensor]
-    ) -> None:
+    ) -> Iterator[_Kind]:
         """Run both GEMMs without rows, for every kind of plan up to this one."""
-        p, start = self.problem, time.monotonic()
+        p = self.problem
         ends_L.zero_()
         plans = plans_up_to(pairs, p.num_local_experts, p.num_physical_experts, self.block_m)
-        for done, plan in enumerate(plans):
-            logger.info("%s: compiling, %d of %d: %s", self.spec.name, done + 1, len(plans), plan)
+        for plan in plans:
             for name in ("w13", "w2"):
-                a, scale, out = self._operands(name, plan, buffers)
+                a, scale, out = self._views(name, (plan.rows,), buffers)
                 self._gemm(a, scale, weights, name, out, ends_L, plan)
-            self._first_use(plan.kind, ends_L.device)
-        logger.info("%s: compiled in %.1f s", self.spec.name, time.monotonic() - start)
+            yield plan.kind
 
 
 class BatchedDeepGemmExperts(_DeepGemmExperts):
@@ -227,35 +232,33 @@ class BatchedDeepGemmExperts(_DeepGemmExperts):
         )
 
     def apply(
-        self,
-        y: Tensor,
-        tokens: Dispatched,
-        weights: PackedWeights,
-        workspace: Sequence[Tensor],
+        self, y: Tensor, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
     ) -> None:
-        p, counts_L = self.problem, tokens.expert_num_tokens
-        assert counts_L is not None
+        p, counts_L, (*buffers, none_L) = self.problem, tokens.expert_num_tokens, workspace
+        assert counts_L is not None and y.is_contiguous()
         counts_L = counts_L.to(torch.int32).contiguous()
-        *buffers, none_L = workspace
-        assert y.is_contiguous()
-        slab = round_up(y.shape[1], SLAB_MULTIPLE)
-        direct_out = slab == y.shape[1]
-        expected_m = expected_slab_rows(y.shape[1], p.top_k, p.num_physical_experts)
-        H, inner = p.hidden_size, p.local_intermediate_size
-        a_LCH, scale_LGC = self._input(slab, H, buffers)
-        a_LCI, scale2_LGC = self._input(slab, inner, buffers)
-        h_LCN = self._output(slab, p.w13_rows, buffers)
-        y_LCH = y if direct_out else self._output(slab, H, buffers)
-        if self._first_use((expected_m,), y.device):
-            gemms = (a_LCH, scale_LGC, "w13", h_LCN), (a_LCI, scale2_LGC, "w2", y_LCH)
-            self._compile(expected_m, weights, none_L, gemms)
+        L, capacity, _ = y.shape
+        lead = L, round_up(capacity, SLAB_MULTIPLE)
+        direct_out = y if lead[1] == capacity else None
+        expected_m = expected_slab_rows(capacity, p.top_k, p.num_physical_experts)
+        a_LCH, scale_LGC, h_LCN = self._views("w13", lead, buffers)
+        a_LCI, scale2_LGC, y_LCH = self._views("w2", lead, buffers, direct_out)
 
-        a_LCH, scale_LGC = self._stage(tokens, counts_L, a_LCH, scale_LGC)
-        self._gemm(a_LCH, scale_LGC, weights, "w13", h_LCN, counts_L, expected_m)
+        def runs() -> Iterator[_Kind]:
+            """Run both GEMMs without rows, for every expected_m (a power of two) up to this one."""
+            none_L.zero_()
+            for power in range(expected_m.bit_length()):
+                self._gemm(a_LCH, scale_LGC, weights, "w13", h_LCN, none_L, 1 << power)
+                self._gemm(a_LCI, scale2_LGC, weights, "w2", y_LCH, none_L, 1 << power)
+                yield (1 << power,)
+
+        self._warm((expected_m,), y.device, runs())
+        x_LCH, x_scale_LGC = self._stage(tokens, counts_L, a_LCH, scale_LGC)
+        self._gemm(x_LCH, x_scale_LGC, weights, "w13", h_LCN, counts_L, expected_m)
         bias_LN, bias_LH = weights.get("w13_bias"), weights.get("w2_bias")
-        activate_slabs(h_LCN, counts_L, bias_LN, self._activation, a_LCI, scale2_LGC)
+        activate(h_LCN, bias_LN, self._activation, a_LCI, scale2_LGC, counts_L=counts_L)
         self._gemm(a_LCI, scale2_LGC, weights, "w2", y_LCH, counts_L, expected_m)
-        if not direct_out or bias_LH is not None:
+        if direct_out is None or bias_LH is not None:
             finish_slabs(y_LCH, counts_L, bias_LH, y)
 
     def _stage(
@@ -275,37 +278,9 @@ class BatchedDeepGemmExperts(_DeepGemmExperts):
         stage_slabs(x, tokens.x_scale, counts_L, x, scale_LGC, scales_only=True)
         return x, scale_LGC
 
-    def _input(self, slab: int, k: int, buffers: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Return the views for a GEMM's input and its scales."""
-        L, groups = self.problem.num_local_experts, k // GROUP
-        a_LCK = buffers[0][: L * slab * k].view(L, slab, k)
-        if not self._quantized:
-            return a_LCK, None
-        return a_LCK, buffers[1][: L * groups * slab].view(L, groups, slab)
-
-    def _output(self, slab: int, n: int, buffers: Sequence[Tensor]) -> Tensor:
-        L = self.problem.num_local_experts
-        return buffers[2][: L * slab * n].view(L, slab, n)
-
     def _gemm(
         self, a: Tensor, scale: Tensor | None, weights: PackedWeights, name: str, out: Tensor,
         counts_L: Tensor, expected_m: int,
     ) -> None:  # fmt: skip
         w, w_scale = weights[name], weights.get(f"{name}_scale")
         self._gemms.masked(a, scale, w, w_scale, out, counts_L, expected_m)
-
-    def _compile(
-        self, expected_m: int, weights: PackedWeights, none_L: Tensor, gemms: Sequence[_Gemm]
-    ) -> None:
-        """Run both GEMMs without rows, for every expected_m up to this one."""
-        start, smaller = time.monotonic(), 1
-        none_L.zero_()
-        while True:
-            logger.info("%s: compiling for %d rows per expert", self.spec.name, smaller)
-            for a, scale, name, out in gemms:
-                self._gemm(a, scale, weights, name, out, none_L, smaller)
-            self._first_use((smaller,), none_L.device)
-            if smaller >= expected_m:
-                break
-            smaller = min(2 * smaller, expected_m)
-        logger.info("%s: compiled in %.1f s", self.spec.name, time.monotonic() - start)

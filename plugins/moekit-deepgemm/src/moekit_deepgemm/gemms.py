@@ -34,16 +34,9 @@ class Gemms:
         )
 
     def contiguous(
-        self,
-        a: Tensor,
-        scale: Tensor | None,
-        w: Tensor,
-        w_scale: Tensor | None,
-        out: Tensor,
-        ends_L: Tensor,
-        block_m: int,
-        expected_m: int | None,
-    ) -> None:
+        self, a: Tensor, scale: Tensor | None, w: Tensor, w_scale: Tensor | None, out: Tensor,
+        ends_L: Tensor, block_m: int, expected_m: int | None,
+    ) -> None:  # fmt: skip
         """Multiply rows from ends_L[l - 1], rounded up to block_m, to ends_L[l] by expert l."""
         options = {"use_psum_layout": True, "expected_m_for_psum_layout": expected_m}
         with self._errors(), self._alignment(block_m):
@@ -55,15 +48,9 @@ class Gemms:
                 )
 
     def masked(
-        self,
-        a: Tensor,
-        scale: Tensor | None,
-        w: Tensor,
-        w_scale: Tensor | None,
-        out: Tensor,
-        counts_L: Tensor,
-        expected_m: int,
-    ) -> None:
+        self, a: Tensor, scale: Tensor | None, w: Tensor, w_scale: Tensor | None, out: Tensor,
+        counts_L: Tensor, expected_m: int,
+    ) -> None:  # fmt: skip
         """Multiply the first counts_L[l] (int32) rows of expert l; C is a multiple of 128."""
         with self._errors():
             if scale is None:
@@ -77,9 +64,6 @@ class Gemms:
     def _alignment(self, block_m: int) -> Iterator[None]:
         """Set the rows of a block, which is a setting of the process, and restore it."""
         before = self._module.get_mk_alignment_for_contiguous_layout()
-        if before == block_m:
-            yield
-            return
         self._module.set_mk_alignment_for_contiguous_layout(block_m)
         try:
             yield

@@ -2,8 +2,7 @@
 
 STANDARD: every assignment has a row of the padded layout, given by `rows_S` (-1 for none). BATCHED:
 expert l has the rows l * C + c for c < counts_L[l]. Other rows are neither read nor written here.
-The GEMMs compute on whatever those hold, but a row of a GEMM's input affects only the same row of
-its output, so it has no effect.
+The GEMMs compute on old values there, which affect only the same rows of the output.
 
 fp8 rows have a scale per 128 columns, written as the GEMM reads it on Hopper: fp32, rows innermost,
 (cols / 128, rows) of contiguous memory.
@@ -18,15 +17,15 @@ import triton
 import triton.language as tl
 from moekit_kernels.numerics import (
     INTERPRETED,
+    SCALE_GROUP,
     Activation,
-    activate,
     activate_gated,
     convert,
     scale_of,
 )
+from moekit_kernels.numerics import activate as activate_plain
 
-GROUP = 128
-"""Columns that share a scale."""
+GROUP = SCALE_GROUP
 
 
 @dataclass(frozen=True)
@@ -46,14 +45,9 @@ class Tiling:
 
 
 def stage_slabs(
-    x_LCH: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    counts_L: torch.Tensor,
-    a_LCH: torch.Tensor,
-    scale_LGC: torch.Tensor | None,
-    *,
-    scales_only: bool = False,
-) -> None:
+    x_LCH: torch.Tensor, x_scale: torch.Tensor | None, counts_L: torch.Tensor,
+    a_LCH: torch.Tensor, scale_LGC: torch.Tensor | None, *, scales_only: bool = False,
+) -> None:  # fmt: skip
     """Copy the used rows of x to a batched layout of at least the same capacity.
 
     Args:
@@ -61,90 +55,67 @@ def stage_slabs(
         a_LCH: fp8 with scale_LGC (L, H / 128, C'), or x's dtype without.
         scales_only: a is x, and only scales are copied.
     """
-    L, slab, cols = x_LCH.shape
-    assert x_LCH.stride(2) == 1 and a_LCH.is_contiguous() and a_LCH.shape[2] == cols
-    tiling = Tiling.of(slab, cols)
-    x, a, mode = x_LCH, a_LCH, "copy"
+    assert a_LCH.is_contiguous() and (x_scale is None or scale_LGC is not None)
+    mode = "copy" if scale_LGC is None else "quantize"
     if x_scale is not None:  # quantized values are copied as bytes
-        assert scale_LGC is not None and x.dtype == a.dtype
-        x, a = x.view(torch.uint8), a.view(torch.uint8)
+        x_LCH, a_LCH = x_LCH.view(torch.uint8), a_LCH.view(torch.uint8)
         mode = "scales" if scales_only else "copy_scaled"
-    elif scale_LGC is not None:
-        mode = "quantize"
-    else:
-        assert x.dtype == a.dtype
-    xs_strides = (0, 0, 0) if x_scale is None else x_scale.stride()
-    _stage_slabs[(L, _programs_per_slab(slab, L), tiling.programs)](
-        x, x_scale, counts_L, a, scale_LGC, cols, x.stride(0), x.stride(1), *xs_strides,
-        a.stride(0), a.stride(1), 0 if scale_LGC is None else scale_LGC.stride(0), _lead(scale_LGC),
-        MODE=mode, GROUP=GROUP, GROUPS=tiling.groups, num_warps=tiling.warps,
-    )  # fmt: skip
-
-
-def activate_pairs(
-    h_MN: torch.Tensor,
-    rows_S: torch.Tensor,
-    ids_S: torch.Tensor,
-    bias_LN: torch.Tensor | None,
-    activation: Activation,
-    a_MI: torch.Tensor,
-    scale_GM: torch.Tensor | None,
-) -> None:
-    """Add the expert's bias to h (M, 2I if gated, else I) bf16, activate, and write a (M, I).
-
-    Arithmetic is in fp32. a is fp8 with scale_GM (I / 128, M), or bf16 without.
-    """
-    pairs, inner = rows_S.numel(), a_MI.shape[1]
-    tiling = Tiling.of(pairs, inner)
-    _activate_pairs[(pairs, tiling.programs)](
-        h_MN, bias_LN, rows_S, ids_S, a_MI, scale_GM, inner, h_MN.stride(0), a_MI.stride(0),
-        _lead(scale_GM), activation.alpha, activation.limit or 0.0, **_flags(activation),
-        HAS_BIAS=bias_LN is not None, QUANTIZE=scale_GM is not None, GROUP=GROUP,
-        GROUPS=tiling.groups, num_warps=tiling.warps,
-    )  # fmt: skip
-
-
-def activate_slabs(
-    h_LCN: torch.Tensor,
-    counts_L: torch.Tensor,
-    bias_LN: torch.Tensor | None,
-    activation: Activation,
-    a_LCI: torch.Tensor,
-    scale_LGC: torch.Tensor | None,
-) -> None:
-    """Do the same for the batched layout: h (L, C, N) -> a (L, C, I), scale (L, I / 128, C)."""
-    L, slab, inner = a_LCI.shape
-    tiling = Tiling.of(slab, inner)
-    _activate_slabs[(L, _programs_per_slab(slab, L), tiling.programs)](
-        h_LCN, bias_LN, counts_L, a_LCI, scale_LGC, slab, inner, h_LCN.stride(1), a_LCI.stride(1),
-        0 if scale_LGC is None else scale_LGC.stride(0), _lead(scale_LGC),
-        activation.alpha, activation.limit or 0.0, **_flags(activation),
-        HAS_BIAS=bias_LN is not None, QUANTIZE=scale_LGC is not None, GROUP=GROUP,
-        GROUPS=tiling.groups, num_warps=tiling.warps,
-    )  # fmt: skip
+    _launch_copy(x_LCH, x_scale, None, counts_L, a_LCH, scale_LGC, mode)
 
 
 def finish_slabs(
     y_LCH: torch.Tensor, counts_L: torch.Tensor, bias_LH: torch.Tensor | None, out_LCH: torch.Tensor
 ) -> None:
     """Write the used rows of y plus their expert's bias to out, which may be y."""
-    L, slab, cols = out_LCH.shape
-    block = min(triton.next_power_of_2(cols), 1024)
-    _finish_slabs[(L, _programs_per_slab(slab, L), triton.cdiv(cols, block))](
-        y_LCH, bias_LH, counts_L, out_LCH, cols, y_LCH.stride(0), y_LCH.stride(1),
-        out_LCH.stride(0), out_LCH.stride(1),
-        HAS_BIAS=bias_LH is not None, BLOCK=block, num_warps=4,
+    _launch_copy(y_LCH, None, bias_LH, counts_L, out_LCH, None, "copy")
+
+
+def _launch_copy(
+    x: torch.Tensor, x_scale: torch.Tensor | None, bias: torch.Tensor | None,
+    counts_L: torch.Tensor, a: torch.Tensor, scale: torch.Tensor | None, mode: str,
+) -> None:  # fmt: skip
+    (L, _, cols), rows = a.shape, min(x.shape[1], a.shape[1])
+    assert x.stride(2) == 1 and x.shape[2] == cols and (mode == "quantize" or x.dtype == a.dtype)
+    tiling = Tiling.of(rows, cols)
+    xs_strides = (0, 0, 0) if x_scale is None else x_scale.stride()
+    _copy_slabs[(L, _programs_per_slab(rows, L), tiling.programs)](
+        x, x_scale, bias, counts_L, a, scale, cols, x.stride(0), x.stride(1), *xs_strides,
+        a.stride(0), a.stride(1), 0 if scale is None else scale.stride(0), _lead(scale),
+        MODE=mode, GROUP=GROUP, GROUPS=tiling.groups, num_warps=tiling.warps,
+    )  # fmt: skip
+
+
+def activate(
+    h: torch.Tensor, bias_LN: torch.Tensor | None, activation: Activation, a: torch.Tensor,
+    scale: torch.Tensor | None, *, rows_S: torch.Tensor | None = None,
+    ids_S: torch.Tensor | None = None, counts_L: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """Add the expert's bias to h (..., 2I if gated, else I) bf16, activate, and write a (..., I).
+
+    Arithmetic is in fp32. a is fp8 with ``scale``, or bf16 without. STANDARD, with rows_S and
+    ids_S: h (M, N), scale (I / 128, M). BATCHED, with counts_L: h (L, C, N), scale (L, I / 128, C).
+    """
+    rows, inner = a.shape[-2:]
+    if counts_L is None:
+        assert rows_S is not None
+        tiling = Tiling.of(rows_S.numel(), inner)
+        grid = (rows_S.numel(), 1, tiling.programs)
+    else:
+        tiling, L = Tiling.of(rows, inner), counts_L.numel()
+        grid = (L, _programs_per_slab(rows, L), tiling.programs)
+    clamp = activation.limit is not None
+    _activate[grid](
+        h, bias_LN, rows_S, ids_S, counts_L, a, scale, rows, inner, h.stride(-2), a.stride(-2),
+        0 if scale is None else scale.stride(0), _lead(scale),
+        activation.alpha, activation.limit or 0.0,
+        ACTIVATION=activation.name, GATED=activation.gated, CLAMP=clamp,
+        GROUP=GROUP, GROUPS=tiling.groups, num_warps=tiling.warps,
     )  # fmt: skip
 
 
 def _lead(scale: torch.Tensor | None) -> int:
     """Return the distance between two groups' scales."""
     return 0 if scale is None else scale.stride(-2)
-
-
-def _flags(activation: Activation) -> dict[str, str | bool]:
-    clamp = activation.limit is not None
-    return {"ACTIVATION": activation.name, "GATED": activation.gated, "CLAMP": clamp}
 
 
 def _programs_per_slab(slab: int, num_experts: int) -> int:
@@ -171,14 +142,16 @@ def _quantize(value, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _stage_slabs(
-    x_ptr, x_scale_ptr, counts_ptr, a_ptr, scale_ptr, cols, x_slab_stride, x_stride,
+def _copy_slabs(
+    x_ptr, x_scale_ptr, bias_ptr, counts_ptr, a_ptr, scale_ptr, cols, x_slab_stride, x_stride,
     xs_slab_stride, xs_row_stride, xs_group_stride, a_slab_stride, a_stride, scale_slab_stride,
     scale_lead, MODE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     l = tl.program_id(0).to(tl.int64)
     group, col, ok = _columns(tl.program_id(2), cols, GROUPS, GROUP)
     group_ok = group * GROUP < cols
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + l * cols + col, mask=ok, other=0.0).to(tl.float32)
     for c in range(tl.program_id(1), tl.load(counts_ptr + l), tl.num_programs(1)):
         row = 0 * l + c  # int64
         if MODE == "copy_scaled" or MODE == "scales":
@@ -188,6 +161,8 @@ def _stage_slabs(
             x = tl.load(x_ptr + l * x_slab_stride + row * x_stride + col, mask=ok, other=0)
             if MODE == "quantize":
                 x, scale = _quantize(x.to(tl.float32), a_ptr.dtype.element_ty)
+            if bias_ptr is not None:
+                x = convert(x.to(tl.float32) + bias, a_ptr.dtype.element_ty)
             tl.store(a_ptr + l * a_slab_stride + row * a_stride + col, x, mask=ok)
         if MODE != "copy":
             scale_ptrs = scale_ptr + l * scale_slab_stride + group * scale_lead + row
@@ -197,22 +172,22 @@ def _stage_slabs(
 @triton.jit
 def _activate_row(
     h_ptr, bias_ptr, a_ptr, scale_ptr, program, inner, scale_lead, alpha, limit,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr, HAS_BIAS: tl.constexpr,
-    QUANTIZE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Compute one program's part of a row, to whose start the pointers point."""
     group, col, ok = _columns(program, inner, GROUPS, GROUP)
     value = tl.load(h_ptr + col, mask=ok, other=0.0).to(tl.float32)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         value += tl.load(bias_ptr + col, mask=ok, other=0.0).to(tl.float32)
     if GATED:
         up = tl.load(h_ptr + inner + col, mask=ok, other=0.0).to(tl.float32)
-        if HAS_BIAS:
+        if bias_ptr is not None:
             up += tl.load(bias_ptr + inner + col, mask=ok, other=0.0).to(tl.float32)
         value = activate_gated(value, up, alpha, limit, ACTIVATION, CLAMP)
     else:
-        value = activate(value, ACTIVATION)
-    if QUANTIZE:
+        value = activate_plain(value, ACTIVATION)
+    if scale_ptr is not None:
         result, scale = _quantize(value, a_ptr.dtype.element_ty)
         tl.store(scale_ptr + group.to(tl.int64) * scale_lead, scale, mask=group * GROUP < inner)
     else:
@@ -221,64 +196,39 @@ def _activate_row(
 
 
 @triton.jit
-def _activate_pairs(
-    h_ptr, bias_ptr, rows_ptr, ids_ptr, a_ptr, scale_ptr, inner, h_stride, a_stride, scale_lead,
-    alpha, limit, ACTIVATION: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr,
-    HAS_BIAS: tl.constexpr, QUANTIZE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-):  # fmt: skip
-    pair = tl.program_id(0)
-    row = tl.load(rows_ptr + pair).to(tl.int64)
-    if row < 0:
-        return
-    bias_row = bias_ptr
-    if HAS_BIAS:
-        bias_row = bias_ptr + tl.load(ids_ptr + pair).to(tl.int64) * (inner * (1 + GATED))
-    scale_row = scale_ptr
-    if QUANTIZE:
-        scale_row = scale_ptr + row
-    _activate_row(
-        h_ptr + row * h_stride, bias_row, a_ptr + row * a_stride, scale_row, tl.program_id(1),
-        inner, scale_lead, alpha, limit,
-        ACTIVATION, GATED, CLAMP, HAS_BIAS, QUANTIZE, GROUP, GROUPS,
-    )  # fmt: skip
-
-
-@triton.jit
-def _activate_slabs(
-    h_ptr, bias_ptr, counts_ptr, a_ptr, scale_ptr, slab, inner, h_stride, a_stride,
-    scale_slab_stride, scale_lead, alpha, limit,
+def _activate(
+    h_ptr, bias_ptr, rows_ptr, ids_ptr, counts_ptr, a_ptr, scale_ptr, slab, inner, h_stride,
+    a_stride, scale_slab_stride, scale_lead, alpha, limit,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr,
-    HAS_BIAS: tl.constexpr, QUANTIZE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    l = tl.program_id(0).to(tl.int64)
+    """Activate the row of an assignment, or used rows of an expert in the batched layout."""
+    expert = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1)
+    count = 1
+    start = expert * slab
+    scale_start = scale_ptr
+    if counts_ptr is not None:
+        count = tl.load(counts_ptr + expert)
+        if scale_ptr is not None:
+            scale_start = scale_ptr + expert * scale_slab_stride
+    else:
+        start = tl.load(rows_ptr + expert).to(tl.int64)
+        if start < 0:
+            return
+        if scale_ptr is not None:
+            scale_start = scale_ptr + start
+        if bias_ptr is not None:
+            expert = tl.load(ids_ptr + expert).to(tl.int64)
     bias_row = bias_ptr
-    if HAS_BIAS:
-        bias_row = bias_ptr + l * (inner * (1 + GATED))
-    for c in range(tl.program_id(1), tl.load(counts_ptr + l), tl.num_programs(1)):
-        row = l * slab + c
-        scale_row = scale_ptr
-        if QUANTIZE:
-            scale_row = scale_ptr + l * scale_slab_stride + c
+    if bias_ptr is not None:
+        bias_row = bias_ptr + expert * (inner * (1 + GATED))
+    for c in range(first, count, tl.num_programs(1)):
+        scale_row = scale_start
+        if scale_ptr is not None:
+            scale_row = scale_start + c
         _activate_row(
-            h_ptr + row * h_stride, bias_row, a_ptr + row * a_stride, scale_row, tl.program_id(2),
-            inner, scale_lead, alpha, limit,
-            ACTIVATION, GATED, CLAMP, HAS_BIAS, QUANTIZE, GROUP, GROUPS,
+            h_ptr + (start + c) * h_stride, bias_row, a_ptr + (start + c) * a_stride, scale_row,
+            tl.program_id(2), inner, scale_lead, alpha, limit,
+            ACTIVATION, GATED, CLAMP, GROUP, GROUPS,
         )  # fmt: skip
-
-
-@triton.jit
-def _finish_slabs(
-    y_ptr, bias_ptr, counts_ptr, out_ptr, cols, y_slab_stride, y_stride, out_slab_stride,
-    out_stride, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    l = tl.program_id(0).to(tl.int64)
-    col = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    ok = col < cols
-    for c in range(tl.program_id(1), tl.load(counts_ptr + l), tl.num_programs(1)):
-        row = 0 * l + c  # int64
-        y = tl.load(y_ptr + l * y_slab_stride + row * y_stride + col, mask=ok, other=0.0)
-        y = y.to(tl.float32)
-        if HAS_BIAS:
-            y += tl.load(bias_ptr + l * cols + col, mask=ok, other=0.0).to(tl.float32)
-        out_ptrs = out_ptr + l * out_slab_stride + row * out_stride + col
-        tl.store(out_ptrs, convert(y, out_ptr.dtype.element_ty), mask=ok)

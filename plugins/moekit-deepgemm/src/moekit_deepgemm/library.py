@@ -18,15 +18,13 @@ from types import ModuleType
 from moekit.errors import BackendBroken
 from moekit.plugin import VendorLibrary
 
-VERSIONS = ">=2.6,<3"
-"""Versions that take group ends as a layout on Hopper, and that have this Python interface."""
-
 PATH_VARIABLE = "MOEKIT_DEEPGEMM_PATH"
 OLDEST_NVCC = "12.9"
 
 INSTALL_HINT = "pip install 'vllm>=0.33,<0.34'"  # the wheel carries a supported DeepGEMM
 
-_INSTALLED = VendorLibrary(distribution="deep_gemm", versions=VERSIONS, install_hint=INSTALL_HINT)
+# These versions take group ends as a layout on Hopper, and have this Python interface.
+_INSTALLED = VendorLibrary(distribution="deep_gemm", versions=">=2.6,<3", install_hint=INSTALL_HINT)
 _NAMED = replace(_INSTALLED, path_variable=PATH_VARIABLE)
 _IN_VLLM = replace(_INSTALLED, module="vllm", inside="third_party/deep_gemm")
 
@@ -35,14 +33,9 @@ _lock = threading.Lock()
 
 
 def candidates() -> list[VendorLibrary]:
-    """Return every DeepGEMM of this machine, of whatever version, the preferred one first."""
+    """Return every DeepGEMM of this machine, of any version, the preferred one first."""
     named = [_NAMED] if _NAMED.named_folder is not None else []
     return named + [place for place in (_INSTALLED, _IN_VLLM) if _has_package(place)]
-
-
-def find() -> VendorLibrary | None:
-    """Return the DeepGEMM to use, or None."""
-    return next((place for place in candidates() if not _fault(place)), None)
 
 
 def unsupported() -> list[str]:
@@ -76,11 +69,12 @@ def load() -> ModuleType:
     Raises:
         BackendBroken: There is no supported library, or it does not load.
     """
-    place = find()
-    folder = None if place is None else place.folder()
-    if place is None or folder is None:
+    place = next((place for place in candidates() if not _fault(place)), None)
+    if place is None:
         why = "; ".join(unsupported()) or "deep_gemm is not installed"
         raise BackendBroken(f"{why} ({INSTALL_HINT}, or set {PATH_VARIABLE} to its folder)")
+    folder = place.folder()
+    assert folder is not None
     with _lock:
         try:
             name = "deep_gemm" if place is _INSTALLED else _PRIVATE_NAME
@@ -129,7 +123,7 @@ def _import(folder: Path, name: str) -> ModuleType:
         spec.loader.exec_module(module)
     except BaseException:
         for added in set(sys.modules) - before:
-            if added == name or added.startswith(f"{name}."):
+            if f"{added}.".startswith(f"{name}."):
                 del sys.modules[added]
         raise
     return module

@@ -13,31 +13,17 @@ _FEW_PAIRS = (8, 16, 32)
 
 @dataclass(frozen=True)
 class Plan:
-    """The layout of a contiguous GEMM.
+    """The layout of a contiguous GEMM."""
 
-    Attributes:
-        block_m: Rows of a block; every expert's rows start at a multiple of it.
-        rows: M, the rows of the padded layout in the worst case.
-        expected_m: The rows per expert for which the library chooses tiles; None: as many blocks
-            as fit in M.
-    """
-
-    block_m: int
-    rows: int
+    block_m: int  # rows of a block; every expert's rows start at a multiple of it
+    rows: int  # M, the rows of the padded layout in the worst case
+    # The rows per expert for which the library chooses tiles; None: as many blocks as fit in M.
     expected_m: int | None
 
     @property
     def kind(self) -> tuple[int, int, int]:
         """The values that determine the library's tiles, and so its compiled kernels."""
         return (self.block_m, self.expected_m or 0, 0 if self.expected_m else self.rows)
-
-
-def choose_block_m(rows_per_expert: float) -> int:
-    """Return the rows of a block: 64 while reading weights bounds the time, else 128.
-
-    The result never decreases with rows_per_expert, so a workspace for more rows fits fewer.
-    """
-    return 64 if rows_per_expert <= 96 else 128
 
 
 @lru_cache(maxsize=4096)
@@ -48,7 +34,9 @@ def make_plan(pairs: int, local: int, physical: int, block_m: int | None = None)
     see expected_m (or M) and block_m, choose other tiles.
     """
     per_expert = pairs / physical
-    block_m = block_m or choose_block_m(per_expert)
+    # 64 rows while reading weights bounds the time. Blocks never get smaller with more rows, so a
+    # workspace for more rows fits fewer.
+    block_m = block_m or (64 if per_expert <= 96 else 128)
     for few in _FEW_PAIRS:
         if pairs <= few and 2 * few <= local:  # a block per assignment, most experts idle
             return Plan(block_m, few * block_m, None)
@@ -62,7 +50,7 @@ def plans_up_to(pairs: int, local: int, physical: int, block_m: int | None = Non
     sizes = {1, pairs, *_FEW_PAIRS, *(few + 1 for few in _FEW_PAIRS)}
     per_expert = 1
     while per_expert * physical < pairs:
-        # Kinds change at powers of two and with choose_block_m; four samples cover all of them.
+        # Kinds change at powers of two and with block_m; four samples cover all of them.
         sizes.update(per_expert * physical * quarters // 4 for quarters in (4, 5, 6, 7))
         per_expert *= 2
     kinds: dict[tuple[int, int, int], Plan] = {}
@@ -75,10 +63,6 @@ def plans_up_to(pairs: int, local: int, physical: int, block_m: int | None = Non
 def expected_slab_rows(slab: int, top_k: int, physical: int) -> int:
     """Return the expected rows of an expert at a capacity, rounded to a power of two."""
     return next_power_of_2(-(-slab * top_k // physical))
-
-
-def round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 def next_power_of_2(size: int) -> int:

@@ -23,7 +23,7 @@ from moekit.plugin import (
 
 from . import footprint, library
 
-# Compiled into the library's kernels of every supported version; 0.7 has 12, 14 and 18, too.
+# Compiled into the library's kernels of every supported version; 0.7 also has 12, 14 and 18.
 _ONE_SIDED_TOP_K = (1, 2, 4, 6, 8, 10, 16, 22)
 
 # Payloads are rows of bytes, so rows with a scale for 16 or 32 columns travel like others.
@@ -55,15 +55,8 @@ def _check_two_sided(problem: MoEProblem) -> list[str]:
 
 def _check_experts(problem: MoEProblem) -> list[str]:
     reasons = library.unsupported()
-    scheme, multiple = problem.quant.name, _MULTIPLE.get(problem.quant.name)
-    if multiple is None:
-        return reasons
-    if scheme == "fp8_block" and problem.dtype_name != "bfloat16":
-        reasons.append(f"{scheme} computes in bfloat16 only, not in {problem.dtype_name}")
-    sizes = {"hidden_size": problem.hidden_size, "I": problem.local_intermediate_size}
-    for name, size in sizes.items():
-        if size % multiple:
-            reasons.append(f"{name}={size} is not a multiple of {multiple} ({scheme})")
+    if problem.quant.name == "fp8_block" and problem.dtype_name != "bfloat16":
+        reasons.append(f"fp8_block computes in bfloat16 only, not in {problem.dtype_name}")
     return reasons
 
 
@@ -93,10 +86,10 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
     one_sided = replace(
         gather,
         name="flashinfer_alltoall",
-        target="moekit_flashinfer.one_sided:OneSidedDispatcher",
+        target="moekit_flashinfer.dispatcher:OneSidedDispatcher",
         devices=("cuda>=9.0",),
         requires=(*library.REQUIRES, "pynvml"),
-        install_hint=library.INSTALL_HINT,
+        install_hint=library.FLASHINFER.install_hint,
         priority=20,
         sliced_experts=False,
         uneven_experts=False,
@@ -110,7 +103,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
     two_sided = replace(
         one_sided,
         name="flashinfer_alltoall_two_sided",
-        target="moekit_flashinfer.two_sided:TwoSidedDispatcher",
+        target="moekit_flashinfer.dispatcher:TwoSidedDispatcher",
         priority=4,
         most_ranks=None,
         most_top_k=32,
@@ -131,7 +124,7 @@ def moekit_experts() -> list[ExpertsSpec]:
             schemes=frozenset(_MULTIPLE),
             devices=("cuda==9.0",),
             requires=(*library.REQUIRES, "moekit_kernels"),
-            install_hint=library.INSTALL_HINT,
+            install_hint=library.FLASHINFER.install_hint,
             check=_check_experts,
             multiples=_multiples,
             # gelu is missing: the library computes it with erf or with tanh, depending on the

@@ -6,7 +6,7 @@
 
 All collectives have sizes fixed by max_num_tokens. No host needs to know how many tokens the other
 ranks have, so nothing waits for a host, and CUDA graphs can capture calls. FlashInfer itself is not
-needed, and gloo works too.
+needed, and gloo works as well.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ from moekit.plugin import (
 
 from . import footprint
 
-_PROTOCOL = "moekit-flashinfer allgather 1"
-
 # Newer releases of torch renamed this function, and warn about the old name.
 _all_gather: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -51,9 +49,10 @@ class AllGatherDispatcher(PrepareAndFinalize):
     def __init__(
         self, spec: DispatcherSpec, problem: MoEProblem, group: dist.ProcessGroup | None = None
     ) -> None:
-        super().__init__(spec, problem, resolve(problem, group, _PROTOCOL))
+        super().__init__(spec, problem, resolve(problem, group, "moekit-flashinfer allgather 1"))
         assert self.group is not None and problem.max_num_tokens is not None
         self._capacity = problem.max_num_tokens
+        self._rows = self.group.size() * self._capacity
         self._transfers = Transfers(self.group)
 
     def prepare(
@@ -86,7 +85,6 @@ class AllGatherDispatcher(PrepareAndFinalize):
 
     def _gather(self, mine: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """Start (T, N) -> (R, N) in rank order; rows beyond T hold -1, which is NaN as a float."""
-        assert self.group is not None
         (tokens, columns), dtype = mine.shape, mine.dtype
         if tokens < self._capacity:
             padded = mine.new_empty((self._capacity, columns))
@@ -94,7 +92,7 @@ class AllGatherDispatcher(PrepareAndFinalize):
             padded[:tokens] = mine
             mine = padded
         mine = mine.view(torch.uint8)  # gloo supports neither fp8 nor every 16-bit type
-        everyone = mine.new_empty((self.group.size() * self._capacity, mine.shape[1]))
+        everyone = mine.new_empty((self._rows, mine.shape[1]))
         work = _all_gather(everyone, mine, group=self.group, async_op=True)
 
         def wait(mine: Tensor = mine) -> None:  # keeps the source alive until it is sent
@@ -121,9 +119,7 @@ class AllGatherDispatcher(PrepareAndFinalize):
         return Pending(combine)
 
     def max_rows(self, num_tokens: int) -> int:
-        assert self.group is not None
-        return self.group.size() * self._capacity
+        return self._rows
 
     def transient_bytes(self, num_tokens: int) -> int:
-        rows = self.max_rows(num_tokens)
-        return footprint.allgather_transient(self.problem, num_tokens, rows, self._capacity)
+        return footprint.allgather(self.problem, num_tokens).transient

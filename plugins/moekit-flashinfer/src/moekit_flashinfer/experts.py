@@ -11,8 +11,8 @@ Some of its kernels add with atomics, in the output's dtype.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -39,7 +39,6 @@ _ACTIVATIONS = {
     "relu2": "Relu2",
 }
 
-
 # The library's runner and tuner keep state between calls, so one thread at a time calls them.
 _lock = threading.Lock()
 
@@ -61,8 +60,6 @@ class FlashInferCutlassExperts(PermuteExpertsUnpermute):
         self._static = problem.quant.name == "fp8_tensor_static"
         self._activation = self._core.ActivationType[_ACTIVATIONS[problem.activation.name]]
 
-    # -- weights ----------------------------------------------------------------------------
-
     def pack(self, weights: ExpertWeights) -> PackedWeights:
         """Put up before gate in w13, its bias and its block scales.
 
@@ -80,9 +77,8 @@ class FlashInferCutlassExperts(PermuteExpertsUnpermute):
             experts["w2_dequant"] = experts.pop("w2_scale").flatten() * a2
             shared["a2_quant"] = a2.reciprocal()
         for name, value in self._parameters().items():
-            experts[name] = experts["w13"].new_full(
-                (len(experts["w13"]),), value, dtype=torch.float32
-            )
+            w13 = experts["w13"]
+            experts[name] = w13.new_full((len(w13),), value, dtype=torch.float32)
         return PackedWeights(self.spec.name, experts, shared)
 
     def _parameters(self) -> dict[str, float]:
@@ -92,8 +88,6 @@ class FlashInferCutlassExperts(PermuteExpertsUnpermute):
         if activation.alpha is not None:
             found |= {"swiglu_alpha": activation.alpha, "swiglu_beta": 1.0}
         return found
-
-    # -- memory -----------------------------------------------------------------------------
 
     def workspace(self, rows: int) -> Sequence[BufferSpec]:
         """Reserve room for x where it arrives in another form than the library takes."""
@@ -109,46 +103,31 @@ class FlashInferCutlassExperts(PermuteExpertsUnpermute):
         """
         return footprint.experts_transient(self.problem, rows) + rows * self.problem.top_k * 4
 
-    # -- calls ------------------------------------------------------------------------------
-
-    @contextmanager
-    def tuning(self) -> Iterator[None]:
+    def tuning(self) -> AbstractContextManager[object]:
         """Time the library's kernels in the calls of a ``with`` block; later calls use the fastest.
 
         Sizes up to 8192 rows are tuned, once per shape and process, in seconds to minutes.
         """
-        if self._block:  # the library chooses one kernel per size, not by time
-            yield
-            return
-        with library.autotune():
-            yield
+        # In blocks of fp8 the library chooses one kernel per size, not by time.
+        return nullcontext() if self._block else library.autotune()
 
     def apply(
-        self,
-        y: Tensor,
-        tokens: Dispatched,
-        weights: PackedWeights,
-        workspace: Sequence[Tensor],
+        self, y: Tensor, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
     ) -> None:
         assert tokens.topk_ids is not None and tokens.topk_weights is not None
         x = self._input(tokens, weights, workspace)
-        parameters = {name: weights[name] for name in self._parameters()}
         with _lock:
             self._core.cutlass_fused_moe(
-                x,
-                tokens.topk_ids.to(torch.int32).contiguous(),
-                tokens.topk_weights.contiguous(),
-                weights["w13"],
-                weights["w2"],
-                self.problem.dtype,
+                x, tokens.topk_ids.to(torch.int32).contiguous(), tokens.topk_weights.contiguous(),
+                weights["w13"], weights["w2"], self.problem.dtype,
                 quant_scales=self._scales(weights),
                 fc1_expert_biases=weights.get("w13_bias"),
                 fc2_expert_biases=weights.get("w2_bias"),
                 output=y,
                 use_deepseek_fp8_block_scale=self._block,
                 activation_type=self._activation,
-                **parameters,
-            )
+                **{name: weights[name] for name in self._parameters()},
+            )  # fmt: skip
 
     def _input(
         self, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]

@@ -1,12 +1,12 @@
 """The bytes that the dispatchers and the experts take on a rank, computed without the library.
 
-The library sizes its buffers itself; the formulas here are those of FlashInfer 0.6.8 and 0.7.2, and
+The library sizes its buffers itself; the formulas here are FlashInfer 0.6.8's and 0.7.2's, and
 tests compare them with sizes that were recorded with 0.6.8.
 """
 
 from __future__ import annotations
 
-from moekit.plugin import Footprint, MoEProblem
+from moekit.plugin import Footprint, MoEProblem, round_up
 
 # The FIFOs carry words of 16 bytes, so the scales of a row are padded to 4.
 SCALES = 4
@@ -20,12 +20,67 @@ _RANKS_PER_BLOCK = 8
 _MULTIPROCESSORS = 132
 
 
+# -- dispatchers, for calls of ``num_tokens``, by default max_num_tokens ---------------------------
+
+
+def one_sided(problem: MoEProblem, num_tokens: int | None = None) -> Footprint:
+    p, (capacity, ranks, tokens) = problem, _sizes(problem, num_tokens)
+    rows = ranks * capacity
+    workspace = pages(one_sided_workspace(ranks, capacity, one_sided_row_bytes(p)))
+    # Local ids, ids and scales to send, and combined rows.
+    ids = 4 * p.top_k * (rows + tokens)
+    return Footprint(
+        rows=rows,
+        buffers={"workspace, for each in-flight call": workspace},
+        transient=ids + tokens * (4 + p.hidden_size * p.dtype.itemsize),
+        source="the library's formula",
+    )
+
+
+def two_sided(problem: MoEProblem, num_tokens: int | None = None) -> Footprint:
+    p, (capacity, ranks, tokens) = problem, _sizes(problem, num_tokens)
+    rows, x = ranks * capacity, p.hidden_size * p.dtype.itemsize
+    # Received rows, their sources, and a returned row per assignment.
+    wide = 0 if p.quant.activation is None else 8 * (p.scales_per_row + SCALES)
+    indices = rows * 4 * (3 * p.top_k + 2) + capacity * max(ranks, p.top_k) * 4 * 4
+    back = tokens * (p.top_k * x + 4 * p.top_k + x)
+    return Footprint(
+        rows=rows,
+        buffers=two_sided_buffers(ranks),
+        transient=rows * (x + wide) + indices + back,
+        source=f"the library's formula, for {_MULTIPROCESSORS} multiprocessors",
+    )
+
+
+def allgather(problem: MoEProblem, num_tokens: int | None = None) -> Footprint:
+    p, (capacity, ranks, tokens) = problem, _sizes(problem, num_tokens)
+    rows, x = ranks * capacity, p.hidden_size * p.dtype.itemsize
+    meta = 4 * (2 * p.top_k + p.scales_per_row)
+    # Gathered rows; ids, weights and scales apart; ids shifted, selected, and two masks.
+    arriving = rows * (x + 2 * meta + p.top_k * (3 * 4 + 2))
+    # This rank's padded rows, returned rows, and the fp32 sum.
+    sent = capacity * (x + 2 * meta)
+    return Footprint(
+        rows=rows,
+        buffers={},
+        transient=arriving + sent + rows * x + tokens * p.hidden_size * 4,
+        source="it keeps no buffers",
+    )
+
+
+def _sizes(problem: MoEProblem, num_tokens: int | None) -> tuple[int, int, int]:
+    """Return max_num_tokens, the ranks, and the tokens of a call."""
+    capacity = problem.max_num_tokens
+    assert capacity is not None
+    return capacity, problem.parallel.num_ranks, capacity if num_tokens is None else num_tokens
+
+
+# -- buffers of the all-to-alls --------------------------------------------------------------------
+
+
 def pages(nbytes: int) -> int:
     """Round up to the driver's granularity."""
-    return _up(nbytes, 2 << 20)
-
-
-# -- one-sided -------------------------------------------------------------------------------------
+    return round_up(nbytes, 2 << 20)
 
 
 def one_sided_row_bytes(problem: MoEProblem) -> tuple[int, int]:
@@ -38,47 +93,15 @@ def one_sided_row_bytes(problem: MoEProblem) -> tuple[int, int]:
     return there + 8 * p.top_k, back
 
 
-def one_sided_transient(problem: MoEProblem, num_tokens: int, rows: int) -> int:
-    """Return the bytes of local ids, ids and scales to send, and combined rows."""
-    p = problem
-    ids = 4 * p.top_k * (rows + num_tokens)
-    return ids + num_tokens * (4 + p.hidden_size * p.dtype.itemsize)
-
-
 def one_sided_workspace(ranks: int, capacity: int, row_bytes: tuple[int, int]) -> int:
     """Return the bytes for one in-flight call, not rounded to pages."""
-    counters = _up(8 + 2 * 4 * ranks) + 2 * _up(4 * ranks) + 2 * _up(4 * capacity * _MOST_TOP_K)
-    return counters + sum(_up(ranks * capacity * n) for n in row_bytes)
+    parts = [8 + 2 * 4 * ranks, *[4 * ranks] * 2, *[4 * capacity * _MOST_TOP_K] * 2]
+    return _total(*parts, *(ranks * capacity * nbytes for nbytes in row_bytes))
 
 
 def one_sided_output(ranks: int, capacity: int, row_bytes: tuple[int, int]) -> int:
     """Return the bytes of the experts' output, at the end of the workspace."""
-    return _up(ranks * capacity * row_bytes[1])
-
-
-def one_sided(problem: MoEProblem) -> Footprint:
-    p, (T, ranks) = problem, _sizes(problem)
-    workspace = pages(one_sided_workspace(ranks, T, one_sided_row_bytes(p)))
-    return Footprint(
-        rows=ranks * T,
-        buffers={"workspace, for each in-flight call": workspace},
-        transient=one_sided_transient(p, T, ranks * T),
-        source="the library's formula",
-    )
-
-
-# -- two-sided -------------------------------------------------------------------------------------
-
-
-def two_sided_transient(problem: MoEProblem, num_tokens: int, rows: int, capacity: int) -> int:
-    """Return the bytes of received rows, their sources, and a returned row per assignment."""
-    p = problem
-    x = p.hidden_size * p.dtype.itemsize
-    wide = 0 if p.quant.activation is None else 8 * (p.scales_per_row + SCALES)
-    slots = max(p.parallel.ep_size, p.top_k)
-    indices = rows * 4 * (3 * p.top_k + 2) + capacity * slots * 4 * 4
-    back = num_tokens * (p.top_k * x + 4 * p.top_k + x)
-    return rows * (x + wide) + indices + back
+    return _total(ranks * capacity * row_bytes[1])
 
 
 def two_sided_buffers(ranks: int) -> dict[str, int]:
@@ -86,41 +109,6 @@ def two_sided_buffers(ranks: int) -> dict[str, int]:
     channels = max(1, _MULTIPROCESSORS // 2 // blocks)
     data = ranks * channels * (_FIFO + _FIFO_STATE)
     return {"FIFOs": pages(data), "FIFOs for counts": pages(ranks * _COUNTS_FIFO)}
-
-
-def two_sided(problem: MoEProblem) -> Footprint:
-    p, (T, ranks) = problem, _sizes(problem)
-    return Footprint(
-        rows=ranks * T,
-        buffers=two_sided_buffers(ranks),
-        transient=two_sided_transient(p, T, ranks * T, T),
-        source=f"the library's formula, for {_MULTIPROCESSORS} multiprocessors",
-    )
-
-
-# -- all-gather ------------------------------------------------------------------------------------
-
-
-def allgather_transient(problem: MoEProblem, num_tokens: int, rows: int, capacity: int) -> int:
-    """Return the bytes of gathered and returned rows, this rank's padded rows, and the fp32 sum."""
-    p = problem
-    x = p.hidden_size * p.dtype.itemsize
-    meta = 4 * (2 * p.top_k + p.scales_per_row)
-    # Gathered rows; ids, weights and scales apart; ids shifted, selected, and two masks.
-    arriving = rows * (x + 2 * meta + p.top_k * (3 * 4 + 2))
-    sent = capacity * (x + 2 * meta)
-    return arriving + sent + rows * x + num_tokens * p.hidden_size * 4
-
-
-def allgather(problem: MoEProblem) -> Footprint:
-    p, (T, _) = problem, _sizes(problem)
-    ranks = p.parallel.num_ranks
-    return Footprint(
-        rows=ranks * T,
-        buffers={},
-        transient=allgather_transient(p, T, ranks * T, T),
-        source="it keeps no buffers",
-    )
 
 
 # -- experts ---------------------------------------------------------------------------------------
@@ -143,43 +131,27 @@ def experts_transient(problem: MoEProblem, rows: int) -> int:
     apart = p.activation.gated or a != out or block
     first = max(hidden * a, hidden * out, inner * a if apart else 0)
     second = max(pairs * p.w13_rows * out, hidden * out) if apart else inner * a
-    parts = [
+    quantized = [_quantized(pairs, k, L) for k in (p.hidden_size, p.local_intermediate_size)]
+    return _total(
         *[4 * pairs] * 4,  # two maps, experts in order, router weights in order
-        *[4 * L * _blocks(rows, L)] * 2,
+        *[4 * L * -(-rows // 32)] * 2,  # token blocks of the counting sort, at most
         4 * L * rows,
         8 * (L + 1),
         first,
         second,
         _PER_EXPERT * L,
         _GEMM_WORKSPACE,
-        4 * L * rows,  # for another mode, but allocated in this one too
-    ]
-    if block:
-        parts.append(
-            max(_quantized(pairs, k, L) for k in (p.hidden_size, p.local_intermediate_size))
-        )
-    return sum(map(_up, parts))
-
-
-def _blocks(rows: int, experts: int) -> int:
-    """Return the number of token blocks of the counting sort."""
-    for size in (32, 64, 128, 256, 512, 1024):
-        if -(-rows // size) * experts <= size:
-            return -(-rows // size)
-    return -(-rows // 1024)
+        4 * L * rows,  # for another mode, but allocated in this one as well
+        max(quantized) if block else 0,
+    )
 
 
 def _quantized(pairs: int, k: int, experts: int) -> int:
     """Return the bytes of a GEMM's fp8 input and its scales, padded expert by expert."""
-    rows = -(-pairs // 4) * 4
     padded = (pairs + experts * 31) // 32 * 32
-    return rows * k + 4 * padded * -(-k // 128)
+    return round_up(pairs, 4) * k + 4 * padded * -(-k // 128)
 
 
-def _up(n: int, multiple: int = 128) -> int:
-    return -(-n // multiple) * multiple
-
-
-def _sizes(problem: MoEProblem) -> tuple[int, int]:
-    assert problem.max_num_tokens is not None
-    return problem.max_num_tokens, problem.parallel.ep_size
+def _total(*parts: int) -> int:
+    """Return the bytes of a workspace, each part of which begins at a multiple of 128."""
+    return sum(round_up(part, 128) for part in parts)

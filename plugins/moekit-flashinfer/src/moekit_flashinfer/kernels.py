@@ -16,12 +16,10 @@ _GROUP = 128
 
 
 def local_ids(ids_RK: Tensor, first: int, num_local: int, counts_G: Tensor | None = None) -> Tensor:
-    """Return local ids: -1 for experts of other ranks and for no expert.
+    """Return the local ids of int32 global ids: -1 for experts of other ranks and for no expert.
 
-    Args:
-        ids_RK: (R, K) int32 global ids.
-        counts_G: int32, how many of the R / G rows from each source rank are used. Ids of the other
-            rows may have any value.
+    counts_G: int32, how many of the R / G rows from each source rank are used. Ids of the other
+    rows may have any value.
     """
     out = torch.empty_like(ids_RK)
     total = ids_RK.numel()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -24,10 +22,7 @@ FLASHINFER = VendorLibrary(
     install_hint="pip install 'moekit-flashinfer[library]'",
 )
 _LATER = replace(FLASHINFER, versions=">=0.7.2,<0.7.3")  # nobody has read the versions in between
-INSTALL_HINT = FLASHINFER.install_hint
 MEMORY_MODULE = "flashinfer.comm.mnnvl"
-
-_PROGRESS_SECONDS = 15.0
 
 
 def unsupported() -> list[str]:
@@ -36,7 +31,7 @@ def unsupported() -> list[str]:
         return []
     return [
         f"flashinfer-python {FLASHINFER.version()} is installed, but {FLASHINFER.versions} or "
-        f"{_LATER.versions} is required ({INSTALL_HINT})"
+        f"{_LATER.versions} is required ({FLASHINFER.install_hint})"
     ]
 
 
@@ -61,7 +56,7 @@ def two_sided() -> Any:
 
 
 def memory() -> Any:
-    """Return a class of its own that maps the memory of all ranks into every rank's address space.
+    """Return another class that maps the memory of all ranks into every rank's address space.
 
     The library keeps the ranks and the next free address in attributes of the class, and reads them
     again after it has waited for other ranks. A lock would have to be held while it waits, and
@@ -95,15 +90,19 @@ def autotune() -> AbstractContextManager[None]:
 
 @contextmanager
 def compiling(make_spec: Any) -> Iterator[None]:
-    """Log the progress of the compilation inside the block, if FlashInfer has to compile.
+    """Log a warning if FlashInfer has to compile the module inside the block, which takes minutes.
 
     Raises:
         BackendError: Compilation is disabled (FLASHINFER_DISABLE_JIT), or it failed.
     """
     spec = make_spec()
-    finished = threading.Event()
     if not spec.is_compiled:
-        threading.Thread(target=_report, args=(spec, finished), daemon=True).start()
+        logger.warning(
+            "FlashInfer compiles %s: %d files, once per machine, for minutes (flashinfer-jit-cache "
+            "has it compiled)",
+            spec.name,
+            len(spec.sources),
+        )
     try:
         yield
     except Exception as error:  # ninja, the compiler and the loader fail with different classes
@@ -112,18 +111,3 @@ def compiling(make_spec: Any) -> Iterator[None]:
             "put nvcc and ninja on the PATH and unset FLASHINFER_DISABLE_JIT, so that it can be "
             "compiled, or install flashinfer-jit-cache, which has it compiled"
         ) from error
-    finally:
-        finished.set()
-
-
-def _report(spec: Any, finished: threading.Event) -> None:
-    start, total = time.monotonic(), len(spec.sources)
-    logger.warning(
-        "FlashInfer compiles %s: %d files, once per machine (flashinfer-jit-cache has it compiled)",
-        spec.name,
-        total,
-    )
-    while not finished.wait(_PROGRESS_SECONDS):
-        done = len(list(spec.build_dir.glob("*.o")))
-        seconds = time.monotonic() - start
-        logger.warning("FlashInfer compiles %s: %d of %d, %.0f s", spec.name, done, total, seconds)

@@ -10,9 +10,7 @@ from moekit_ktransformers import kinds, library
 
 def _check(problem: MoEProblem) -> list[str]:
     """Look for the library only for a CPU, the one device where it would be loaded."""
-    if problem.device.type != "cpu":
-        return []
-    return [*library.unsupported(), *kinds.unsupported(problem)]
+    return library.unsupported() if problem.device.type == "cpu" else []
 
 
 def _prefer(problem: MoEProblem) -> int:

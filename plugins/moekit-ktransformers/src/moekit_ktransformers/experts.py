@@ -22,12 +22,9 @@ from moekit.plugin import (
 )
 
 from . import kinds, library
-from .pool import Settings, pool
+from .pool import MAX_ROWS, pool
 
 library.load()  # here, so that a library that does not load is a backend that does not load
-
-MAX_ROWS = 512
-"""Rows of one call of the library; its buffers grow with them. More rows take several calls."""
 
 
 class KTransformersExperts(PermuteExpertsUnpermute):
@@ -39,7 +36,9 @@ class KTransformersExperts(PermuteExpertsUnpermute):
 
     def __init__(self, spec: ExpertsSpec, problem: MoEProblem) -> None:
         super().__init__(spec, problem)
-        self._kind = kinds.choose(problem)
+        kind = kinds.chosen(problem.quant.name)
+        assert kind is not None, "the spec's schemes have a class"
+        self._kind = kind
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
         experts, _ = weights.by_expert()
@@ -73,11 +72,7 @@ class KTransformersExperts(PermuteExpertsUnpermute):
         return gathered + operands + outputs + kinds.copied_bytes(p, self._kind)
 
     def apply(
-        self,
-        y: Tensor,
-        tokens: Dispatched,
-        weights: PackedWeights,
-        workspace: Sequence[Tensor],
+        self, y: Tensor, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
     ) -> None:
         assert tokens.topk_ids is not None and tokens.topk_weights is not None
         rows = tokens.x.shape[0]
@@ -88,26 +83,9 @@ class KTransformersExperts(PermuteExpertsUnpermute):
         ids_RK = _contiguous(tokens.topk_ids, ids_buffer)
         weights_RK = _contiguous(tokens.topk_weights, weights_buffer)
         out_RH = y if y.is_contiguous() else y_buffer[:rows]
-        pool().run(self._settings(), weights.experts, x_RH, ids_RK, weights_RK, out_RH)
+        pool().run(self._kind, self.problem, weights.experts, x_RH, ids_RK, weights_RK, out_RH)
         if out_RH is not y:
             y.copy_(out_RH)
-
-    def _settings(self) -> Settings:
-        p = self.problem
-        quant = p.quant.weight
-        per_channel = quant is not None and quant.group == (1, -1)
-        return Settings(
-            kind=self._kind,
-            experts=p.num_local_experts,
-            top_k=p.top_k,
-            hidden=p.hidden_size,
-            inner=p.local_intermediate_size,
-            bits=0 if quant is None else 4 if quant.packed else 8,
-            group=0 if quant is None or per_channel else quant.group[1],
-            per_channel=per_channel,
-            limit=p.activation.limit or 0.0,
-            max_rows=MAX_ROWS,
-        )
 
 
 def _contiguous(given: Tensor, buffer: Tensor) -> Tensor:

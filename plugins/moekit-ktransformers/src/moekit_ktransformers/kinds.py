@@ -19,34 +19,28 @@ from . import library
 
 @dataclass(frozen=True)
 class Kind:
-    """A class of the library.
-
-    step: hidden and intermediate size must be multiples of it. bf16_build: it needs a build with
-    AVX-512 BF16. scales: how it stores them, "" for none. copies: it copies the weights into
-    its own buffers, else it reads ours. frees: its destructor frees what it allocated.
-    """
+    """A class of the library."""
 
     name: str
-    step: int
-    bf16_build: bool
-    scales: str = ""
-    copies: bool = True
-    frees: bool = True
+    step: int  # hidden and intermediate size must be multiples of it
+    bf16_build: bool  # it needs a build with AVX-512 BF16
+    scales: str = ""  # how it stores them
+    copies: bool = True  # it copies the weights, else it reads ours
 
     @property
     def runs(self) -> bool:
         return not self.bf16_build or library.variant() in ("amx", "avx512_bf16")
 
 
-# The fastest first. Sizes that are no multiples of `step` crash the library or are refused by it.
-_BF16 = (Kind("AMXBF16_MOE", 32, True, frees=False), Kind("AVX2BF16_MOE", 32, False))
+# The fastest first. Sizes that are not multiples of `step` crash the library or are refused by it.
+_BF16 = (Kind("AMXBF16_MOE", 32, True), Kind("AVX2BF16_MOE", 32, False))
 _FP8_BLOCK = (
-    Kind("AMXFP8_MOE", 128, True, "float32", frees=False),
+    Kind("AMXFP8_MOE", 128, True, "float32"),
     Kind("AVX2FP8_MOE", 128, False, "float32"),
 )
-_FP8_CHANNEL = (Kind("AMXFP8PerChannel_MOE", 32, True, "float32", frees=False),)
+_FP8_CHANNEL = (Kind("AMXFP8PerChannel_MOE", 32, True, "float32"),)
 _MXFP4 = (
-    Kind("AMXFP4_KGroup_MOE", 32, True, "bfloat16", frees=False),
+    Kind("AMXFP4_KGroup_MOE", 32, True, "bfloat16"),
     Kind("AVX2MXFP4_MOE", 32, False, "bfloat16", copies=False),
 )
 _MXFP8 = (Kind("AVX2MXFP8_MOE", 32, False, "e8m0"),)
@@ -74,31 +68,19 @@ KINDS: Mapping[str, tuple[Kind, ...]] = MappingProxyType(
 
 def schemes() -> frozenset[str]:
     """Return the schemes that some class computes on this CPU."""
-    return frozenset(name for name, listed in KINDS.items() if any(kind.runs for kind in listed))
+    return frozenset(name for name in KINDS if chosen(name) is not None)
 
 
-def choose(problem: MoEProblem) -> Kind:
-    """Return the fastest class for a problem that `unsupported` accepts."""
-    return next(kind for kind in KINDS[problem.quant.name] if kind.runs)
+def chosen(scheme: str) -> Kind | None:
+    """Return the fastest class for a scheme on this CPU, or None."""
+    return next((kind for kind in KINDS.get(scheme, ()) if kind.runs), None)
 
 
 def multiples(problem: MoEProblem) -> tuple[int, int]:
     """Return the multiples that hidden and intermediate size must be of."""
-    listed = KINDS.get(problem.quant.name, ())
-    step = next((kind.step for kind in listed if kind.runs), 1)
-    return step, step * library.numa_nodes()
-
-
-def unsupported(problem: MoEProblem) -> list[str]:
-    """Return why no class of the library computes the problem's scheme here."""
-    listed = KINDS.get(problem.quant.name, ())
-    kind = next((kind for kind in listed if kind.runs), None)
-    if kind is None:
-        return []  # the spec's schemes say so
-    nodes = library.numa_nodes()
-    if nodes > 1 and not kind.copies:
-        return [f"{kind.name} runs on one NUMA node ({library.NODES_VARIABLE}={nodes})"]
-    return []
+    kind = chosen(problem.quant.name)
+    step = 1 if kind is None else kind.step
+    return step, step
 
 
 def copied_bytes(problem: MoEProblem, kind: Kind) -> int:

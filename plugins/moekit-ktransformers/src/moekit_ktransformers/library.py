@@ -30,7 +30,6 @@ KT_KERNEL = VendorLibrary(
 
 VARIANT_VARIABLE = "MOEKIT_KT_VARIANT"
 THREADS_VARIABLE = "MOEKIT_KT_THREADS"
-NODES_VARIABLE = "MOEKIT_KT_NUMA_NODES"
 
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}
@@ -47,7 +46,6 @@ VARIANTS: dict[str, frozenset[str]] = {
     "avx512_base": _AVX512,
     "avx2": _AVX2,
 }
-_ON_REQUEST = frozenset({"amx"})
 
 _MODULE = "kt_kernel_ext"
 _extension: Any = None
@@ -60,11 +58,9 @@ def load() -> Any:
     """
     global _extension
     if _extension is None:
-        if reasons := unsupported():
-            raise ImportError("; ".join(reasons))
         path = build()
-        if path is None:
-            raise ImportError("kt_kernel is not installed")
+        if (reasons := unsupported()) or path is None:
+            raise ImportError("; ".join(reasons) or "kt_kernel is not installed")
         loaded = sys.modules.get(_MODULE)  # kt_kernel itself was imported before
         if loaded is None:
             spec = importlib.util.spec_from_file_location(_MODULE, path)
@@ -91,26 +87,26 @@ def _denormals_kept() -> Iterator[None]:
 def unsupported() -> list[str]:
     """Return why the installed library cannot be used here.
 
-    A library that is not installed at all is reported by the spec's ``requires``; a CPU for which
-    there is no build, here.
+    The spec's ``requires`` reports a library that is not installed; a CPU for which there is no
+    build is reported here.
     """
-    folder = KT_KERNEL.folder()
-    found = [*_environment_faults()]
-    lacks = ", ".join(sorted(VARIANTS["avx2"] - cpu_flags()))
-    no_build = f"kt-kernel needs an x86 CPU with AVX2, and this CPU lacks {lacks}"
-    if folder is None:
-        return found if variant() else [*found, no_build]
-    found.extend(KT_KERNEL.unsupported())
-    asked = os.environ.get(VARIANT_VARIABLE)
-    if asked and asked not in VARIANTS:
+    folder, asked, found = KT_KERNEL.folder(), os.environ.get(VARIANT_VARIABLE), []
+    threads = os.environ.get(THREADS_VARIABLE)
+    if threads and not (threads.isascii() and threads.isdigit() and int(threads)):
+        found.append(
+            f"{THREADS_VARIABLE}={threads!r} is not a positive integer: correct or unset it"
+        )
+    if folder is not None:
+        found += KT_KERNEL.unsupported()
+    if variant() is None:
+        lacks = _lacking("avx2")
+        found.append(f"kt-kernel needs an x86 CPU with AVX2, and this CPU lacks {lacks}")
+    elif asked and asked not in VARIANTS:
         known = ", ".join(VARIANTS)
         found.append(f"{VARIANT_VARIABLE}={asked!r} is unknown; choose one of: {known}")
-    elif asked and (missing := VARIANTS[asked] - cpu_flags()):
-        missed = ", ".join(sorted(missing))
-        found.append(f"{VARIANT_VARIABLE}={asked}, but this CPU lacks {missed}")
-    elif variant() is None:
-        found.append(no_build)
-    elif build() is None:
+    elif asked and _lacking(asked):
+        found.append(f"{VARIANT_VARIABLE}={asked}, but this CPU lacks {_lacking(asked)}")
+    elif folder is not None and build() is None:
         python = f"{sys.version_info.major}.{sys.version_info.minor}"
         has = sorted(p.name for p in folder.glob(f"_{_MODULE}_{variant()}.*")) or ["none"]
         found.append(
@@ -131,13 +127,16 @@ def cpu_flags() -> frozenset[str]:
     return frozenset(match.group(1).split()) if match else frozenset()
 
 
+def _lacking(variant: str) -> str:
+    """Return the CPU flags that a build needs and this CPU lacks, or an empty string."""
+    return ", ".join(sorted(VARIANTS[variant] - cpu_flags()))
+
+
 def variant() -> str | None:
     """Return the build to load: the one asked for, else the best that this CPU can run."""
-    asked = os.environ.get(VARIANT_VARIABLE)
-    if asked:
+    if asked := os.environ.get(VARIANT_VARIABLE):
         return asked
-    runs = (v for v, needs in VARIANTS.items() if needs <= cpu_flags() and v not in _ON_REQUEST)
-    return next(runs, None)
+    return next((each for each in VARIANTS if each != "amx" and not _lacking(each)), None)
 
 
 def build() -> Path | None:
@@ -149,15 +148,6 @@ def build() -> Path | None:
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
-def numa_nodes() -> int:
-    """Return how many NUMA nodes the pool spans: MOEKIT_KT_NUMA_NODES, or 1.
-
-    `unsupported` reports a value that is no positive integer.
-    """
-    text = os.environ.get(NODES_VARIABLE, "")
-    return int(text) if _is_positive_integer(text) else 1
-
-
 def threads(torch_threads: int) -> int:
     """Return the number of threads of the pool: MOEKIT_KT_THREADS, or torch's.
 
@@ -165,31 +155,9 @@ def threads(torch_threads: int) -> int:
     it: a pool with a thread on every core is slower than one with a thread less.
     """
     asked = os.environ.get(THREADS_VARIABLE)
-    if asked:
-        return int(asked)
-    return max(numa_nodes(), min(torch_threads, cores() - 1), 1)
+    return int(asked) if asked else max(1, min(torch_threads, cores() - 1))
 
 
 def cores() -> int:
     """Return how many cores this process may use; the library runs on Linux alone."""
     return len(os.sched_getaffinity(0))
-
-
-def _environment_faults() -> list[str]:
-    found = []
-    for name in (THREADS_VARIABLE, NODES_VARIABLE):
-        text = os.environ.get(name)
-        if text and not _is_positive_integer(text):
-            found.append(f"{name}={text!r} is not a positive integer: correct or unset it")
-    if not found:
-        nodes, asked = numa_nodes(), os.environ.get(THREADS_VARIABLE)
-        present = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
-        if nodes > present:
-            found.append(f"{NODES_VARIABLE}={nodes}, but this machine has {present} NUMA node(s)")
-        if asked and int(asked) % nodes:
-            found.append(f"{THREADS_VARIABLE}={asked} must be a multiple of {nodes} NUMA nodes")
-    return found
-
-
-def _is_positive_integer(text: str) -> bool:
-    return text.isascii() and text.isdigit() and int(text) > 0

@@ -17,7 +17,7 @@ _FOUR_BITS = tuple(
 
 
 def _check(problem: MoEProblem) -> list[str]:
-    return [*library.unsupported(), *sizes.unsupported(problem)]
+    return [*library.VLLM.unsupported(), *sizes.unsupported(problem)]
 
 
 def _spec(name: str, target: str, format: ActivationFormat) -> ExpertsSpec:

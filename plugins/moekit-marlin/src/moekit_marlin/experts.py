@@ -10,9 +10,9 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
-from moekit_kernels.align import align_capacity, align_scratch
+from moekit_kernels.align import SortedAssignments, align, align_capacity, align_scratch
 from moekit_kernels.numerics import Activation
-from moekit_kernels.rows import weighted_sum
+from moekit_kernels.rows import ValidRows, activate_rows, weighted_sum
 from torch import Tensor
 
 from moekit.plugin import (
@@ -27,14 +27,7 @@ from moekit.plugin import (
 )
 
 from . import library
-from .kernels import (
-    Blocks,
-    activate_columns,
-    gather_columns,
-    list_pairs,
-    list_slabs,
-    slab_capacity,
-)
+from .kernels import gather_columns, list_slabs, slab_capacity
 from .pack import pack, stored
 from .sizes import BLOCKS, BLOCKS_PER_SM, LOCKS, MAX_TILE_N, choose_block, padded_intermediate
 
@@ -64,15 +57,16 @@ class _MarlinExperts(PermuteExpertsUnpermute):
 
     def transient_bytes(self, rows: int) -> int:
         """Return the operator's fp32 buffer for sums over thread blocks that share a tile."""
-        block = self._block(rows, self.problem.top_k)
+        top_k = self.problem.top_k
+        block = self._block(rows, top_k)
         per_sm = BLOCKS_PER_SM * block * MAX_TILE_N
         widest = max(self._w13_rows, self.problem.hidden_size)
-        floats = min(widest * self._capacity(rows, block), _num_sms() * per_sm)
+        floats = min(widest * self._capacity(rows, top_k, block), _num_sms() * per_sm)
         return 4 * floats * (2 if block == 8 else 1)
 
     @abstractmethod
-    def _capacity(self, rows: int, block: int) -> int:
-        """Return the most entries of the lists of blocks."""
+    def _capacity(self, rows: int, slots: int, block: int) -> int:
+        """Return the most entries of the lists of blocks, for rows with ``slots`` assignments."""
 
     def _block(self, rows: int, slots: int) -> int:
         """Return the block size for the expected rows of an expert: assignments / experts."""
@@ -87,10 +81,10 @@ class _MarlinExperts(PermuteExpertsUnpermute):
         """
         p, block = self.problem, self._block(rows, self.problem.top_k)
         # Smaller calls use smaller blocks: fewer entries, but maybe more blocks.
-        blocks = max(self._capacity(rows, b) // b for b in BLOCKS if b <= block)
+        blocks = max(self._capacity(rows, p.top_k, b) // b for b in BLOCKS if b <= block)
         gathered = activated if self._may_sort_columns else 0
         return (
-            BufferSpec((self._capacity(rows, block),), torch.int32),
+            BufferSpec((self._capacity(rows, p.top_k, block),), torch.int32),
             BufferSpec((blocks,), torch.int32),
             BufferSpec((1,), torch.int32),
             BufferSpec((LOCKS,), torch.int32),
@@ -100,52 +94,51 @@ class _MarlinExperts(PermuteExpertsUnpermute):
             BufferSpec((gathered, p.hidden_size), p.dtype),
         )
 
+    def _lists(self, rows: int, slots: int, workspace: Sequence[Tensor]) -> SortedAssignments:
+        """Return the lists of blocks for a call, to be filled."""
+        entries, experts, num_rows = workspace[:3]
+        block = self._block(rows, slots)
+        capacity = self._capacity(rows, slots, block)
+        return SortedAssignments(entries[:capacity], experts[: capacity // block], num_rows, block)
+
+    def _run(
+        self, x: Tensor, y_SH: Tensor, weights: PackedWeights, lists: SortedAssignments,
+        valid: ValidRows, workspace: Sequence[Tensor], top_k: int,
+    ) -> None:  # fmt: skip
+        """Write GEMM 2's rows, one per assignment, to y; they may overwrite GEMM 1's."""
+        outputs, a_SI, gathered = workspace[5:8]
+        rows = y_SH.shape[0]
+        h_SN, a_SI = outputs[: rows * self._w13_rows].view(rows, self._w13_rows), a_SI[:rows]
+        columns_LH = weights.get("w13_columns")
+        if columns_LH is not None:
+            gather_columns(x, columns_LH, gathered[:rows], lists, top_k)
+            x, top_k = gathered[:rows], 1
+        self._gemm(x, h_SN, weights, "w13", lists, workspace, top_k)
+        activate_rows(h_SN, a_SI, self._activation, valid)
+        self._gemm(a_SI, y_SH, weights, "w2", lists, workspace, 1)
+
     def _gemm(
-        self,
-        a: Tensor,
-        out: Tensor,
-        weights: PackedWeights,
-        name: str,
-        blocks: Blocks,
-        unused: Tensor,
-        top_k: int = 1,
-    ) -> None:
+        self, a: Tensor, out: Tensor, weights: PackedWeights, name: str, lists: SortedAssignments,
+        workspace: Sequence[Tensor], top_k: int,
+    ) -> None:  # fmt: skip
         """Compute ``out[s] = a[s // top_k] @ w[expert of s].T (+ bias)`` for assignments s."""
+        locks, unused = workspace[3:5]
         library.operator()(
             a, out, weights[name], weights.get(f"{name}_bias"),
             weights[f"{name}_scale"].view(self._scale_dtype), None, weights.get(f"{name}_global"),
             weights.get(f"{name}_zeros"),
-            blocks.locks, blocks.entries, blocks.experts, blocks.num_rows, unused,
-            blocks.block, top_k, False, self._type_id, a.shape[0], out.shape[1], a.shape[1],
+            locks, lists.assignments_S, lists.experts_B, lists.num_rows, unused,
+            lists.block_m, top_k, False, self._type_id, a.shape[0], out.shape[1], a.shape[1],
             False, True, False,  # no atomics, sums in fp32, integer zero points
             -1, -1, -1,  # the operator chooses its tile
         )  # fmt: skip
-
-    def _gemm1(
-        self,
-        x: Tensor,
-        h_SN: Tensor,
-        weights: PackedWeights,
-        blocks: Blocks,
-        scratch: Sequence[Tensor],
-        top_k: int,
-    ) -> None:
-        """Run GEMM 1; ``scratch`` holds unused router weights and room for sorted columns."""
-        unused, gathered = scratch
-        columns_LH = weights.get("w13_columns")
-        if columns_LH is not None:
-            x_SH = gathered[: h_SN.shape[0]]
-            gather_columns(x, columns_LH, x_SH, blocks, top_k)
-            x, top_k = x_SH, 1
-        self._gemm(x, h_SN, weights, "w13", blocks, unused, top_k)
 
 
 class MarlinExperts(_MarlinExperts):
     """STANDARD, reducing."""
 
-    def _capacity(self, rows: int, block: int) -> int:
-        p = self.problem
-        return align_capacity(rows * p.top_k, p.num_local_experts, block)
+    def _capacity(self, rows: int, slots: int, block: int) -> int:
+        return align_capacity(rows * slots, self.problem.num_local_experts, block)
 
     def workspace(self, rows: int) -> Sequence[BufferSpec]:
         p = self.problem
@@ -157,11 +150,7 @@ class MarlinExperts(_MarlinExperts):
         )
 
     def apply(
-        self,
-        y: Tensor,
-        tokens: Dispatched,
-        weights: PackedWeights,
-        workspace: Sequence[Tensor],
+        self, y: Tensor, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
     ) -> None:
         assert tokens.topk_ids is not None and tokens.topk_weights is not None
         ids_RK, topk_weights_RK = tokens.topk_ids.contiguous(), tokens.topk_weights.contiguous()
@@ -174,27 +163,18 @@ class MarlinExperts(_MarlinExperts):
         assert tokens.topk_ids is not None
         p, ids_RK = self.problem, tokens.topk_ids.contiguous()
         (rows, slots), pairs = ids_RK.shape, ids_RK.numel()
-        entries, experts, num_rows, locks, unused, outputs, a_SI, gathered, scratch = workspace
-
-        block = self._block(rows, slots)
-        capacity = align_capacity(pairs, p.num_local_experts, block)
-        blocks = Blocks(entries[:capacity], experts[: capacity // block], num_rows, locks, block)
-        list_pairs(ids_RK, p.num_local_experts, blocks, scratch)
-
-        h_SN = outputs[: pairs * self._w13_rows].view(pairs, self._w13_rows)
-        y_SH = outputs[: pairs * p.hidden_size].view(pairs, p.hidden_size)
-        x_RH = tokens.x.contiguous()
-        self._gemm1(x_RH, h_SN, weights, blocks, (unused, gathered), slots)
-        a_SI = a_SI[:pairs]
-        activate_columns(h_SN, a_SI, self._activation, ids=ids_RK)
-        self._gemm(a_SI, y_SH, weights, "w2", blocks, unused)
+        lists = self._lists(rows, slots, workspace)
+        align(ids_RK, p.num_local_experts, lists, scratch=workspace[8], zeros=workspace[3])
+        y_SH = workspace[5][: pairs * p.hidden_size].view(pairs, p.hidden_size)
+        valid = ValidRows(ids=ids_RK)
+        self._run(tokens.x.contiguous(), y_SH, weights, lists, valid, workspace, slots)
         return Unreduced(y_SH)
 
 
 class BatchedMarlinExperts(_MarlinExperts):
     """BATCHED: blocks hold the used rows of each expert; GEMM 2 writes y."""
 
-    def _capacity(self, rows: int, block: int) -> int:
+    def _capacity(self, rows: int, slots: int, block: int) -> int:
         return slab_capacity(self.problem.num_local_experts, rows, block)
 
     def workspace(self, rows: int) -> Sequence[BufferSpec]:
@@ -202,29 +182,15 @@ class BatchedMarlinExperts(_MarlinExperts):
         return self._buffers(rows, slots * self._w13_rows, slots)
 
     def apply(
-        self,
-        y: Tensor,
-        tokens: Dispatched,
-        weights: PackedWeights,
-        workspace: Sequence[Tensor],
+        self, y: Tensor, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
     ) -> None:
-        counts_L = tokens.expert_num_tokens
+        counts_L, (num_experts, slab, hidden) = tokens.expert_num_tokens, tokens.x.shape
         assert counts_L is not None
-        num_experts, slab, hidden = tokens.x.shape
-        slots = num_experts * slab
-        entries, experts, num_rows, locks, unused, outputs, a_SI, gathered = workspace
-
-        block = self._block(slab, self.problem.top_k)
-        capacity = slab_capacity(num_experts, slab, block)
-        blocks = Blocks(entries[:capacity], experts[: capacity // block], num_rows, locks, block)
-        list_slabs(counts_L, slab, blocks)
-
-        h_SN = outputs[: slots * self._w13_rows].view(slots, self._w13_rows)
-        x_SH = tokens.x.contiguous().view(slots, hidden)
-        self._gemm1(x_SH, h_SN, weights, blocks, (unused, gathered), 1)
-        a_SI = a_SI[:slots]
-        activate_columns(h_SN, a_SI, self._activation, counts_L=counts_L, slab=slab)
-        self._gemm(a_SI, y.view(slots, hidden), weights, "w2", blocks, unused)
+        lists = self._lists(slab, self.problem.top_k, workspace)
+        list_slabs(counts_L, slab, lists, locks=workspace[3])
+        x_SH = tokens.x.contiguous().view(num_experts * slab, hidden)
+        valid = ValidRows(counts_L=counts_L, capacity=slab)
+        self._run(x_SH, y.view(x_SH.shape), weights, lists, valid, workspace, 1)
 
 
 def _num_sms() -> int:

@@ -70,7 +70,7 @@ def pack_exponents(scale_LGN: Tensor) -> Tensor:
 def pack_e5m3(scale_LGN: Tensor) -> Tensor:
     """Convert fp32 scales (L, G, N), G > 1, 0 or from 2 to 61440, to E5M3: uint8 of that shape.
 
-    The byte is that of a float16 without its sign and its last seven bits, which are zero. The
+    The byte is a float16 without its sign and its last seven bits, which are zero. The
     operator decodes it for bfloat16 by moving the exponent's upper bit, so this bit must be set:
     values below 2 are refused (vllm: nvfp4_marlin_process_scales). Bytes lie as in
     `pack_exponents`.
@@ -93,7 +93,7 @@ def pack_zeros(zeros_LGN: Tensor) -> Tensor:
     """Pack zero points of 4-bit weights, uint8 (L, G, N), into int32 (L, G, N / 8).
 
     They are in the order of scales of several groups (also when there is one): the 8 of a lane in
-    one word, those of b = 0 below those of b = 1.
+    one word, b = 0 below b = 1.
     """
     by_lane = _by_lane(zeros_LGN).unflatten(-1, (-1, 4, 2)).transpose(-1, -2)  # j b -> b j
     return _words(by_lane.flatten(-3), 4)

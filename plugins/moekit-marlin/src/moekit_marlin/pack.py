@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moekit.errors import WeightsError
-from moekit.plugin import ExpertWeights, MoEProblem, OperandQuant, PackedWeights
+from moekit.plugin import ExpertWeights, MoEProblem, OperandQuant, PackedWeights, unpack_int4
 
 from . import layout
 from .sizes import group_of, padded_intermediate
@@ -31,17 +31,12 @@ def _type_id(exponent: int, mantissa: int, signed: bool, bias: int, finite: bool
 
 @dataclass(frozen=True)
 class Stored:
-    """A weight format of the operator: value = (stored - offset) * scale.
-
-    Attributes:
-        offset: 0 for floats.
-        scale_exponent: The operator reads fp8 with the exponent bias of the 16-bit dtype, so the
-            scale includes the missing power of two.
-    """
+    """A weight format of the operator: value = (stored - offset) * scale."""
 
     type_id: int
     bits: int
     offset: int = 0
+    # The operator reads fp8 with the exponent bias of the 16-bit dtype: the scale has the rest.
     scale_exponent: int = 0
     has_zeros: bool = False
     e8m0: bool = False
@@ -58,7 +53,7 @@ def stored(operand: OperandQuant, dtype: torch.dtype) -> Stored:
     if operand.dtype == "int8":
         return Stored(_type_id(0, 8, False, 128, False, 1), 8, offset=128)
     assert operand.dtype == "int4"
-    if getattr(operand, "zero_points", False):
+    if operand.zero_points:
         return Stored(_type_id(0, 4, False, 0, False, 1), 4, has_zeros=True)
     return Stored(_type_id(0, 4, False, 8, False, 1), 4, offset=8)
 
@@ -70,32 +65,28 @@ def pack(weights: ExpertWeights, problem: MoEProblem, backend: str) -> PackedWei
     kind = stored(operand, problem.dtype)
     inner = padded_intermediate(problem)
     halves = 2 if problem.activation.gated else 1
-    columns = {
-        "w13": _column_order(weights.w13_g_idx),
-        "w2": _column_order(weights.w2_g_idx),
-    }
-    # w2's columns are w13's rows of gate and of up; sorting those rows sorts the activations.
-    rows = {"w13": columns["w2"], "w2": None}
+    w13_columns, w2_columns = map(_column_order, (weights.w13_g_idx, weights.w2_g_idx))
     experts: dict[str, Tensor] = {}
-    for name, split, n, k in (
-        ("w13", halves, halves * inner, problem.hidden_size),
-        ("w2", 1, problem.hidden_size, inner),
+    # w2's columns are w13's rows of gate and of up; sorting those rows sorts the activations.
+    for name, columns, rows, split, n, k in (
+        ("w13", w13_columns, w2_columns, halves, halves * inner, problem.hidden_size),
+        ("w2", w2_columns, None, 1, problem.hidden_size, inner),
     ):
-        order = _RowOrder(rows[name], split, n)
         values: Tensor = getattr(weights, name)
         packed = []
         for e in range(weights.num_experts):
             q_NK = _stored_values(values[e], kind)
-            if (sorted_K := columns[name]) is not None:
-                q_NK = q_NK[:, sorted_K[e]]
-            q_NK = order.apply(q_NK[None], kind.offset, e)
+            if columns is not None:
+                q_NK = q_NK[:, columns[e]]
+            row_order = None if rows is None else rows[e : e + 1]
+            q_NK = _place_rows(q_NK[None], row_order, split, n, kind.offset)
             q_NK = F.pad(q_NK, (0, k - q_NK.shape[2]), value=kind.offset)
             packed.append(layout.pack_weights(q_NK, kind.bits))
         experts[name] = torch.cat(packed)
 
         scale_LNG = _per_row(getattr(weights, f"{name}_scale"), operand, values.shape[1])
         groups = k // group_of(problem) if group_of(problem) > 0 else 1
-        scale_LGN = _pad_groups(order.apply(scale_LNG, 0), groups)
+        scale_LGN = _pad_groups(_place_rows(scale_LNG, rows, split, n), groups)
         if kind.e8m0:
             experts[f"{name}_scale"] = layout.pack_exponents(scale_LGN)
         elif kind.e5m3:
@@ -107,41 +98,29 @@ def pack(weights: ExpertWeights, problem: MoEProblem, backend: str) -> PackedWei
             experts[f"{name}_scale"] = layout.permute_scales(scale_LGN)
         if kind.has_zeros:
             zeros_LNG = getattr(weights, f"{name}_zero_points")
-            zeros_LGN = _pad_groups(order.apply(zeros_LNG, 0), groups)
+            zeros_LGN = _pad_groups(_place_rows(zeros_LNG, rows, split, n), groups)
             experts[f"{name}_zeros"] = layout.pack_zeros(zeros_LGN)
         bias = getattr(weights, f"{name}_bias")
         if bias is not None:
-            bias_LN = order.apply(bias.to(problem.dtype)[..., None], 0)[..., 0]
-            experts[f"{name}_bias"] = layout.permute_channels(bias_LN)
-    if (columns_LH := columns["w13"]) is not None:
-        experts["w13_columns"] = columns_LH.int()
+            bias_LN1 = _place_rows(bias.to(problem.dtype)[..., None], rows, split, n)
+            experts[f"{name}_bias"] = layout.permute_channels(bias_LN1[..., 0])
+    if w13_columns is not None:
+        experts["w13_columns"] = w13_columns.int()
     return PackedWeights(backend, experts)
 
 
-@dataclass(frozen=True)
-class _RowOrder:
-    """Sort the rows of each of ``split`` parts by ``order_LR``, and pad all to n rows."""
-
-    order_LR: Tensor | None
-    split: int
-    n: int
-
-    def apply(self, x: Tensor, fill: float, expert: int | None = None) -> Tensor:
-        """Return (L, n, C) for x (L, N, C); with ``expert`` x is (1, N, C) of that expert."""
-        parts = x.unflatten(1, (self.split, -1))
-        if self.order_LR is not None:
-            order = self.order_LR if expert is None else self.order_LR[expert : expert + 1]
-            index = order[:, None, :, None].expand(*parts.shape)
-            parts = parts.gather(2, index)
-        missing = self.n // self.split - parts.shape[2]
-        return F.pad(parts, (0, 0, 0, missing), value=fill).flatten(1, 2)
+def _place_rows(x: Tensor, order_LR: Tensor | None, split: int, n: int, fill: int = 0) -> Tensor:
+    """Sort the rows of each of ``split`` parts by ``order_LR``: (L, N, C) -> (L, n, C), padded."""
+    parts = x.unflatten(1, (split, -1))
+    if order_LR is not None:
+        parts = parts.gather(2, order_LR[:, None, :, None].expand(*parts.shape))
+    missing = n // split - parts.shape[2]
+    return F.pad(parts, (0, 0, 0, missing), value=fill).flatten(1, 2)
 
 
 def _stored_values(w: Tensor, kind: Stored) -> Tensor:
     """Return one expert's weight (N, K or K / 2) as uint8 (N, K), as the operator stores it."""
-    if kind.bits == 4:  # two a byte, the even column in the lower half
-        return torch.stack((w & 15, w >> 4), dim=-1).flatten(-2)
-    return w.view(torch.uint8) ^ kind.offset
+    return unpack_int4(w) if kind.bits == 4 else w.view(torch.uint8) ^ kind.offset
 
 
 def _per_row(scale: Tensor, operand: OperandQuant, rows: int) -> Tensor:
@@ -185,12 +164,11 @@ def _split_scales(scale_LGN: Tensor, problem: MoEProblem, name: str) -> tuple[Te
     as in vLLM.
     """
     exponent = 126 if problem.dtype == torch.bfloat16 else 14  # biases of bf16 or fp16, and of e2m1
-    values, factors = [], []
-    for expert, scale in enumerate(scale_LGN.float()):
+    values = scale_LGN.float().clone()
+    factors = torch.zeros(len(values), dtype=torch.float32, device="cpu")
+    for expert, scale in enumerate(values):
         largest = float(scale.max())
         if not largest:
-            values.append(scale)
-            factors.append(0.0)
             continue
         tried = [_e5m3(scale / largest * (_TOP * (1 + i / 8))) for i in range(8)]
         errors = [error for _, error in tried]
@@ -201,10 +179,9 @@ def _split_scales(scale_LGN: Tensor, problem: MoEProblem, name: str) -> tuple[Te
                 "scale, which Marlin needs; gate and up may have different global scales: quantize "
                 "them with one, or use another backend"
             )
-        values.append(tried[best][0])
-        factors.append(largest / (_TOP * (1 + best / 8)) * 2.0**exponent)
-    device = scale_LGN.device
-    return torch.stack(values), torch.tensor(factors, dtype=torch.float32, device=device)
+        scale.copy_(tried[best][0])
+        factors[expert] = largest / (_TOP * (1 + best / 8)) * 2.0**exponent
+    return values, factors.to(scale_LGN.device)
 
 
 def _e5m3(x: Tensor) -> tuple[Tensor, float]:

@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import math
 
-from moekit.plugin import MoEProblem
+from moekit.plugin import MoEProblem, round_up
 
-BLOCKS = (8, 16, 32, 64)
-"""Rows of a block, which one expert's weights multiply. The operator also supports 48."""
-
-LOCKS = 1024
-"""int32 entries that the thread blocks of a call wait on: the operator needs 4 per SM."""
-
+BLOCKS = (8, 16, 32, 64)  # rows of a block; the operator also supports 48
+LOCKS = 1024  # int32 entries that the thread blocks of a call wait on: at least 4 per SM
 MAX_TILE_N = 256
 BLOCKS_PER_SM = 4
 
@@ -32,20 +28,16 @@ def group_of(problem: MoEProblem) -> int:
     return -1 if weight is None else weight.group[1]
 
 
-def fits(n: int, k: int) -> bool:
-    """Return whether some tile divides an (N, K) weight."""
-    return (n % 128 == 0 and k % 64 == 0) or (n % 64 == 0 and k % 128 == 0)
-
-
 def padded_intermediate(problem: MoEProblem) -> int:
-    """Return this rank's I, padded with zero weights so that tiles divide both GEMMs.
+    """Return this rank's I, padded with zero weights so that tiles divide both GEMMs, or 0."""
 
-    The result is 0 if H prevents it.
-    """
+    def fits(n: int, k: int) -> bool:
+        return (n % 128 == 0 and k % 64 == 0) or (n % 64 == 0 and k % 128 == 0)
+
     hidden, group = problem.hidden_size, max(1, group_of(problem))
     halves = 2 if problem.activation.gated else 1
     step = math.lcm(64, group)
-    first = -(-problem.local_intermediate_size // step) * step
+    first = round_up(problem.local_intermediate_size, step)
     for inner in (first, first + step):
         if hidden % group == 0 and fits(halves * inner, hidden) and fits(hidden, inner):
             return inner

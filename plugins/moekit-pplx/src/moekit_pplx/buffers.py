@@ -18,6 +18,7 @@ from torch import Tensor
 from moekit.errors import BackendError, PeerFailed
 from moekit.plugin import Agreement, CallBuffers, SharedBuffers, exchange
 
+from .footprint import lane_bytes
 from .layout import Layout, Wire
 
 logger = logging.getLogger("moekit")
@@ -29,29 +30,19 @@ _PATIENCE = 10.0
 
 @dataclass(frozen=True)
 class Lane:
-    """The objects of one call.
+    """What one call needs."""
 
-    Attributes:
-        objects: pplx_kernels.AllToAll, one per round.
-        y_SCH: The experts' output, for each library expert of this rank; zero for spare experts.
-    """
-
-    objects: tuple[Any, ...]
-    y_SCH: Tensor
+    objects: tuple[Any, ...]  # pplx_kernels.AllToAll, one per round
+    y_SCH: Tensor  # the experts' output for each library expert of this rank; zero for spares
 
 
 class Lanes:
     """The lanes of all layers with one group, layout, dtype and wire format."""
 
     def __init__(
-        self,
-        library: Any,
-        group: dist.ProcessGroup,
-        layout: Layout,
-        wire: Wire,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+        self, library: Any, group: dist.ProcessGroup, layout: Layout, wire: Wire,
+        dtype: torch.dtype, device: torch.device,
+    ) -> None:  # fmt: skip
         """Create the first lane; collective. ``library`` is the class AllToAll."""
         self._library, self._group, self._layout, self._wire = library, group, layout, wire
         self._dtype, self._device = dtype, device
@@ -60,7 +51,7 @@ class Lanes:
 
     @property
     def lane_bytes(self) -> int:
-        return self._layout.lane_bytes(self._wire, self._dtype)
+        return lane_bytes(self._layout, self._wire, self._dtype)
 
     @property
     def nbytes(self) -> int:
@@ -77,7 +68,7 @@ class Lanes:
             if finished:
                 each.destroy()
             else:  # freeing would wait for the GPU; the end of the process frees
-                each.destroy = _nothing
+                each.destroy = lambda: None
         self.calls.all.clear()
 
     def _finished(self) -> bool:
@@ -137,9 +128,6 @@ class Lanes:
                 f"pplx needs {needed:,} bytes for buffers, but these ranks have less free: "
                 f"{small}; lower max_num_tokens"
             )
-
-
-def _nothing() -> None: ...
 
 
 # All layers of the process share this.

@@ -33,9 +33,10 @@ from moekit.plugin import (
     resolve,
 )
 
+from . import footprint
 from .buffers import Lane, Lanes, shared
 from .kernels import translate
-from .layout import TOKENS_PER_ROUND, Layout, Wire, scale_columns
+from .layout import TOKENS_PER_ROUND, Layout, Wire
 from .library import all_to_all
 
 
@@ -52,7 +53,7 @@ class _Call:
 class PplxDispatcher(PrepareAndFinalize):
     """BATCHED, over `pplx_kernels.AllToAll.intranode`, on the GPUs of one host.
 
-    C is ``ep_size * max_num_tokens`` whatever T is, and T may differ between ranks and be 0.
+    C is ``ep_size * max_num_tokens`` for every T, and T may differ between ranks and be 0.
     Construction is collective, and so are every call (on any stream) and `destroy`. The first call
     allocates buffers; a second set is allocated by the first call that is started while another is
     in flight.
@@ -60,17 +61,19 @@ class PplxDispatcher(PrepareAndFinalize):
 
     group: dist.ProcessGroup  # this dispatcher is made only where tokens move
     library = staticmethod(all_to_all)
+    translate = staticmethod(translate)
 
     def __init__(
         self, spec: DispatcherSpec, problem: MoEProblem, group: dist.ProcessGroup | None = None
     ) -> None:
         self._library = self.library()
-        self._device = _device(problem)
-        self._multiprocessors = TOKENS_PER_ROUND
+        self._device = torch.device(problem.device.type)
+        self.num_sms = TOKENS_PER_ROUND  # the library's kernels occupy all of them
         if self._device.type == "cuda":
+            self._device = torch.device("cuda", torch.cuda.current_device())
             properties = torch.cuda.get_device_properties(self._device)
-            self._multiprocessors = properties.multi_processor_count
-        self._layout = Layout.of(problem, self._multiprocessors)
+            self.num_sms = properties.multi_processor_count
+        self._layout = Layout.of(problem, self.num_sms)
         common = f"{self._layout.rounds} rounds of pplx-kernels on host {socket.gethostname()}"
         super().__init__(spec, problem, resolve(problem, group, common))
         assert self.group is not None
@@ -81,7 +84,6 @@ class PplxDispatcher(PrepareAndFinalize):
                 "library exchanges addresses over the host; initialize the group with "
                 "backend='cpu:gloo,cuda:nccl'"
             )
-        self.num_sms = self._multiprocessors  # the library's kernels occupy all of them
         self._destinations = self._layout.destinations(problem).to(self._device)
 
     def prepare(
@@ -94,29 +96,28 @@ class PplxDispatcher(PrepareAndFinalize):
             groups = scale.shape[1]
             scale_TS = _for_library(scale)
         wire = Wire(at.hidden_size * x.itemsize, 0 if scale_TS is None else scale_TS.shape[1])
-        ids, weights = translate(routing, self._destinations, p.num_physical_experts)
+        ids, weights = self.translate(
+            routing.topk_ids, routing.topk_weights, self._destinations, p.num_physical_experts
+        )
         lanes = self._lanes_for(wire)
         call = _Call(lanes, lanes.calls.take(), ids, weights)
         counts = torch.empty(at.slabs, dtype=torch.int32, device=x.device)
         x_SCH = x.new_empty((at.slabs, at.slab_rows, at.hidden_size))
         scale_SCG = None
         if scale_TS is not None:
-            scale_SCG = x.new_empty((*x_SCH.shape[:2], scale_columns(groups)), dtype=torch.float32)
+            scale_SCG = x.new_empty(
+                (*x_SCH.shape[:2], footprint.scale_columns(groups)), dtype=torch.float32
+            )
 
         def dispatch(send: bool) -> None:
             lanes.calls.keep_order()
             for part, each in zip(at.parts(x.shape[0]), call.lane.objects, strict=True):
                 each.dispatch(
-                    counts,
-                    x_SCH,
-                    None if scale_SCG is None else scale_SCG.expand(-1, -1, wire.scales),
-                    x[part],
-                    None if scale_TS is None else scale_TS[part],
-                    ids[part],
-                    None,
-                    do_send=send,
-                    do_recv=not send,
-                )
+                    counts, x_SCH,
+                    None if scale_SCG is None else scale_SCG.expand(-1, -1, wire.scales), x[part],
+                    None if scale_TS is None else scale_TS[part], ids[part], None,
+                    do_send=send, do_recv=not send,
+                )  # fmt: skip
 
         # Sending clears the counts, receiving adds to them: all rounds send before any receives.
         dispatch(send=True)
@@ -135,25 +136,21 @@ class PplxDispatcher(PrepareAndFinalize):
 
     def output(self, dispatched: Dispatched) -> Tensor:
         """Return (L, C, H) in the memory that the library sends from."""
-        call: _Call = dispatched.handle
-        return call.lane.y_SCH[: self.problem.num_local_experts]
+        y_SCH: Tensor = dispatched.handle.lane.y_SCH
+        return y_SCH[: self.problem.num_local_experts]
 
     def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
         wanted = self.output(dispatched)
-        call: _Call = dispatched.handle
         if y.data_ptr() != wanted.data_ptr():
             wanted.copy_(y)
         out = out_TH if out_TH.is_contiguous() else torch.empty_like(out_TH).contiguous()
-        self._combine(call, out)
+        self._combine(dispatched.handle, out)
         return Pending.ready(out_TH if out is out_TH else out_TH.copy_(out))
 
     def abandon(self, dispatched: Dispatched) -> None:
         """End the call with NaN rows, as the library needs a combine after every dispatch."""
-        call: _Call = dispatched.handle
-        self.output(dispatched).fill_(float("nan"))
-        tokens = call.ids_TK.shape[0]
-        shape = (tokens, self._layout.hidden_size)
-        self._combine(call, torch.empty(shape, dtype=self.problem.dtype, device=self._device))
+        y, tokens = self.output(dispatched).fill_(float("nan")), len(dispatched.handle.ids_TK)
+        self._combine(dispatched.handle, y.new_empty((tokens, self._layout.hidden_size)))
 
     def max_rows(self, num_tokens: int) -> int:
         return self._layout.slab_rows
@@ -163,10 +160,10 @@ class PplxDispatcher(PrepareAndFinalize):
         if self._lanes:
             return sum(lanes.nbytes for lanes in self._lanes.values())
         row = self._layout.hidden_size * self.problem.dtype.itemsize
-        return self._layout.lane_bytes(Wire(row, 0), self.problem.dtype)
+        return footprint.lane_bytes(self._layout, Wire(row, 0), self.problem.dtype)
 
     def transient_bytes(self, num_tokens: int) -> int:
-        return self._layout.transient_bytes(self.problem, num_tokens)
+        return footprint.transient_bytes(self._layout, self.problem, num_tokens)
 
     def destroy(self) -> None:
         for key in self._lanes:
@@ -183,29 +180,16 @@ class PplxDispatcher(PrepareAndFinalize):
         for send, receive in steps:
             for part, each in zip(parts, call.lane.objects, strict=True):
                 each.combine(
-                    out[part],
-                    call.ids_TK[part],
-                    call.weights_TK[part],
-                    call.lane.y_SCH,
-                    None,
-                    do_send=send,
-                    do_recv=receive,
-                )
+                    out[part], call.ids_TK[part], call.weights_TK[part], call.lane.y_SCH, None,
+                    do_send=send, do_recv=receive,
+                )  # fmt: skip
         call.lanes.calls.give_back(call.lane)
 
     def _lanes_for(self, wire: Wire) -> Lanes:
-        library, at, dtype = self._library, self._layout, self.problem.dtype
-        key = (library, self.group, at, wire, dtype)
+        key = (self._library, self.group, self._layout, wire, self.problem.dtype)
         if key not in self._lanes:
-            make = partial(Lanes, library, self.group, at, wire, dtype, self._device)
-            self._lanes[key] = shared.acquire(key, make)
+            self._lanes[key] = shared.acquire(key, partial(Lanes, *key, self._device))
         return self._lanes[key]
-
-
-def _device(problem: MoEProblem) -> torch.device:
-    if problem.device.type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(problem.device.type)
 
 
 def _for_library(scale_TG: Tensor) -> Tensor:

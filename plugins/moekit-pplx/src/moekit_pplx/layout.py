@@ -36,23 +36,15 @@ class Wire:
 
 @dataclass(frozen=True)
 class Layout:
-    """The library's sizes.
-
-    Attributes:
-        ranks, rank: Of the group.
-        experts: The most experts of a rank.
-        spares: Spare experts of each rank, behind its experts.
-        rounds, tokens: Rounds of a call, and the tokens of each.
-        slab_rows: The capacity C.
-    """
+    """The library's sizes."""
 
     ranks: int
     rank: int
-    experts: int
-    spares: int
+    experts: int  # the most experts of a rank
+    spares: int  # spare experts of each rank, behind its experts
     rounds: int
-    tokens: int
-    slab_rows: int
+    tokens: int  # of a round, at most
+    slab_rows: int  # the capacity C
     top_k: int
     hidden_size: int
 
@@ -93,34 +85,3 @@ class Layout:
             other = (self.rank + slot) % self.ranks
             table.append(other * self.slabs + self.experts + slot // self.ranks)
         return torch.tensor(table, dtype=torch.int32)
-
-    def library_bytes(self, wire: Wire) -> int:
-        """Return the device memory of the library's objects (`AllToAllIntraNode`) for one call."""
-        per_peer = 16 + _up(4 * self.slabs)
-        sent = _up(wire.row_bytes + 4 * wire.scales + 4)
-        rows = self.tokens * self.slabs
-        peer = per_peer + rows * max(sent, _up(4 * self.hidden_size))
-        indices = 6 * 4 * rows * self.ranks + 4 * self.slabs * self.ranks * 2 + 4 * self.tokens
-        return self.rounds * (self.ranks * peer + indices)
-
-    def lane_bytes(self, wire: Wire, dtype: torch.dtype) -> int:
-        """Return the device memory of one in-flight call."""
-        y = self.slabs * self.slab_rows * self.hidden_size * dtype.itemsize
-        return self.library_bytes(wire) + y
-
-    def transient_bytes(self, problem: MoEProblem, num_tokens: int) -> int:
-        """Return the bytes that a call allocates and frees."""
-        p, rows = problem, self.slabs * self.slab_rows
-        scales = scale_columns(p.scales_per_row)
-        slabs = rows * (self.hidden_size * p.dtype.itemsize + 2 * 4 * scales)
-        tokens = self.top_k * (4 + 4 + 8) + 4 * scales + 2 * self.hidden_size
-        return slabs + num_tokens * tokens + 4 * self.slabs
-
-
-def scale_columns(groups: int) -> int:
-    """Return the fp32 scales of a stored row: one, or a multiple of 16 bytes."""
-    return groups if groups < 2 else -(-groups // 4) * 4
-
-
-def _up(nbytes: int) -> int:
-    return -(-nbytes // 16) * 16

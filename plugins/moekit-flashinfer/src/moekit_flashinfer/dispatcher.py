@@ -1,0 +1,267 @@
+"""The two all-to-alls. R = ranks * max_num_tokens rows for every T, many of them unused.
+
+`flashinfer_alltoall`: ranks write their tokens into the memory of the ranks that need them.
+
+    dispatch  write x, ids, weights and scales of each token to [source rank, row] of every rank
+              that holds one of its experts; counts tell how many rows of a source are used
+    combine   read back one row from each rank that a token was sent to, and add them
+
+The library assigns rows in any order, so a token's row differs between calls.
+
+`flashinfer_alltoall_two_sided`: tokens go through FIFOs between the ranks.
+
+    prepare   exchange counts and ids, so that every rank knows what it receives from which rank
+    alltoall  send x and scales; rows arrive in source order, without gaps
+    combine   send rows back and add each token's rows from different ranks
+
+A finished call leaves nothing in the FIFOs, so any number of calls may be in flight.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from moekit.plugin import (
+    Dispatched,
+    DispatcherSpec,
+    Footprint,
+    Lease,
+    MoEProblem,
+    Pending,
+    PrepareAndFinalize,
+    Quantizer,
+    Routing,
+    quantize_for_transfer,
+    resolve,
+)
+
+from . import buffers, footprint
+from .kernels import local_ids, reroute
+
+# The library sends an assignment with id -1 to rank 0, which is cheaper than a kernel up to here.
+REROUTED_FROM = 256
+
+
+class AllToAll(PrepareAndFinalize):
+    """STANDARD. Each of the ep_size ranks has its own tokens; construction is collective."""
+
+    lease: Lease[Any]
+    _footprint: ClassVar[Callable[..., Footprint]]
+
+    def __init__(
+        self, spec: DispatcherSpec, problem: MoEProblem, group: dist.ProcessGroup | None = None
+    ) -> None:
+        super().__init__(spec, problem, resolve(problem, group, buffers.protocol(spec.name)))
+        assert self.group is not None and problem.max_num_tokens is not None
+        self._capacity = problem.max_num_tokens
+        self._rows = self.group.size() * self._capacity
+        self.lease = self._acquire(self.group)
+
+    @abstractmethod
+    def _acquire(self, group: dist.ProcessGroup) -> Lease[Any]:
+        """Take the group's buffers."""
+
+    def prepare(
+        self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
+    ) -> Pending[Dispatched]:
+        payloads = {"x": x_TH}
+        if quantize is not None:
+            payloads["x"], payloads["scale"] = quantize_for_transfer(
+                x_TH, routing.topk_ids, quantize, self.problem
+            )
+        return Pending.ready(self._dispatch(payloads, routing))
+
+    @abstractmethod
+    def _dispatch(self, payloads: dict[str, Tensor], routing: Routing) -> Dispatched:
+        """Send x and, if quantized, its scales."""
+
+    def max_rows(self, num_tokens: int) -> int:
+        return self._rows
+
+    def transient_bytes(self, num_tokens: int) -> int:
+        return self._footprint(self.problem, num_tokens).transient
+
+
+class OneSidedDispatcher(AllToAll):
+    """Over FlashInfer's MoeAlltoAll kernels.
+
+    All layers of the same group and sizes share buffers, and a second in-flight call allocates a
+    second one, which is collective. Calls run in the order of their launches, on any streams.
+
+    If a rank never calls, the library's kernels trap after minutes; the collective check of
+    ``checked`` kernels reports it earlier.
+    """
+
+    lease: Lease[buffers.OneSidedBuffers]
+    makes_output = True
+    _footprint = staticmethod(footprint.one_sided)
+
+    def _acquire(self, group: dist.ProcessGroup) -> Lease[buffers.OneSidedBuffers]:
+        key = group, self._capacity, footprint.one_sided_row_bytes(self.problem)
+        return buffers.one_sided.lease(key, lambda: buffers.OneSidedBuffers(*key))
+
+    def _dispatch(self, payloads: dict[str, Tensor], routing: Routing) -> Dispatched:
+        ids, p, held = routing.topk_ids, self.problem, self.lease.value
+        ranks, targets = held.ranks, ids
+        first = {"x": payloads["x"], "weights": routing.topk_weights, "ids": ids}
+        payloads = {**first, **payloads}
+        if len(ids) >= REROUTED_FROM or p.num_local_experts == 1:
+            targets = reroute(ids, nowhere=p.local_experts.start)
+        # The library packs payloads without gaps: the widest alignment first keeps all aligned.
+        names = sorted(payloads, key=lambda name: -_alignment(payloads[name]))
+        buffer = held.calls.take()
+        try:
+            # FlashInfer 0.7 returns a third value, statistics that nobody asked for.
+            received, end, *_ = held.library.moe_a2a_dispatch(
+                targets, [payloads[name] for name in names], buffer.memory.tensor, buffer.metainfo,
+                held.capacity, ranks.rank, ranks.size, p.top_k, p.num_physical_experts,
+            )  # fmt: skip
+        except Exception:
+            held.calls.give_back(buffer)
+            raise
+        assert end <= held.output_at, f"{end} bytes of tokens before {held.output_at}"
+        got = {name: t.flatten(0, 1) for name, t in zip(names, received, strict=True)}
+        return Dispatched(
+            x=got["x"],
+            x_scale=got.get("scale"),
+            topk_ids=local_ids(
+                got["ids"], p.local_experts.start, p.num_local_experts, buffer.counts_G
+            ),
+            topk_weights=got["weights"],
+            handle=(buffer, len(ids)),
+        )
+
+    def output(self, dispatched: Dispatched) -> Tensor:
+        """Return (R, H) in the buffer that other ranks read."""
+        p, held = self.problem, self.lease.value
+        nbytes = self._rows * p.hidden_size * p.dtype.itemsize
+        buffer, _ = dispatched.handle
+        mine = buffer.memory.tensor[held.ranks.rank]
+        rows: Tensor = mine[held.output_at :][:nbytes].view(p.dtype)
+        return rows.view(-1, p.hidden_size)
+
+    def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor | None) -> Pending[Tensor]:
+        combined = self._combine(y, *dispatched.handle)
+        return Pending.ready(combined if out_TH is None else out_TH.copy_(combined))
+
+    def _combine(self, y_RH: Tensor, buffer: buffers.CallBuffer, tokens: int) -> Tensor:
+        p, held, ranks = self.problem, self.lease.value, self.lease.value.ranks
+        held.calls.keep_order()
+        mine = buffer.memory.tensor[ranks.rank]
+        in_place = y_RH.data_ptr() == mine.data_ptr() + held.output_at
+        combined: Tensor = held.library.moe_a2a_combine(
+            y_RH.contiguous().view(ranks.size, held.capacity, p.hidden_size), tokens,
+            buffer.memory.tensor, buffer.metainfo, held.capacity, ranks.rank, ranks.size,
+            p.top_k, held.output_at, in_place,
+        )  # fmt: skip
+        held.calls.give_back(buffer)
+        return combined
+
+    def abandon(self, dispatched: Dispatched) -> None:
+        """Take part in combine with NaN rows, as the other ranks wait for every rank there.
+
+        A rank that does not fail itself then sees that something is missing.
+        """
+        if self.lease.held:
+            self._combine(self.output(dispatched).fill_(float("nan")), *dispatched.handle)
+
+
+def _alignment(rows: Tensor) -> int:
+    """Return the largest power of two that divides a row's bytes."""
+    nbytes = rows.shape[1] * rows.itemsize
+    return nbytes & -nbytes
+
+
+@dataclass(frozen=True)
+class _TwoSidedCall:
+    """The row indices of a call, rank by rank. ``ends`` (ranks,) says where each rank's end."""
+
+    sent_ends: Tensor
+    received_ends: Tensor
+    received_rows: Tensor
+    returned_rows: Tensor
+    tokens: int
+
+
+class TwoSidedDispatcher(AllToAll):
+    """Over FlashInfer's MnnvlMoe kernels.
+
+    All layers of the same group share the FIFOs. All calls belong on one stream.
+    """
+
+    lease: Lease[buffers.Fifos]
+    _footprint = staticmethod(footprint.two_sided)
+
+    def _acquire(self, group: dist.ProcessGroup) -> Lease[buffers.Fifos]:
+        return buffers.fifos.lease(group, lambda: buffers.Fifos(group))
+
+    def _dispatch(self, payloads: dict[str, Tensor], routing: Routing) -> Dispatched:
+        p, fifos, ids = self.problem, self.lease.value, routing.topk_ids
+        rank, ranks, experts = fifos.ranks.rank, fifos.ranks.size, p.num_physical_experts
+        # The library takes id -1 for rank 0, and sends an id beyond the last expert nowhere.
+        sent_ids = ids if len(ids) < REROUTED_FROM else torch.where(ids < 0, experts, ids)
+        # FlashInfer 0.7 deprecates the class MnnvlMoe, but not the functions that it calls.
+        received_ids, weights, sent_ends, sent, received_ends, received, returned, _ = (
+            fifos.library.moe_prepare(
+                sent_ids, routing.topk_weights, None, fifos.counts.tensor, self._capacity,
+                rank, ranks, experts, experts, p.top_k,
+            )
+        )  # fmt: skip
+        got = {}
+        for name, rows in payloads.items():
+            columns = rows.shape[1]
+            if name == "scale":
+                rows = F.pad(rows, (0, -columns % footprint.SCALES))
+            arrived = rows.new_empty((self._rows, rows.shape[1]))
+            self._exchange(rows, sent_ends, sent, arrived, received_ends, received)
+            got[name] = arrived[:, :columns].contiguous()
+        return Dispatched(
+            x=got["x"],
+            x_scale=got.get("scale"),
+            topk_ids=local_ids(received_ids, p.local_experts.start, p.num_local_experts),
+            topk_weights=weights,
+            handle=_TwoSidedCall(sent_ends, received_ends, received, returned, len(ids)),
+        )
+
+    def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
+        rows_TKH = self._combine(y, dispatched.handle)
+        if out_TH.is_contiguous():
+            return Pending.ready(torch.sum(rows_TKH, dim=1, out=out_TH))
+        return Pending.ready(out_TH.copy_(rows_TKH.sum(dim=1)))
+
+    def _combine(self, y_RH: Tensor, call: _TwoSidedCall) -> Tensor:
+        """Return (T, K, H): one row for each rank that had the token, and zeros."""
+        shape = (call.tokens, self.problem.top_k, y_RH.shape[1])
+        rows = y_RH.new_zeros((shape[0] * shape[1], shape[2]))
+        self._exchange(
+            y_RH.contiguous(), call.received_ends, call.received_rows,
+            rows, call.sent_ends, call.returned_rows,
+        )  # fmt: skip
+        return rows.view(shape)
+
+    def _exchange(
+        self, rows: Tensor, ends: Tensor, indices: Tensor,
+        out: Tensor, out_ends: Tensor, out_indices: Tensor,
+    ) -> None:  # fmt: skip
+        """Send ``rows`` at ``indices`` to the other ranks, and write theirs into ``out``."""
+        fifos = self.lease.value
+        fifos.library.moe_comm(
+            rows, ends, indices, out, out_ends, out_indices,
+            fifos.data.tensor, fifos.ranks.rank, fifos.ranks.size,
+        )  # fmt: skip
+
+    def abandon(self, dispatched: Dispatched) -> None:
+        """Send NaN rows, as other ranks may wait for this rank's rows."""
+        if self.lease.held:
+            y_RH = dispatched.x.new_full(
+                (self._rows, self.problem.hidden_size), float("nan"), dtype=self.problem.dtype
+            )
+            self._combine(y_RH, dispatched.handle)
