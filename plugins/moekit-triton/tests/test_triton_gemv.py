@@ -10,7 +10,7 @@ from moekit_kernels.numerics import INTERPRETED, Activation
 from moekit_triton import heuristics
 from moekit_triton.heuristics import choose_plan, dot_products, dots_pay
 from moekit_triton.kernels.gemv import gemv_down, gemv_up
-from moekit_triton.kernels.tiles import GemvConfig
+from moekit_triton.kernels.tiles import DotTile
 from moekit_triton.plans import Batched, DotProducts
 
 import moekit
@@ -72,12 +72,12 @@ def activated(h: torch.Tensor, act: Activation) -> torch.Tensor:
 
 # (N, K): whole tiles, several steps; partial ones in both; one scale block over gate and up
 SHAPES_NK = [(128, 1024), (136, 328)]
-CONFIGS = [GemvConfig(64, 1), GemvConfig(32, 2), GemvConfig(128)]
+CONFIGS = [DotTile(64, 1), DotTile(32, 2), DotTile(128)]
 if not INTERPRETED:
-    CONFIGS = [GemvConfig(8), GemvConfig(1, 1), GemvConfig(4, 2), GemvConfig(2, 8)]
+    CONFIGS = [DotTile(8), DotTile(1, 1), DotTile(4, 2), DotTile(2, 8)]
 
 
-def configs(n: int) -> list[GemvConfig]:
+def configs(n: int) -> list[DotTile]:
     """Distribute the cases over the shapes in the interpreter, which takes a second for each."""
     if not INTERPRETED:
         return CONFIGS

@@ -11,7 +11,7 @@ from moekit_triton.heuristics import choose_plan
 from moekit_triton.kernels import packed
 from moekit_triton.kernels.gemm import grouped_gemm
 from moekit_triton.kernels.operands import Epilogue, Rows
-from moekit_triton.kernels.tiles import CHUNK, GemmConfig
+from moekit_triton.kernels.tiles import CHUNK, GemmTile
 from moekit_triton.plans import Direct
 
 import moekit
@@ -88,13 +88,11 @@ def test_few_assignments_share_k(monkeypatch):
     sizes = dict(num_experts=8, hidden_size=4096, intermediate_size=14336)
     problem = problem_of("sm90", "int4_w4a16_g128", **sizes)
     plan = choose_plan(problem, 1, 2)
-    assert (
-        type(plan) is Direct and plan.block_m == 8 and plan.first.splits == 1 < plan.second.splits
-    )
-    assert choose_plan(problem, 64, 2).second.splits == 1
-    assert choose_plan(problem, 1, 2, batched=True).second.splits == 1
+    assert type(plan) is Direct and plan.block_m == 8 and plan.splits > 1
+    assert choose_plan(problem, 64, 2).splits == 1
+    assert choose_plan(problem, 1, 2, batched=True).splits == 1
     for rows in range(1, 40):  # workspace for more rows serves fewer
-        splits = choose_plan(problem, rows, 2).second.splits
+        splits = choose_plan(problem, rows, 2).splits
         assert 2 * rows * splits <= max(2 * rows, heuristics._most_addends(problem, 2 * rows))
         assert heuristics._most_addends(problem, 2 * rows) <= heuristics._most_addends(problem, 80)
 
@@ -239,7 +237,7 @@ def test_grouped_gemm(device, scheme, block_n, kind):
     tensors = packing.pack_weights("triton", weights, problem)
     plain = weights.dequantize(problem.quant).w13
     epilogue = Epilogue(Activation("silu", gated=False))
-    config = GemmConfig(16, block_n, CHUNK, group_m=2, num_warps=block_n // 16)
+    config = GemmTile(16, block_n, CHUNK, group_m=2, num_warps=block_n // 16)
     ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(rows)]).to(device)
     ids[2, 1] = -1
     if kind == "batched":

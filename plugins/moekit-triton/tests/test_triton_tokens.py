@@ -5,7 +5,6 @@ The GEMMs run on the GPU where there is one, else in `gluon_emulator`.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import gluon_emulator
@@ -14,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from moekit_kernels.align import COUNTERS, SortedAssignments, align, align_capacity, align_scratch
 from moekit_kernels.numerics import Activation
-from moekit_triton.candidates import attempts, sorted_candidates, token_candidates
+from moekit_triton.candidates import attempts
 from moekit_triton.kernels.sorted_gemm import sorted_gemm
-from moekit_triton.kernels.tiles import GemmConfig, token_tile
-from moekit_triton.kernels.token_tiles import list_token_tiles, tile_list_entries, tile_tokens
-from moekit_triton.plans import Copied, plan_from_json
+from moekit_triton.kernels.tiles import TokenTile
+from moekit_triton.kernels.token_tiles import list_token_tiles, tile_list_entries
+from moekit_triton.plans import Copied
 from triton_checks import check_block, compiled, real_rows, relative, use_plan
 
 from moekit import MoEProblem
@@ -47,10 +46,6 @@ def problem(device: str) -> MoEProblem:
     return MoEProblem(
         num_experts=8, top_k=2, hidden_size=1024, intermediate_size=768, device=device
     )
-
-
-def tile(weights: int, gated: bool) -> GemmConfig:
-    return token_tile(weights // (2 if gated else 1), group_m=3)
 
 
 def sort(counts: list[int], device: torch.device) -> tuple[SortedAssignments, torch.Tensor]:
@@ -116,8 +111,8 @@ def check_gemm(
 ) -> None:
     """Compare a GEMM with fp32 products; padding rows are NaN, and unused blocks stay so."""
     aligned, tiles = sort(counts, device)
-    config, count = tile(weights, gated), aligned.rows_A.numel()
-    list_token_tiles(aligned, tiles, tile_tokens(config, gated))
+    tile, count = TokenTile(weights, 3), aligned.rows_A.numel()
+    list_token_tiles(aligned, tiles, tile.tokens)
     real = real_rows(aligned)
     a = torch.full((aligned.capacity, k), torch.nan, dtype=dtype, device=device)
     a[real] = torch.randn(int(real.sum()), k, device=device).to(dtype)
@@ -126,7 +121,7 @@ def check_gemm(
     share = torch.rand(count, device=device) * 2 if early else None
     out = torch.full((aligned.capacity, n), torch.nan, dtype=dtype, device=device)
     sorted_gemm(
-        a, w, out, aligned, config, count, 5, token_tiles=tiles, weights_RK=share,
+        a, w, out, aligned, tile, count, 5, token_tiles=tiles, weights_RK=share,
         activation=Activation("silu") if gated else None,
     )  # fmt: skip
     assert not aligned.counters.any(), "a next call would miss tiles"
@@ -163,35 +158,18 @@ def compare(
 @pytest.mark.parametrize("weights", [(128, 128), (256, 256), (256, 128)])
 def test_experts(specialized, monkeypatch, weights):
     """The whole block, with the buffers of the workspace, which overlap."""
-    first, second = tile(weights[0], True), tile(weights[1], False)
-    use_plan(monkeypatch, Copied(first, second))
+    use_plan(monkeypatch, Copied(*(TokenTile(rows, 3) for rows in weights)))
     check_block(problem("cuda"), 1100)
-
-
-def test_plan_of_a_table():
-    plan = Copied(tile(128, True), tile(256, False))
-    assert plan_from_json(plan.to_json()) == plan
-    for kind in ("ahead", "sorted"):
-        with pytest.raises(ValueError, match="swapped"):
-            plan_from_json(plan.to_json() | {"kind": kind})
-    for name, value in (("block_n", 32), ("block_n", 255), ("block_k", 128), ("num_stages", 3)):
-        wrong = plan.first.to_json() | {name: value}
-        with pytest.raises(ValueError, match="first: expected .* 128x64x64 .* or 128x128x64"):
-            plan_from_json(plan.to_json() | {"first": wrong})
 
 
 def test_candidates(monkeypatch):
     """Token tiles are timed for 16 bits, up to 1024 rows an expert."""
     compiled(monkeypatch, triton_version="3.6.0")
     p = problem("sm90")
-    for wide in (1, 2):
-        assert not any(t.token_tile for t in sorted_candidates(p, wide))
-        found = token_candidates(p, wide)
-        assert {tile_tokens(t, wide == 2) for t in found} == {128, 256}
-        assert tile_tokens(replace(found[0], swapped=False)) is None
 
     def timed(p: MoEProblem, rows: int) -> set[tuple[str, type]]:
-        return {(step, type(plan)) for step, plan in attempts(p, rows) if plan.first.token_tile}
+        return {(step, type(plan)) for step, plan in attempts(p, rows)
+                if isinstance(plan.first, TokenTile)}  # fmt: skip
 
     for rows in (512, 4096):
         assert timed(p, rows) == {("gemm_1", Copied), ("gemm_2", Copied)}

@@ -25,6 +25,7 @@ from moekit.plugin import MoEProblem, PackedWeights
 from .calls import Buffers, Call, Layer
 from .candidates import Attempt, Step, attempts, variations
 from .heuristics import workspace
+from .kernels.tiles import SpecializedTile
 from .plans import Gathered, Sorted, TilePlan
 
 # Microseconds above which the launch is a small part of the time.
@@ -193,7 +194,7 @@ class Search:
                     self.attempt(step, replace(best, first=tile, second=tile))
         for timed in self.found.get(("gemm_1", 128, Gathered), [])[:_FINALISTS]:
             if sorts and isinstance(timed.plan, Gathered) and timed.plan.fused:
-                self.attempt("gemm_1", Sorted(timed.plan.first, timed.plan.first))
+                self.attempt("gemm_1", Sorted(timed.plan.first, SpecializedTile()))
 
     def settle(self) -> tuple[TilePlan, Timed, Timed] | None:
         """Return the fastest plan, and its steps as they were timed apart; None if nothing ran."""

@@ -10,7 +10,7 @@ import triton
 from moekit_kernels.align import SortedAssignments
 from moekit_kernels.numerics import SCALE_GROUP, Activation
 
-from .tiles import GemmConfig
+from .tiles import SpecializedTile, TokenTile
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Epilogue:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows that a launch multiplies, in row blocks of the config's block_m.
+    """The rows that a launch multiplies, in row blocks of the tile's block_m.
 
     Args:
         kind: "aligned": `SortedAssignments` lists them; "direct": ``experts`` are the ids (R, K),
@@ -95,7 +95,7 @@ class SortedLaunch(NamedTuple):
     w_LNK: torch.Tensor
     out: torch.Tensor
     aligned: SortedAssignments
-    config: GemmConfig
+    tile: SpecializedTile | TokenTile
     num_assignments: int
     num_sms: int
     gated: bool

@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .operands import SortedLaunch
+from .tiles import SpecializedTile
 from .warps import (
     BLOCK_M,
     COLUMNS,
@@ -73,9 +74,10 @@ def specialized_gemm(g: SortedLaunch) -> None:
     With ``x_RK``, copy x to a first: a[s] = x[assignment of s // K].
     """
     num_experts, w_rows, n, k = g.sizes()
-    aligned, config, x_RK, wide = g.aligned, g.config, g.x_RK, 2 if g.gated else 1
+    aligned, tile, x_RK, wide = g.aligned, g.tile, g.x_RK, 2 if g.gated else 1
+    assert isinstance(tile, SpecializedTile)
     assert aligned.block_m == BLOCK_M
-    assert aligned.counters is not None or not config.halves and x_RK is None
+    assert aligned.counters is not None or not tile.halves and x_RK is None
     assert x_RK is None or x_RK.shape[1] == k and x_RK.stride(1) == 1
     tiles = aligned.capacity // BLOCK_M * triton.cdiv(n, COLUMNS // wide)
     _launch_gemm(
@@ -84,9 +86,9 @@ def specialized_gemm(g: SortedLaunch) -> None:
         descriptor(g.w_LNK.view(num_experts * w_rows, k), COLUMNS // wide, 64),
         descriptor(g.out, BLOCK_M // 2, COLUMNS // 2),
         x_RK, None if x_RK is None else g.a_SK, aligned.experts_B, aligned.assignments_S,
-        aligned.num_rows, aligned.counters, g.weights_RK, n, k, g.num_assignments, config.group_m,
+        aligned.num_rows, aligned.counters, g.weights_RK, n, k, g.num_assignments, tile.group_m,
         *((1, 0) if x_RK is None else (g.num_assignments // len(x_RK), x_RK.stride(0))),
-        GATED=g.gated, HALVES=config.halves, COPY=x_RK is not None, num_warps=4,
+        GATED=g.gated, HALVES=tile.halves, COPY=x_RK is not None, num_warps=4,
     )  # fmt: skip
 
 

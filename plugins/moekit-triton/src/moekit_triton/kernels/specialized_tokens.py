@@ -29,7 +29,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .operands import SortedLaunch
 from .specialized import STEP
-from .token_tiles import PIECE, REST, most_tiles, tile_tokens
+from .tiles import TokenTile
+from .token_tiles import PIECE, REST, most_tiles
 from .token_warps import BOX, load_tiles, on_least_tokens, token_stages
 from .warps import (
     STAGES,
@@ -53,21 +54,21 @@ def specialized_tokens_gemm(g: SortedLaunch) -> None:
     N is a multiple of 8.
     """
     num_experts, w_rows, n, k = g.sizes()
-    aligned, config, tokens = g.aligned, g.config, tile_tokens(g.config, g.gated)
-    weights = config.block_n * (2 if g.gated else 1)
-    assert tokens in (128, 256) and g.scales is None
+    aligned, tile = g.aligned, g.tile
+    assert isinstance(tile, TokenTile) and g.scales is None
+    weights, columns = tile.weights, tile.weights // (2 if g.gated else 1)
     assert aligned.block_m % BOX.value == 0 and aligned.counters is not None and n % 8 == 0
-    most = most_tiles(g.num_assignments, num_experts, tokens)
+    most = most_tiles(g.num_assignments, num_experts, tile.tokens)
     if g.gated:
         w = alternating(g.w_LNK, weights)
     else:
         w = descriptor(g.w_LNK.view(num_experts * w_rows, k), weights, 64)
     _launch_gemm(
-        (min(most * triton.cdiv(n, config.block_n), g.num_sms),),
+        (min(most * triton.cdiv(n, columns), g.num_sms),),
         descriptor(g.a_SK, BOX.value, 64), descriptor(g.a_SK, REST.value, 64), w,
-        descriptor(g.out, _PART.value, config.block_n // 2),
+        descriptor(g.out, _PART.value, columns // 2),
         g.token_tiles, aligned.assignments_S, aligned.counters, g.weights_RK, n, k,
-        g.num_assignments, config.group_m, GATED=g.gated, WEIGHTS=weights, TOKENS=tokens,
+        g.num_assignments, tile.group_m, GATED=g.gated, WEIGHTS=weights, TOKENS=tile.tokens,
         num_warps=4,
     )  # fmt: skip
 
