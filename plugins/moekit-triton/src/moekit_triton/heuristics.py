@@ -137,10 +137,10 @@ class Planner:
         p = self._problem
         rule = next(rule for rule in RULES if rule.holds(p, per_expert, sort))
         found = _nearest(self._measured, per_expert)
-        if found is None or not rule.yields(p, per_expert, found, self._own):
-            plan = rule.plan(p, per_expert)
-        else:
+        if found is not None and rule.yields(p, per_expert, *found, self._own):
             _, plan = found
+        else:
+            plan = rule.plan(p, per_expert)
         if isinstance(plan, Sorted) and not specializable(p):
             plan = plan.unspecialized()
         if isinstance(plan, Sorted) and not sort:
@@ -183,14 +183,13 @@ class Rule(NamedTuple):
     """A plan for problems and rows per expert without a measurement.
 
     holds: whether the rule serves a problem, rows per expert and a permission to sort.
-    plan: returns its plan.
-    yields: whether a plan that was measured for a near number of rows counts instead; the last
-        argument says if it was measured on this device for this very shape.
+    yields: whether a measured plan counts instead, for a problem and rows per expert; near: the
+    rows per expert that were measured; own: on this device, for this very shape.
     """
 
     holds: Callable[[MoEProblem, float, bool], bool]
     plan: Callable[[MoEProblem, float], TilePlan]
-    yields: Callable[[MoEProblem, float, Measured, bool], bool]
+    yields: Callable[[MoEProblem, float, float, TilePlan, bool], bool]
 
 
 def choose_plan(
@@ -516,30 +515,37 @@ def _large_tiles(
 # -- the rules ----------------------------------------------------------------------------------
 
 
-def _streamed_here(p: MoEProblem, per_expert: float, measured: Measured, own: bool) -> bool:
-    return own and streams_weights(p, measured[0])
+def _ordered(p: MoEProblem, rows: float, plan: TilePlan) -> bool:
+    return isinstance(plan, Sorted) or not sorted_wins(p, rows)
 
 
-def _tokens_here(p: MoEProblem, per_expert: float, measured: Measured, own: bool) -> bool:
-    """Return whether a plan has token tiles, or was timed against them."""
-    rows, plan = measured
-    timed = own and tokens_win(p, rows) and _not_gathered(p, per_expert, measured, own)
-    return timed or isinstance(plan.first, TokenTile) or isinstance(plan.second, TokenTile)
-
-
-def _not_gathered(p: MoEProblem, per_expert: float, measured: Measured, own: bool) -> bool:
-    return isinstance(measured[1], Sorted) or not sorted_wins(p, per_expert)
-
-
-def _serves_gathered_rows(p: MoEProblem, per_expert: float, measured: Measured, own: bool) -> bool:
-    """Return whether a plan's tiles do: tiles for 16-bit expert-sorted rows, none of fp8 blocks."""
-    return isinstance(measured[1], Gathered) or p.quant.weight is None
-
-
-# The first rule that holds counts.
+# The first rule that holds counts. Measured plans count instead: while weights are streamed, those
+# that were too; where token tiles win, plans with them or timed against them; and tiles for 16-bit
+# expert-sorted rows also serve gathered rows, tiles for fp8 blocks do not.
 RULES = (
-    Rule(lambda p, rows, sort: streams_weights(p, rows), heuristic, _streamed_here),
-    Rule(lambda p, rows, sort: sort and tokens_win(p, rows), token_plan, _tokens_here),
-    Rule(lambda p, rows, sort: sort, sorted_plan, _not_gathered),
-    Rule(lambda p, rows, sort: True, heuristic, _serves_gathered_rows),
+    Rule(
+        lambda p, rows, sort: streams_weights(p, rows),
+        heuristic,
+        lambda p, rows, near, plan, own: own and streams_weights(p, near),
+    ),
+    Rule(
+        lambda p, rows, sort: sort and tokens_win(p, rows),
+        token_plan,
+        lambda p, rows, near, plan, own: (
+            TokenTile in (type(plan.first), type(plan.second))
+            or own
+            and tokens_win(p, near)
+            and _ordered(p, rows, plan)
+        ),
+    ),
+    Rule(
+        lambda p, rows, sort: sort,
+        sorted_plan,
+        lambda p, rows, near, plan, own: _ordered(p, rows, plan),
+    ),
+    Rule(
+        lambda p, rows, sort: True,
+        heuristic,
+        lambda p, rows, near, plan, own: isinstance(plan, Gathered) or p.quant.weight is None,
+    ),
 )

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -39,8 +39,7 @@ Launches = Sequence[Callable[[], None]]
 """A step's launches, one for each routing."""
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """Tensors of one problem and number of rows, for several routings, whose calls share memory."""
 
     problem: MoEProblem
@@ -92,7 +91,7 @@ def _own_lists(plan: TilePlan, call: Call) -> Buffers:
     interleaved."""
     specs = Buffers(*plan.workspace(call.layer, *call.ids_RK.shape))  # type: ignore[arg-type]
     lists: dict[str, Any] = {
-        name: torch.empty(spec.shape, dtype=spec.dtype, device=call.x.device)
+        name: torch.empty(spec.shape, dtype=torch.int32, device=call.x.device)
         for name, spec in specs._asdict().items()
         if spec.dtype == torch.int32
     }
@@ -128,19 +127,15 @@ class Timer:
         took: list[list[float]] = [[] for _ in once]
         for _, (i, graph) in itertools.product(range(rounds), enumerate(self.graphs)):
             replays = max(1, int(least / once[i]))
-            took[i].append(_elapsed(partial(_repeat, graph, replays)) / replays)
+            took[i].append(_elapsed(graph.replay, replays) / replays)
         return [statistics.median(us) for us in took]
 
 
-def _repeat(graph: torch.cuda.CUDAGraph, times: int) -> None:
-    for _ in range(times):
-        graph.replay()
-
-
-def _elapsed(call: Callable[[], None]) -> float:
+def _elapsed(call: Callable[[], None], times: int = 1) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
-    call()
+    for _ in range(times):
+        call()
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) * 1e3

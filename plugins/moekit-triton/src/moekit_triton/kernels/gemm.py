@@ -135,17 +135,15 @@ def grouped_gemm(
         w_LNK: (L, N, K) of a's dtype, or e4m3 or int8 with a of 16 bits; or 4-bit, int16 as
             `moekit_triton.packing` lays it out, with a of 16 bits.
         out: STANDARD (A, N) by assignment or expert-sorted, BATCHED (L, C, N); any float dtype or
-            the epilogue's quantized one, unit stride along N. N is half of w's rows with a gated
-            epilogue. Other rows stay untouched. With splits = S, (S * A, N): S addends in
-            consecutive rows, as `weighted_sum` takes them, without epilogue.
+            the epilogue's quantized one. N is half of w's rows with a gated epilogue. Other rows
+            stay untouched. With splits = S, (S * A, N): S addends in consecutive rows.
         a_scale: fp32: one value, (rows, 1) or (rows or 1, ceil(K / 128)); BATCHED with L and C in
             front, which may be 1.
         w_scale: fp32 (L,), (L, N) or (L, ceil(N / 128), ceil(K / 128)); 4-bit: as laid out, uint8
             for e2m1.
         w_offset: 4-bit zero points, as laid out.
-        bias_LN: (L, N).
-        weights_RK: fp32 router weights, contiguous: multiply each row by `weight_before` of its
-            weight. STANDARD, by assignment.
+        weights_RK: fp32 router weights: multiply each row by `weight_before` of its weight.
+            STANDARD, by assignment.
         epilogue: None = store the sums.
         splits: programs that share K, of 4-bit weights.
     """

@@ -41,15 +41,8 @@ def gemv_up(
 
     Assignments without expert stay untouched.
 
-    Args:
-        x: (R, H), any dtype.
-        w_LNK: (L, 2I if gated else I, H).
-        out: (R * K, I), a float dtype.
-        ids_RK: integers (R, K), contiguous.
-        activation: the activation.
-        x_scale: fp32 as `grouped_gemm` takes it.
-        w_scale: fp32 as `grouped_gemm` takes it.
-        bias_LN: (L, rows of w).
+    x (R, H), any dtype; w (L, 2I if gated else I, H); out (R * K, I), a float dtype; ids (R, K),
+    contiguous; scales as `grouped_gemm` takes them.
     """
     count, top_k = ids_RK.numel(), ids_RK.shape[1]
     _, w_rows, k = w_LNK.shape
@@ -88,14 +81,7 @@ def gemv_down(
     Sums are fp32. Assignments with a negative id are skipped, so x and weights may hold anything
     there; rows without other assignments become 0.
 
-    Args:
-        x: (R * K, I), a float dtype.
-        w_LNK: (L, H, I).
-        out: (R, H), a float dtype.
-        ids_RK: integers (R, K), contiguous.
-        weights_RK: fp32 (R, K), contiguous.
-        w_scale: fp32 as `grouped_gemm` takes it.
-        bias_LN: (L, H).
+    x (R * K, I) and out (R, H), float dtypes; w (L, H, I); ids and weights (R, K), contiguous.
     """
     rows, top_k = ids_RK.shape
     _, n, k = w_LNK.shape

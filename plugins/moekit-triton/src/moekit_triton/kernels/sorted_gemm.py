@@ -89,26 +89,31 @@ def sorted_gemm(
         a_SK: (capacity, K), 16 bits with rows of whole 16 bytes; e4m3 with ``scales``.
         w_LNK: (L, rows of w, K), a's dtype; N is half of its rows with a gate.
         out: (capacity, N) expert-sorted, or (assignments, N); any float dtype.
-        aligned: the sorted assignments; with counters for halves, token tiles and ``x_RK``.
+        aligned: with counters for halves, token tiles and ``x_RK``.
         num_assignments: the entry of padding rows in ``aligned.assignments_S``.
         num_sms: programs of a persistent or specialized tile.
-        bias_LN: (L, rows of w).
         weights_RK: fp32 router weights; each row is multiplied by `weight_before` of its weight.
             Without activation, and by assignment or specialized.
-        activation: applied to the sums.
-        by_assignment: store by assignment.
-        scales: of e4m3, specialized only.
         x_RK: (R, K): copied to ``a_SK`` on the way, as `copy_rows` does; specialized 16 bits only.
-        token_tiles: the list of `list_token_tiles` for a token tile, with ``aligned.ends_L``.
+        token_tiles: the list of `list_token_tiles` for a token tile.
     """
     usual = isinstance(tile, SortedTile)
     assert weights_RK is None or (activation is None and by_assignment == usual)
     assert weights_RK is None or weights_RK.is_contiguous()
     if not isinstance(tile, SortedTile):
+        act = activation or Activation("silu")
+        assert act.name == "silu" and act.gated and act.limit is None
         assert bias_LN is None and not by_assignment
-        assert activation is None or (activation.name == "silu" and activation.gated)
-        assert activation is None or activation.limit is None
-        _launch_specialized(SortedLaunch(
+        # These modules need the Gluon of newer versions of triton.
+        if isinstance(tile, TokenTile):
+            assert x_RK is None and token_tiles is not None
+            from .specialized_tokens import specialized_tokens_gemm as gemm
+        elif scales is None:
+            from .specialized import specialized_gemm as gemm
+        else:
+            assert x_RK is None
+            from .specialized_fp8 import specialized_fp8_gemm as gemm
+        gemm(SortedLaunch(
             a_SK, w_LNK, out, aligned, tile, num_assignments, num_sms, activation is not None,
             weights_RK, scales, x_RK, token_tiles,
         ))  # fmt: skip
@@ -139,22 +144,6 @@ def sorted_gemm(
                    bias_LN is not None, activation.name, activation.gated, limit is not None),
         BLOCK_M=tile.block_m, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
-
-
-def _launch_specialized(g: SortedLaunch) -> None:
-    """Launch the kernel that serves the tile and the scales.
-
-    It is imported late, because not every Triton has the Gluon that it needs.
-    """
-    if isinstance(g.tile, TokenTile):
-        assert g.x_RK is None and g.token_tiles is not None
-        from .specialized_tokens import specialized_tokens_gemm as gemm
-    elif g.scales is None:
-        from .specialized import specialized_gemm as gemm
-    else:
-        assert g.x_RK is None
-        from .specialized_fp8 import specialized_fp8_gemm as gemm
-    gemm(g)
 
 
 @triton.jit
