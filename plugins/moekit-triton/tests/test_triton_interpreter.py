@@ -84,7 +84,7 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def check_products() -> None:
-    """Compare the bits of a product with those of the product of other places' rows and columns."""
+    """Compare the bits of a product where its rows and columns change their positions."""
     prepare_once()
     for m, n, k in ((16, 32, 64), (64, 16, 128), (128, 128, 32)):
         a, b = torch.randn(m, k), torch.randn(k, n)

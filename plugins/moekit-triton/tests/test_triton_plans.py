@@ -252,7 +252,7 @@ def test_few_rows_read_weights_by_wide_tiles(scheme, rows) -> None:
 
 @pytest.mark.parametrize("rows", [60.0, 300.0, 3000.0])
 def test_no_tiles_lie_across_groups_of_scales(rows) -> None:
-    """I is padded to whole groups, and its tiles are those of such an I, on one rank and on two."""
+    """I is padded to whole groups, and has the tiles of such an I, on one rank and on two."""
     p = problem(num_experts=32, hidden_size=2880, intermediate_size=2880, quant="fp8_block")
     halves = p.replace(intermediate_size=2 * 2880, parallel=ParallelConfig(tp_size=2))
     assert p.local_intermediate_size == halves.local_intermediate_size == 2944
@@ -456,7 +456,7 @@ def test_which_measured_plans_count_where_tiles_of_tokens_win(monkeypatch, table
 
 
 def test_other_kernels_replace_tiles_of_tokens() -> None:
-    """Without specialized warps both the width and the order of tiles are those of others."""
+    """Without specialized warps tiles have the width and the order that other kernels need."""
     usual = SortedTile(128, 128, 64, halves=True), SortedTile(128, 256, 64, persistent=True)
     for plan in (WIDE, NARROW):
         assert plan.unspecialized() == Copied(*usual)
@@ -474,7 +474,7 @@ def test_devices_without_a_near_shape_take_the_h200s_plans() -> None:
         return tables.measured_plans(problem)
 
     assert plans("NVIDIA H20") == plans("NVIDIA H200") != ()
-    assert plans("NVIDIA H100 80GB HBM3") != plans("NVIDIA H200")  # it has a table of its own
+    assert plans("NVIDIA H100 80GB HBM3") != plans("NVIDIA H200")  # it has its table
     assert plans("NVIDIA A100", (8, 0)) == () == plans("")
 
 

@@ -68,7 +68,7 @@ _TOKENS_FROM, _TOKENS_NARROW_FROM, _TOKENS_BELOW = 96, 192, 640
 # Between these rows per expert, reading weights bounds an H100's time in 16 bits.
 _STREAMED_FROM, _STREAMED_BELOW = 24, 120
 # Rows per expert from which GEMM 1 copies x itself: below, the copy's traffic delays its tiles by
-# more than a launch of its own takes (H200).
+# more than a separate launch takes (H200).
 _AHEAD_FROM = 700
 # Dot products read an expert's weights once for each of its assignments, tiles once. The most times
 # that pay on average; the second number serves calls of few assignments: up to 64 on an H100,
@@ -147,8 +147,8 @@ class Planner:
             plan = plan.gathered()
         if isinstance(plan, Gathered):  # the measured sizes are near these, not equal
             if not tma_possible(p):
-                tiles = (replace(tile, tma=False) for tile in (plan.first, plan.second))
-                plan = Gathered(*tiles, plan.fused)
+                first, second = (replace(t, tma=False) for t in (plan.first, plan.second))
+                plan = Gathered(first, second, plan.fused)
             plan = replace(plan, fused=plan.fused and fusable(p, plan.first.block_n))
         return plan
 
@@ -339,8 +339,8 @@ def _wide(problem: MoEProblem) -> bool:
 
 
 def streams_weights(problem: MoEProblem, per_expert: float) -> bool:
-    """Return whether an H100's tiles of 128 rows and few columns win: an expert has one, whose
-    time is that of its weights."""
+    """Return whether an H100's tiles of 128 rows and few columns win: an expert has one, and
+    reading its weights takes all of its time."""
     few = _STREAMED_FROM < per_expert < _STREAMED_BELOW and not problem.batch_invariant
     return few and streams_slowly(problem) and operand_bits(problem) == (16, 16)
 
@@ -396,7 +396,7 @@ class _Case:
 
     def fills(self, n: int, columns: int, programs: float) -> bool:
         """Return whether tiles of so many columns keep so many programs a multiprocessor busy."""
-        return self.busy * triton.cdiv(n, columns) >= programs * self.sms
+        return self.busy * math.ceil(n / columns) >= programs * self.sms
 
     def tile(self, n: int, k: int, wide: int) -> GemmTile:
         """Return the tile for n output columns, each of ``wide`` weight rows of k columns."""
@@ -500,7 +500,7 @@ def _large_tiles(
         return replace(first, tma=first.tma and many, num_stages=4), replace(second, num_stages=4)
     if case.whole_k_fp8:
         # Two programs per multiprocessor, until there are rows for the largest tile.
-        changes: list[dict[str, int]] = [
+        changes: list[dict[str, Any]] = [
             {"block_n": 256, "num_warps": 8, "num_stages": 4} if many and n >= 256
             else {"num_warps": 4, "num_stages": 3} for n in (p.w13_rows, p.hidden_size)
         ]  # fmt: skip

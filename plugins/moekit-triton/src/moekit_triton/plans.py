@@ -22,7 +22,7 @@ included), L local experts, C capacity, H hidden size, I intermediate size, N = 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
@@ -62,8 +62,6 @@ from .kernels.tiles import (
 )
 from .kernels.token_tiles import list_token_tiles, tile_list_entries
 
-_ORDERED = SortedTile, SpecializedTile, TokenTile
-
 
 class _Plan:
     """The base of the launch plans: the members of `LaunchPlan`."""
@@ -87,7 +85,6 @@ class DotProducts(_Plan):
     """Both GEMMs by dot products, one for each assignment: see `kernels.gemv`."""
 
     kind = "dot_products"
-    tiles = (DotTile,), (DotTile,)
     up: DotTile
     down: DotTile
 
@@ -111,35 +108,21 @@ class DotProducts(_Plan):
         )  # fmt: skip
 
 
-class _Tiles(_Plan):
-    """A plan whose GEMMs store all assignments' rows: ``prepare``, ``gemm_1`` and ``gemm_2``."""
+def _compute(plan: Gathered | Sorted, call: Call) -> Any:
+    """Run both GEMMs, and return the operands."""
+    operands: Any = plan.prepare(call)
+    plan.gemm_1(call, operands)
+    plan.gemm_2(call, operands)
+    return operands
 
-    first: Any
-    second: Any
 
-    @property
-    def block_m(self) -> int:
-        """Return the rows of a tile."""
-        size: int = self.first.block_m
-        return size
-
-    def launch(self, call: Call) -> None:
-        rows = self.rows(call)
-        if not call.layer.problem.batch_invariant:
-            weighted_sum(
-                rows.rows_NH, call.weights_RK, call.ids_RK, call.y, rows.places_RK,
-                weight_before_applied=call.layer.split_weights,
-            )  # fmt: skip
-
-    def unreduced(self, call: Call) -> Unreduced | None:
-        return self.rows(call)
-
-    def rows(self, call: Call) -> Unreduced:
-        """Compute the rows of all assignments."""
-        operands = self.prepare(call)
-        self.gemm_1(call, operands)
-        self.gemm_2(call, operands)
-        return self.result(call, operands)
+def _reduce(rows: Unreduced, call: Call) -> None:
+    """Sum the rows of all assignments, unless the dispatcher does (batch-invariant problems)."""
+    if not call.layer.problem.batch_invariant:
+        weighted_sum(
+            rows.rows_NH, call.weights_RK, call.ids_RK, call.y, rows.places_RK,
+            weight_before_applied=call.layer.split_weights,
+        )  # fmt: skip
 
 
 class _Operands(NamedTuple):
@@ -157,7 +140,7 @@ class _Operands(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _TwoGemms(_Tiles):
+class _TwoGemms(_Plan):
     """Both GEMMs by `kernels.gemm`.
 
     fused: GEMM 1 applies the activation, and quantizes its result where groups or a static scale
@@ -169,6 +152,10 @@ class _TwoGemms(_Tiles):
     second: GemmTile
     fused: bool
     splits: int = 1
+
+    @property
+    def block_m(self) -> int:
+        return self.first.block_m
 
     def describe(self) -> str:
         """Return the text, with ``fused`` and the splits."""
@@ -236,12 +223,11 @@ class Gathered(_TwoGemms):
             layer, gemm_out=gemm_out, activated=count, x=rows, x_scale=rows, **lists
         )
 
-    def unreduced(self, call: Call) -> Unreduced | None:
-        return None if self.splits > 1 else self.rows(call)
+    def launch(self, call: Call) -> None:
+        _reduce(Unreduced(_compute(self, call).y), call)
 
-    @staticmethod
-    def result(call: Call, operands: _Operands) -> Unreduced:
-        return Unreduced(operands.y)
+    def unreduced(self, call: Call) -> Unreduced | None:
+        return None if self.splits > 1 else Unreduced(_compute(self, call).y)
 
     def prepare(self, call: Call) -> _Operands:
         """Quantize x if needed, sort the assignments, and divide the workspace."""
@@ -323,13 +309,16 @@ class _SortedOperands(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sorted(_Tiles):
+class Sorted(_Plan):
     """GEMM 1 gathers tokens and stores expert-sorted rows; GEMM 2 reads them by descriptors."""
 
     kind = "sorted"
-    tiles = (GemmTile,), (SortedTile, SpecializedTile)
-    first: Any
+    first: GemmTile | OrderedTile
     second: OrderedTile
+
+    @property
+    def block_m(self) -> int:
+        return self.first.block_m
 
     def gathered(self) -> Gathered:
         """Return the plan that gathers rows with these tiles, of 16 bits."""
@@ -356,7 +345,12 @@ class Sorted(_Tiles):
             gemm_out=capacity * layer.problem.hidden_size, activated=capacity, x_scale=capacity,
         )  # fmt: skip
 
-    def result(self, call: Call, operands: _SortedOperands) -> Unreduced:
+    def launch(self, call: Call) -> None:
+        _reduce(self.unreduced(call), call)
+
+    def unreduced(self, call: Call) -> Unreduced:
+        """Return the rows of all assignments, expert-sorted if GEMM 2 is specialized."""
+        operands: _SortedOperands = _compute(self, call)
         rows = None if self.by_assignment else operands.aligned.rows_A
         return Unreduced(operands.y_SH, None if rows is None else rows.view_as(call.ids_RK))
 
@@ -389,7 +383,7 @@ class Sorted(_Tiles):
     def _sort(self, call: Call) -> tuple[SortedAssignments, tuple[Tensor | None, Tensor | None]]:
         """Sort the assignments, and list the token tiles of each GEMM."""
         tiles = self.first, self.second
-        sizes = {tile.tokens for tile in tiles if isinstance(tile, TokenTile)}
+        sizes = dict.fromkeys(tile.tokens for tile in tiles if isinstance(tile, TokenTile))
         if not sizes:
             counters = SpecializedTile in map(type, tiles)
             aligned = sort_assignments(call, self.block_m, rows_A=True, counters=counters)
@@ -399,13 +393,13 @@ class Sorted(_Tiles):
         aligned = sort_assignments(
             call, self.block_m, rows_A=True, counters=True, ends_L=ends_L, reserved=sum(entries)
         )
-        lists: dict[int | None, Tensor | None] = {None: None}
-        for tile, memory_of_tile in zip(tiles, memory, strict=True):
-            tokens = getattr(tile, "tokens", None)
-            if tokens not in lists:  # equal tiles share a list
-                list_token_tiles(aligned, memory_of_tile, tokens)
-                lists[tokens] = memory_of_tile
-        first, second = (lists[getattr(tile, "tokens", None)] for tile in tiles)
+        lists: dict[int, Tensor] = {}
+        for tokens, own in zip(sizes, memory, strict=False):  # equal tiles share a list
+            list_token_tiles(aligned, own, tokens)
+            lists[tokens] = own
+        first, second = (
+            lists[tile.tokens] if isinstance(tile, TokenTile) else None for tile in tiles
+        )
         return aligned, (first, second)
 
     def gemm_1(self, call: Call, operands: _SortedOperands) -> None:
@@ -431,19 +425,21 @@ def _list_entries(count: int, experts: int) -> list[int]:
     return [experts] + 2 * [tile_list_entries(count, experts)]
 
 
-def _sorted_tile(tile: OrderedTile, columns: int) -> SortedTile:
+def _sorted_tile(tile: GemmTile | OrderedTile, columns: int) -> SortedTile:
     """Return the nearest tile without specialized warps, whose ``columns`` are 128 with a gate:
     then registers are too few for persistence."""
+    assert not isinstance(tile, GemmTile)
     if isinstance(tile, SortedTile):
         return tile
     group_m, wide = tile.group_m if isinstance(tile, SpecializedTile) else 8, columns == 256
     return SortedTile(128, columns, 64, group_m, persistent=wide, halves=not wide)
 
 
-def _gemm_tile(tile: GemmTile | SortedTile | SpecializedTile, columns: int) -> GemmTile:
+def _gemm_tile(tile: GemmTile | OrderedTile, columns: int) -> GemmTile:
     """Return the tile that gathers rows as ``tile`` takes them in order."""
     if isinstance(tile, GemmTile):
         return tile
+    assert not isinstance(tile, TokenTile)
     if isinstance(tile, SpecializedTile):
         return GemmTile(128, columns, 64, tile.group_m, 8, 4, tma=True, halves=tile.halves)
     sizes = tile.block_m, tile.block_n, tile.block_k, tile.group_m
@@ -455,8 +451,6 @@ class Copied(Sorted):
     """Tokens are copied to expert-sorted rows, quantized if the scheme says so, before GEMM 1."""
 
     kind = "copied"
-    tiles = _ORDERED, _ORDERED
-    first: OrderedTile
 
     def unspecialized(self) -> Copied:
         """Return the plan with the nearest tiles that need no specialized warps, in two launches
@@ -486,8 +480,6 @@ class CopiedAhead(Copied):
     specialized warps."""
 
     kind = "ahead"
-    tiles = (SpecializedTile,), (SortedTile, SpecializedTile)
-    first: SpecializedTile
 
     def gemm_1(self, call: Call, operands: _SortedOperands) -> None:
         """Compute GEMM 2's input, copying x on the way."""
@@ -504,6 +496,17 @@ KINDS: Mapping[str, type[LaunchPlan]] = {
     for plan in (DotProducts, Direct, Gathered, Sorted, Copied, CopiedAhead, Batched)
 }
 """The plans by the name of their kind."""
+_GEMM, _USUAL = (GemmTile,), (SortedTile, SpecializedTile)
+_TILES: Mapping[str, Sequence[Sequence[type[Tile]]]] = {
+    "dot_products": ((DotTile,), (DotTile,)),
+    "direct": (_GEMM, _GEMM),
+    "gathered": (_GEMM, _GEMM),
+    "batched": (_GEMM, _GEMM),
+    "sorted": (_GEMM, _USUAL),
+    "copied": ((*_USUAL, TokenTile), (*_USUAL, TokenTile)),
+    "ahead": ((SpecializedTile,), _USUAL),
+}
+"""The types of GEMM 1's and GEMM 2's tiles, by kind."""
 
 
 def plan_from_text(text: str) -> LaunchPlan:
@@ -512,7 +515,7 @@ def plan_from_text(text: str) -> LaunchPlan:
     made: Any = KINDS.get(match[1]) if match else None
     if match is None or made is None:
         raise ValueError("not a kind of plan and its two tiles")
-    first, second = (tile_from_text(match[2 + i], made.tiles[i]) for i in (0, 1))
+    first, second = (tile_from_text(match[2 + i], _TILES[made.kind][i]) for i in (0, 1))
     rows = {getattr(tile, "block_m", 0) for tile in (first, second)}
     if len(rows) > 1:
         raise ValueError(f"the tiles have different numbers of rows: {rows}")

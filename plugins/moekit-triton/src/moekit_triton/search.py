@@ -184,7 +184,7 @@ class Search:
         sorts = self._case.problem.quant.weight is None and ("gemm_2", 128, Sorted) in self.found
         for (step, _, kind), found in list(self.found.items()):
             if kind is Gathered and found:
-                best = found[0].plan
+                best: Any = found[0].plan
                 for tile in variations(best.first if step == "gemm_1" else best.second):
                     self.attempt(step, replace(best, first=tile, second=tile))
         for timed in self.found.get(("gemm_1", 128, Gathered), [])[:_FINALISTS]:
@@ -210,7 +210,7 @@ class Search:
             return []
         fastest = min(first[0].us + second[0].us for first, second in groups)
         return [
-            (replace(first.plan, second=second.plan.second), first, second)
+            (_with_second(first.plan, second.plan), first, second)
             for firsts, seconds in groups
             if firsts[0].us + seconds[0].us < _CLOSE * fastest
             for first, second in itertools.product(firsts[:_FINALISTS], seconds[:_FINALISTS])
@@ -230,6 +230,11 @@ def _tile_is_impossible(error: Exception) -> bool:
     if isinstance(error, triton.TritonError):
         return True
     return type(error) is RuntimeError and "PassManager" in str(error)
+
+
+def _with_second(first: Any, second: TilePlan) -> TilePlan:
+    plan: TilePlan = replace(first, second=second.second)
+    return plan
 
 
 def _key(step: Step, plan: TilePlan) -> Key:

@@ -143,7 +143,9 @@ def tile_from_text(text: str, kinds: Sequence[type[Tile]]) -> Tile:
                 if known.get(name or word) is not type(value):
                     raise ValueError(f"unknown word {word!r} in {text.strip()!r}")
                 values[name or word] = value
-            return kind(*sizes, **values)
+            make: Any = kind
+            tile: Tile = make(*sizes, **values)
+            return tile
     words = ", ".join(kind.__name__ for kind in kinds)
     raise ValueError(f"{text.strip()!r} is not a tile of the kinds that the plan has ({words})")
 
