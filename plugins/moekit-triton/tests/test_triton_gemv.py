@@ -68,7 +68,7 @@ def activated(h: torch.Tensor, act: Activation) -> torch.Tensor:
 
 
 # (N, K): whole tiles, several steps; partial ones in both; one scale block over gate and up
-SHAPES_NK = [(128, 1024), (136, 328)]
+SHAPES_NK = [(128, 1024), (72, 264)]
 CONFIGS = [DotTile(64, 1), DotTile(32, 2), DotTile(128)]
 if not INTERPRETED:
     CONFIGS = [DotTile(8), DotTile(1, 1), DotTile(4, 2), DotTile(2, 8)]

@@ -1,13 +1,7 @@
-"""Token tiles: their list, and swap-AB GEMMs by specialized warps, with NaN in padding rows.
-
-The GEMMs run on the GPU where there is one, else in `gluon_emulator`.
-"""
+"""Token tiles: their list, and swap-AB GEMMs by specialized warps, with NaN in padding rows."""
 
 from __future__ import annotations
 
-from functools import partial
-
-import gluon_emulator
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,24 +16,12 @@ from triton_checks import check_block, compiled, real_rows, relative, use_plan
 
 from moekit import MoEProblem
 
-GPU = torch.cuda.is_available()
 COUNTS = {
     "edges": [0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 256, 257, 0],
     "rests": [258, 272, 273, 288, 289, 0, 160, 161, 300, 512, 513, 544, 545, 33],
     "nothing": [0, 0, 0],
 }
 LIMIT = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
-
-
-@pytest.fixture
-def gemm(request, monkeypatch) -> None:
-    """Run token tiles: on a GPU of capability 9.0, or emulated."""
-    if GPU:
-        request.getfixturevalue("specialized")
-        return
-    module = pytest.importorskip("moekit_triton.kernels.specialized_tokens")
-    run = partial(gluon_emulator.launch, module._launch_gemm._kernel)
-    monkeypatch.setattr(module, "_launch_gemm", run)
 
 
 def problem(device: str) -> MoEProblem:
@@ -85,17 +67,17 @@ def test_list(name, tokens, device):
 @pytest.mark.parametrize(("name", "k", "n"), [("edges", 320, 200), ("rests", 64, 264)])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("weights", [128, 256])
-def test_gemm(gemm, name, k, n, gated, weights, device):
+def test_gemm(specialized, name, k, n, gated, weights, device):
     check_gemm(COUNTS[name], k, n, gated, weights, torch.bfloat16, device)
 
 
 @pytest.mark.parametrize("weights", [128, 256])
-def test_early_weights(gemm, weights, device):
+def test_early_weights(specialized, weights, device):
     check_gemm([258, 272, 0, 300, 10], 64, 264, False, weights, torch.float16, device, early=True)
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_no_assignments(gemm, gated, device):
+def test_no_assignments(specialized, gated, device):
     check_gemm(COUNTS["nothing"], 64, 128, gated, 128, torch.bfloat16, device)
 
 

@@ -389,14 +389,14 @@ class _Case:
         assert not self.grouped or p.local_intermediate_size % SCALE_GROUP == 0
         self.whole_k_fp8 = swap_ab_pays(p) and not self.grouped
         self.wide = 2 if p.activation.gated else 1  # GEMM 1 with a gate holds two tiles of block_n
-        self.block_m = next(rows for holds, rows in _ROWS if holds(self))
+        self.block_m: int = next(rows for holds, rows in _ROWS if holds(self))
         self.busy = p.num_local_experts * max(1, math.ceil(per_expert / self.block_m))
         if self.w_bits == 4:  # experts without rows keep nothing busy
             self.busy = math.ceil(self.busy * min(1.0, per_expert))
 
     def fills(self, n: int, columns: int, programs: float) -> bool:
         """Return whether tiles of so many columns keep so many programs a multiprocessor busy."""
-        return self.busy * math.ceil(n / columns) >= programs * self.sms
+        return bool(self.busy * math.ceil(n / columns) >= programs * self.sms)
 
     def tile(self, n: int, k: int, wide: int) -> GemmTile:
         """Return the tile for n output columns, each of ``wide`` weight rows of k columns."""

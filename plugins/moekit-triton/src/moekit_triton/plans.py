@@ -313,12 +313,13 @@ class Sorted(_Plan):
     """GEMM 1 gathers tokens and stores expert-sorted rows; GEMM 2 reads them by descriptors."""
 
     kind = "sorted"
-    first: GemmTile | OrderedTile
+    first: Any  # GemmTile; OrderedTile where tokens are copied
     second: OrderedTile
 
     @property
     def block_m(self) -> int:
-        return self.first.block_m
+        size: int = self.first.block_m
+        return size
 
     def gathered(self) -> Gathered:
         """Return the plan that gathers rows with these tiles, of 16 bits."""
