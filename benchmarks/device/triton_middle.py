@@ -26,12 +26,11 @@ import torch
 from common import failures, part, say, verdict
 from moekit_bench import random_weights, shape
 from moekit_triton.calls import Buffers, Call
-from moekit_triton.candidates import Attempt, Step
 from moekit_triton.heuristics import Planner, sorted_plan
 from moekit_triton.kernels.tiles import OrderedTile, TokenTile
 from moekit_triton.packing import pack_weights
 from moekit_triton.plans import Copied, TilePlan
-from moekit_triton.search import Case, Timer
+from moekit_triton.search import Attempt, Case, Step, Timer
 from moekit_triton.tune import compile_all, rows_per_expert
 
 from moekit.backends.reference import oracle

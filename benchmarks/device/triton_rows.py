@@ -19,10 +19,10 @@ from dataclasses import replace
 import torch
 from common import failures, part, say, verdict
 from moekit_bench import random_weights, shape
-from moekit_triton.candidates import Attempt
 from moekit_triton.heuristics import Planner
 from moekit_triton.kernels.tiles import GemmTile, TokenTile
 from moekit_triton.plans import Copied, Gathered, TilePlan
+from moekit_triton.search import Attempt
 from moekit_triton.tune import compile_all
 from triton_middle import calls_of, error_of, timed
 

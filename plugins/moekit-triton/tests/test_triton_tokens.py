@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from moekit_kernels.align import COUNTERS, SortedAssignments, align, align_capacity, align_scratch
 from moekit_kernels.numerics import Activation
-from moekit_triton.candidates import attempts
 from moekit_triton.kernels.sorted_gemm import sorted_gemm
 from moekit_triton.kernels.tiles import TokenTile
 from moekit_triton.kernels.token_tiles import list_token_tiles, tile_list_entries
 from moekit_triton.plans import Copied
+from moekit_triton.search import attempts
 from triton_checks import check_block, compiled, real_rows, relative, use_plan
 
 from moekit import MoEProblem

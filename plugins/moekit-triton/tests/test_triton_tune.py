@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from moekit_triton import candidates, heuristics, search, tables, tune
+from moekit_triton import heuristics, search, tables, tune
 from moekit_triton.calls import Layer
 from moekit_triton.capabilities import BLOCKS_M, shared_memory
 from moekit_triton.kernels.tiles import GemmTile, SortedTile, SpecializedTile
@@ -43,7 +43,7 @@ def test_candidates_fit_the_device(scheme, capability) -> None:
     p = problem(quant=scheme, device=DeviceSpec("cuda", capability, "any"))
     for per_expert in tune.ROWS_PER_EXPERT:
         for wide in (1, 2):
-            found = candidates.candidates(p, per_expert, wide)
+            found = search.candidates(p, per_expert, wide)
             assert found and len(set(found)) == len(found)
             for tile in found:
                 need = shared_bytes(Gathered(tile, tile, True), p)[0 if wide == 2 else 1]
@@ -62,7 +62,7 @@ def test_a_case_that_compiles_has_room_for_every_plan(scheme, monkeypatch) -> No
     layer, rows, seen = Layer.of(small), tune._TINY_ROWS, set()
     room = heuristics.workspace(layer, rows)
     for tokens in (1024, 4096, 16384):
-        for _, plan in candidates.attempts(p, tokens):
+        for _, plan in search.attempts(p, tokens):
             seen.add(type(plan))
             need = plan.workspace(layer, rows, small.top_k)
             assert all(a.shape[0] >= b.shape[0] for a, b in zip(room, need, strict=True)), plan
@@ -75,7 +75,7 @@ def test_a_case_that_compiles_has_room_for_every_plan(scheme, monkeypatch) -> No
 def test_candidates_for_few_rows_of_fp8_use_swap_ab(scheme, capability, rows) -> None:
     p = problem(quant=scheme, device=DeviceSpec("cuda", capability, "any"))
     swapped = capability == (9, 0) and scheme != "int8_channel_token"
-    kinds = {c.swapped for c in candidates.candidates(p, rows, 1) if c.block_m < 64}
+    kinds = {c.swapped for c in search.candidates(p, rows, 1) if c.block_m < 64}
     assert kinds == ({swapped} if rows < 64 else set())
 
 
@@ -85,7 +85,7 @@ def test_where_specialized_tiles_win_nothing_else_is_tried(scheme, monkeypatch) 
     rows = tune.token_count(p, 1024.0)
     for version, specialized in (("3.6.0", True), ("3.5.0", False)):
         choose_as_compiled(monkeypatch, triton_version=version)
-        found = list(candidates.attempts(p, rows))
+        found = list(search.attempts(p, rows))
         kinds = {(step, type(plan)) for step, plan in found if isinstance(plan, Sorted)}
         wanted = {("gemm_1", Copied), ("gemm_2", Copied)}
         if specialized and scheme == "none":
@@ -94,7 +94,7 @@ def test_where_specialized_tiles_win_nothing_else_is_tried(scheme, monkeypatch) 
         assert any(isinstance(plan, Gathered) for _, plan in found) != specialized
         assert any(type(plan.first) is SpecializedTile for _, plan in found) == specialized
         assert len(set(found)) == len(found)
-    few = candidates.attempts(p, tune.token_count(p, 16.0))
+    few = search.attempts(p, tune.token_count(p, 16.0))
     assert {type(plan) for _, plan in few} == {Gathered}
 
 
@@ -419,7 +419,7 @@ def test_only_tiles_that_are_impossible_are_left_out(error, impossible) -> None:
     one = search.Search(SimpleNamespace(problem=problem(), launches=launches))
     if impossible:
         one.attempt("gemm_1", PLAN)
-        search.compile_attempts(one._case, [candidates.Attempt("gemm_1", PLAN)])
+        search.compile_attempts(one._case, [search.Attempt("gemm_1", PLAN)])
         assert one.settle() is None
     else:
         with pytest.raises(RuntimeError):

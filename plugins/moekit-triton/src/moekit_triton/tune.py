@@ -40,9 +40,8 @@ from moekit.plugin import (
 )
 
 from . import moekit_experts
-from .candidates import Attempt, attempts
 from .packing import pack_weights
-from .search import Case, compile_attempts, fastest_plan
+from .search import Attempt, Case, attempts, compile_attempts, fastest_plan
 from .tables import FILES, table_key
 
 ROWS_PER_EXPERT = (0.25, 1, 4, 16, 64, 256, 1024, 4096)

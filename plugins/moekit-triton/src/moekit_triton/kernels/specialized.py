@@ -93,16 +93,6 @@ def specialized_gemm(g: SortedLaunch) -> None:
 
 
 @gluon.jit
-def _stages(a, w, out):
-    """Allocate the ring of both operands' tiles, a result buffer for each consumer group, and the
-    ring's barriers. Fence before use."""
-    a_s = gl.allocate_shared_memory(a.dtype, [STAGES, 2 * ROWS, STEP], a.layout)
-    w_s = gl.allocate_shared_memory(w.dtype, [STAGES, WIDE, STEP], w.layout)
-    buffers = gl.allocate_shared_memory(out.dtype, [2] + out.block_shape, out.layout)
-    return a_s, w_s, buffers, ring_barriers(1)
-
-
-@gluon.jit
 def _multiply(WHICH: gl.constexpr, half_blocks, w_s, barriers, slot, phase, steps):
     """Return a @ w.T (ROWS, WIDE) over all steps of K, a consumer group's half of a block."""
     full, empty = barriers
@@ -124,17 +114,6 @@ def _multiply(WHICH: gl.constexpr, half_blocks, w_s, barriers, slot, phase, step
 
 
 @gluon.jit
-def _release_stages(barriers, slot, phase, steps):
-    """Release the stages of a tile without reading them."""
-    full, empty = barriers
-    for _ in range(steps):
-        mbarrier.wait(full.index(slot), phase)
-        mbarrier.arrive(empty.index(slot), count=1)
-        slot, phase = next_slot(slot, phase)
-    return slot, phase
-
-
-@gluon.jit
 def _consume(
     WHICH: gl.constexpr, results, sizes, memory, barriers, mail, GATED: gl.constexpr
 ):  # fmt: skip
@@ -143,6 +122,7 @@ def _consume(
     out, sorted_ptr, num_rows_ptr, weights_ptr = results
     N, K, padding, group_m = sizes
     a_s, w_s, buffers = memory
+    full, empty = barriers
     half_blocks = reinterpret(a_s, a_s.dtype, [2 * STAGES, ROWS, STEP], a_s.layout)
     row_blocks = gl.load(num_rows_ptr) // (2 * ROWS)
     col_blocks = gl.cdiv(N, OUT)
@@ -164,8 +144,11 @@ def _consume(
                 left, right = halves_of(acc)
                 store_tile(left, buffers, WHICH, out, row, col, 1)
                 store_tile(right, buffers, WHICH, out, row, col + WIDE // 2, 1)
-        else:
-            slot, phase = _release_stages(barriers, slot, phase, steps)
+        else:  # release the stages unread
+            for _ in range(steps):
+                mbarrier.wait(full.index(slot), phase)
+                mbarrier.arrive(empty.index(slot), count=1)
+                slot, phase = next_slot(slot, phase)
         count += 1
         tile, halves = wait_message(mail, count)
     tma.store_wait(0)
@@ -295,7 +278,11 @@ def _gemm(
 ):  # fmt: skip
     if PDL:  # for all warps: the others start after this
         wait_then_launch_dependents()
-    a_s, w_s, buffers, barriers = _stages(a, w, out)
+    # The ring of both operands' tiles, and a result buffer for each consumer group.
+    a_s = gl.allocate_shared_memory(a.dtype, [STAGES, 2 * ROWS, STEP], a.layout)
+    w_s = gl.allocate_shared_memory(w.dtype, [STAGES, WIDE, STEP], w.layout)
+    buffers = gl.allocate_shared_memory(out.dtype, [2] + out.block_shape, out.layout)
+    barriers = ring_barriers(1)
     mail = messages(2)
     fence_async_shared()
     if GATED:

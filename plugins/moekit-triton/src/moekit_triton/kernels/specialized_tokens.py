@@ -244,22 +244,6 @@ def _consume(
 
 
 @gluon.jit
-def _token_stages(a, rest, w, WEIGHTS: gl.constexpr, TOKENS: gl.constexpr):
-    """Allocate the ring for steps of TOKENS tokens, a rest, and WEIGHTS weight rows.
-
-    Returns:
-        The memory of weights, as loaded and by halves as multiplied; of tokens; and ``tokens``.
-    """
-    STEP: gl.constexpr = a.block_shape[1]
-    w_boxes = gl.allocate_shared_memory(w.dtype, [STAGES] + w.block_shape, w.layout)
-    x_s = gl.allocate_shared_memory(a.dtype, [STAGES, TOKENS, STEP], a.layout)
-    rest_s = gl.allocate_shared_memory(a.dtype, [STAGES] + rest.block_shape, rest.layout)
-    w_s = reinterpret(w_boxes, w.dtype, [2 * STAGES, WEIGHTS // 2, STEP], a.layout)
-    x_boxes = reinterpret(x_s, a.dtype, [TOKENS // _BOX * STAGES, _BOX, STEP], a.layout)
-    return w_boxes, w_s, x_s, (a, rest, x_boxes, rest_s)
-
-
-@gluon.jit
 def _load_tokens(tokens, row, k, pieces, bar, slot, MORE_BYTES: gl.constexpr):
     """Load a tile's boxes of tokens, and let the barrier expect them and MORE_BYTES."""
     a, rest, x_boxes, rest_s = tokens
@@ -298,6 +282,8 @@ def _load_tiles(
     GATED: gl.constexpr,
 ):  # fmt: skip
     """Load every tile's operands (the producer warp): its boxes of tokens, and WEIGHTS weight rows.
+
+    tokens: (descriptor of boxes of _BOX rows, descriptor of the rest, memory of each).
 
     The next tile is committed after this tile's first steps, so that no product waits for it.
     """
@@ -346,19 +332,25 @@ def _gemm(
     if PDL:  # for all warps: the others start after this
         wait_then_launch_dependents()
     BUFFERS: gl.constexpr = 4 if out.block_shape[1] <= 64 else 2
-    w_boxes, w_s, x_s, tokens = _token_stages(a, rest, w, WEIGHTS, TOKENS)
+    w_boxes = gl.allocate_shared_memory(w.dtype, [STAGES] + w.block_shape, w.layout)
+    x_s = gl.allocate_shared_memory(a.dtype, [STAGES, TOKENS, STEP], a.layout)
+    rest_s = gl.allocate_shared_memory(a.dtype, [STAGES] + rest.block_shape, rest.layout)
+    # Weights by halves, as consumers multiply them; tokens by boxes, as they are loaded.
+    w_s = reinterpret(w_boxes, w.dtype, [2 * STAGES, WEIGHTS // 2, STEP], a.layout)
+    x_boxes = reinterpret(x_s, a.dtype, [TOKENS // _BOX * STAGES, _BOX, STEP], a.layout)
     buffers = gl.allocate_shared_memory(out.dtype, [BUFFERS] + out.block_shape, out.layout)
     barriers = ring_barriers(1)
     mail = messages(4)
     fence_async_shared()
     results = (out, sorted_ptr, weights_ptr, padding, buffers)
-    memory = (w_s, x_s, tokens[3])
+    memory = (w_s, x_s, rest_s)
+    tokens = (a, rest, x_boxes, rest_s)
     gl.warp_specialize(
         [
             (_consume, (0, results, K, memory, barriers, mail, GATED)),
             (_consume, (1, results, K, memory, barriers, mail, GATED)),
             (_load_tiles, (tokens, (w, w_boxes), (tiles_ptr, group_m), counters_ptr, N, K, barriers,
-                          mail, WEIGHTS, GATED)),
+                           mail, WEIGHTS, GATED)),
         ],
         [4, 1],  # warps of the second and third partition
         [240, 24],  # registers per thread: with the first's 3 * 168 of the launch
