@@ -53,9 +53,7 @@ class ValidRows:
     def kind(self) -> str:
         if self.mask is not None:
             return "mask"
-        if self.ids is not None:
-            return "ids"
-        return "all" if self.counts_L is None else "counts"
+        return "ids" if self.ids is not None else "all" if self.counts_L is None else "counts"
 
     @property
     def tensor(self) -> torch.Tensor | None:
@@ -75,7 +73,6 @@ def quantize_rows(
         x: (rows, cols), any float dtype, unit stride along cols.
         q: (rows, cols), e4m3 or int8; written.
         scale: fp32 (rows, 1) or (rows, ceil(cols / 128)); written.
-        valid: the rows that exist.
     """
     _launch_rows(x, q, scale, None, "group" if scale.shape[1] > 1 else "row", valid)
 
@@ -95,7 +92,6 @@ def quantize_rows_per_tensor(
         q: (rows, cols), e4m3 or int8; written.
         scale: fp32, one element. Read if ``scratch`` is None (a static scale), else written: from
             the amax over the valid rows.
-        valid: the rows that exist.
         scratch: fp32 (AMAX_PARTIALS,) or None.
     """
     rows, cols = x.shape
@@ -116,13 +112,7 @@ def quantize_activations(
     """Quantize activations like `moekit.plugin.quant.quantize`, with the kernels of this module.
 
     Inputs other than a non-empty matrix with unit stride go to the core's function. Rows outside
-    ``valid_rows`` become undefined, but never decide a scale.
-
-    Args:
-        x_RH: (R, H), any float dtype.
-        operand: how to quantize.
-        static_scale: fp32, one element, or None.
-        valid_rows: bool (R,) or None for all rows.
+    ``valid_rows``, bool (R,), become undefined, but never decide a scale.
 
     Returns:
         (q, scale): q of the operand's dtype (R, H); scale fp32 (R, 1), (R, ceil(H / 128)) or
@@ -160,8 +150,6 @@ def activate_rows(
     Args:
         x: (rows, 2I if gated else I).
         out: (rows, I), a float dtype; with ``scale``, e4m3 or int8.
-        activation: see `numerics.Activation`.
-        valid: the rows that exist.
         scale: fp32 (rows, 1) or (rows, ceil(I / 128)), written; with ``static_scale`` one element,
             read. None = no quantization.
         static_scale: whether ``scale`` is given rather than computed.
@@ -180,10 +168,8 @@ def _warps(cols: int) -> int:
 
 @dataclass(frozen=True)
 class Tiling:
-    """The division of rows into lines, each quantized by itself.
-
-    A program takes ``lines`` lines, each as ``chunks`` tiles of ``block`` columns.
-    """
+    """The division of rows into lines, each quantized by itself: a program takes ``lines`` lines,
+    each as ``chunks`` tiles of ``block`` columns."""
 
     lines: int
     chunks: int
