@@ -67,11 +67,6 @@ class _Plan:
     """The base of the launch plans: the members of `LaunchPlan`."""
 
     kind: ClassVar[str]
-    tiles: ClassVar[tuple[tuple[type[Tile], ...], tuple[type[Tile], ...]]] = (
-        (GemmTile,),
-        (GemmTile,),
-    )
-    """The types of GEMM 1's and GEMM 2's tiles, which are the first two fields."""
 
     def describe(self) -> str:
         """Return for example ``gathered: 16x128x128 w4 s3 | 16x64x128 w4 s5, fused``, which
@@ -507,7 +502,7 @@ _TILES: Mapping[str, Sequence[Sequence[type[Tile]]]] = {
     "copied": ((*_USUAL, TokenTile), (*_USUAL, TokenTile)),
     "ahead": ((SpecializedTile,), _USUAL),
 }
-"""The types of GEMM 1's and GEMM 2's tiles, by kind."""
+"""The types of GEMM 1's and GEMM 2's tiles, a plan's first two fields, by kind."""
 
 
 def plan_from_text(text: str) -> LaunchPlan:

@@ -146,8 +146,9 @@ def tile_from_text(text: str, kinds: Sequence[type[Tile]]) -> Tile:
             make: Any = kind
             tile: Tile = make(*sizes, **values)
             return tile
-    words = ", ".join(kind.__name__ for kind in kinds)
-    raise ValueError(f"{text.strip()!r} is not a tile of the kinds that the plan has ({words})")
+    examples: list[Any] = [kind(*[128] * kind.head.count("(")) for kind in kinds]
+    words = " or ".join(repr(tile.describe()) for tile in examples)
+    raise ValueError(f"{text.strip()!r} is not a tile such as {words}")
 
 
 def _power_of_two(text: str) -> int:
