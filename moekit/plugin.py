@@ -60,6 +60,6 @@ __all__ = [
     "Transfers", "Unreduced", "VendorLibrary", "Workspace", "apply_activation", "check_writable",
     "device_file", "exchange", "has_backend", "hookimpl", "importable", "int4", "local_ids",
     "nearest", "partition", "quant", "quantize_for_transfer", "reason_of", "registry",
-    "replace_file", "resolve", "round_up", "settle", "size_distance", "summary", "switch", "unpack_int4",
-    "weight_and_reduce",
+    "replace_file", "resolve", "round_up", "settle", "size_distance", "summary", "switch",
+    "unpack_int4", "weight_and_reduce",
 ]  # fmt: skip

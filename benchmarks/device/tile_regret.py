@@ -7,7 +7,7 @@
 For each entry of the shipped table of --device (default: this GPU's, else the H200's) and each
 number of rows, two plans are chosen that know nothing of the entry's shape: "other shapes" from the
 entries of other shapes, as moekit does for a shape that no table has, and "rules" from no table.
-Regret is a plan's time over that of the tuned plan, minus one.
+Regret is a plan's time over the tuned plan's, minus one.
 
 The table holds the fastest plan of a cell only. So without a GPU regret is known where the chosen
 plan is that one (it is 0); elsewhere the chosen plan's time is missing. --record times it beside

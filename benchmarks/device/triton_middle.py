@@ -26,12 +26,11 @@ import torch
 from common import failures, part, say, verdict
 from moekit_bench import random_weights, shape
 from moekit_triton.calls import Buffers, Call
-from moekit_triton.candidates import Attempt, Step, token_candidates
 from moekit_triton.heuristics import Planner, sorted_plan
-from moekit_triton.kernels.tiles import GemmConfig
+from moekit_triton.kernels.tiles import OrderedTile, TokenTile
 from moekit_triton.packing import pack_weights
 from moekit_triton.plans import Copied, TilePlan
-from moekit_triton.search import Case, Timer
+from moekit_triton.search import Attempt, Case, Step, Timer
 from moekit_triton.tune import compile_all, rows_per_expert
 
 from moekit.backends.reference import oracle
@@ -43,14 +42,13 @@ CELLS = ("qwen3-30b:1024", "qwen3-30b:4096", "qwen3-30b:16384", "dsv3-ep8:1024",
          "mixtral:1024")  # fmt: skip
 _LIMIT = 8e-3
 _BEST = 2  # tiles of each GEMM that whole blocks are timed with
-_WIDE = {"gemm_1": 2, "gemm_2": 1}  # weight rows of an output column
 
 
-def tiles(problem: MoEProblem, step: Step, groups: Sequence[int] = (1, 4, 8)) -> list[GemmConfig]:
+def tiles(problem: MoEProblem, step: Step, groups: Sequence[int] = (1, 4, 8)) -> list[OrderedTile]:
     """Return the tiles of a GEMM: `sorted_plan`'s, and all of tokens."""
     usual = sorted_plan(problem, 256.0)
     first = usual.first if step == "gemm_1" else usual.second
-    new = dict.fromkeys(replace(t, group_m=1) for t in token_candidates(problem, _WIDE[step]))
+    new = TokenTile(128), TokenTile(256)
     wanted = dict.fromkeys(
         replace(tile, group_m=group) for tile in (first, *new) for group in groups
     )
@@ -104,17 +102,17 @@ def _blocks(plan: TilePlan, calls: Sequence[Call]) -> list[Any]:
     return [lambda call=call: plan.launch(call) for call in calls]
 
 
-def best_tiles(case: Case, step: Step, name: str) -> list[GemmConfig]:
+def best_tiles(case: Case, step: Step, name: str) -> list[OrderedTile]:
     """Time a GEMM tile by tile, print the times, and return the fastest tiles."""
     p = case.problem
     found = tiles(p, step)
     us = timed(case, [Copied(tile, tile) for tile in found], step)
     rows = case.calls[0].ids_RK.numel()
-    flop = 2 * rows * p.hidden_size * p.local_intermediate_size * _WIDE[step]
+    flop = 2 * rows * p.hidden_size * p.local_intermediate_size * (1 + (step == "gemm_1"))
     for each, tile in sorted(zip(us, found, strict=True), key=lambda pair: pair[0]):
         say(f"| {name} | {step} | {each:.1f} | {flop / each / 1e6:.0f} | {tile.describe()} "
             f"g{tile.group_m} |")  # fmt: skip
-    new = [i for i in sorted(range(len(us)), key=us.__getitem__) if found[i].swapped]
+    new = [i for i in sorted(range(len(us)), key=us.__getitem__) if isinstance(found[i], TokenTile)]
     return [found[i] for i in new[:_BEST]]
 
 
@@ -142,7 +140,7 @@ def cell(problem: MoEProblem, weights: ExpertWeights, rows: int, name: str) -> s
         say(f"| {name} | {label} | {took:.1f} | {us[0] / took:.3f} | {error:.2e} {right} | "
             f"{plan.describe()} {groups} |")  # fmt: skip
     best = list(plans.values())[us.index(min(us))]
-    record = {"rows_per_expert": rows_per_expert(problem, rows)} | best.to_json()
+    record = {"rows_per_expert": rows_per_expert(problem, rows), "plan": best.describe()}
     return f"{name} {min(us):.1f} us: {json.dumps(record)}"
 
 

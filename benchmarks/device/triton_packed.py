@@ -16,7 +16,6 @@ import concurrent.futures
 import multiprocessing
 import time
 import traceback
-from dataclasses import replace
 
 import torch
 from moekit_bench import (
@@ -30,7 +29,7 @@ from moekit_bench import (
     shape,
 )
 from moekit_triton.heuristics import choose_plan
-from moekit_triton.kernels.tiles import CHUNK, GemmConfig
+from moekit_triton.kernels.tiles import CHUNK, GemmTile
 from moekit_triton.plans import Direct, Gathered
 
 import moekit
@@ -87,9 +86,9 @@ def tiles(problem: moekit.MoEProblem, tokens: int) -> list[Gathered]:
     def one(
         bm: int, first: tuple[int, int], second: tuple[int, int], stages: int, k: int = 1
     ) -> Gathered:
-        n1, n2 = (GemmConfig(bm, n, CHUNK, 8, w, stages) for n, w in (first, second))
+        n1, n2 = (GemmTile(bm, n, CHUNK, 8, w, stages) for n, w in (first, second))
         kind = Direct if tokens == 1 and bm <= 16 else Gathered
-        return kind(n1, replace(n2, splits=k), True)
+        return kind(n1, n2, True, k)
 
     most = tokens * problem.top_k / problem.num_experts
     bm = 8 if most <= 4 else 16 if most <= 10 else 32 if most <= 24 else 64

@@ -19,10 +19,10 @@ from dataclasses import replace
 import torch
 from common import failures, part, say, verdict
 from moekit_bench import random_weights, shape
-from moekit_triton.candidates import Attempt
 from moekit_triton.heuristics import Planner
-from moekit_triton.kernels.tiles import GemmConfig, token_tile
+from moekit_triton.kernels.tiles import GemmTile, TokenTile
 from moekit_triton.plans import Copied, Gathered, TilePlan
+from moekit_triton.search import Attempt
 from moekit_triton.tune import compile_all
 from triton_middle import calls_of, error_of, timed
 
@@ -38,7 +38,7 @@ _LIMIT = 8e-3
 def gathered(rows: int, first: str, second: str, group_m: int = 8) -> Gathered:
     """Return the plan; a tile is columns, k, warps and stages, as in "64 128 4 3"."""
     tiles = [
-        GemmConfig(rows, n, k, group_m, w, s, halves=rows == 128, tma=True)
+        GemmTile(rows, n, k, group_m, w, s, halves=rows == 128, tma=True)
         for n, k, w, s in (map(int, tile.split()) for tile in (first, second))
     ]
     return Gathered(replace(tiles[0], tma=rows != 128), tiles[1], fused=True)
@@ -53,7 +53,7 @@ PLANS: dict[str, TilePlan] = {
     "64 rows, 64 × 64": gathered(64, "64 64 4 4", "128 64 4 4"),
     "64 rows, 64 × 128": gathered(64, "64 128 4 3", "128 128 4 3"),
     "64 rows, 32 × 64": gathered(64, "32 64 4 4", "128 128 4 2"),
-    "token tiles": Copied(token_tile(128), token_tile(256)),
+    "token tiles": Copied(TokenTile(256), TokenTile(256)),
 }
 
 

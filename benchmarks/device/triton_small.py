@@ -35,7 +35,7 @@ from moekit_bench import (
 from moekit_kernels import launch
 from moekit_triton.experts import TritonExperts
 from moekit_triton.heuristics import Planner, choose_plan, dot_products, dots_pay
-from moekit_triton.kernels.tiles import GemvConfig
+from moekit_triton.kernels.tiles import DotTile
 from moekit_triton.plans import Direct, Gathered, StandardPlan
 from torch import Tensor
 
@@ -85,11 +85,11 @@ def sweep_plans(problem: MoEProblem, tokens: int) -> Iterator[tuple[str, Standar
     """Yield plans with each config of one kernel and the usual one of the other; some of both."""
     usual = dot_products(problem, tokens, problem.top_k)
     for up, down in itertools.product(((2, 2), (2, 4), (4, 8)), ((2, 4), (2, 8), (4, 8), (8, 8))):
-        plan = replace(usual, up=GemvConfig(*up), down=GemvConfig(*down))
+        plan = replace(usual, up=DotTile(*up), down=DotTile(*down))
         yield f"both {plan.up.describe()} | {plan.down.describe()}", plan
     for rows, warps in itertools.product((1, 2, 4, 8), (2, 4, 8)):
-        yield f"up rows {rows} warps {warps}", replace(usual, up=GemvConfig(rows, warps))
-        yield f"down rows {rows} warps {warps}", replace(usual, down=GemvConfig(rows, warps))
+        yield f"up rows {rows} warps {warps}", replace(usual, up=DotTile(rows, warps))
+        yield f"down rows {rows} warps {warps}", replace(usual, down=DotTile(rows, warps))
 
 
 def compile_one(job: tuple[str, str, bool, bool, tuple[int, ...]]) -> None:

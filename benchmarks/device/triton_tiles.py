@@ -17,28 +17,28 @@ from dataclasses import replace
 import torch
 from moekit_bench import shape
 from moekit_triton.heuristics import sorted_plan
-from moekit_triton.kernels.tiles import GemmConfig
+from moekit_triton.kernels.tiles import OrderedTile, SortedTile, SpecializedTile
 from moekit_triton.plans import Copied, CopiedAhead, Sorted
 from moekit_triton.search import Case, Launches, Timer
 from moekit_triton.tune import make_case
 
 
-def tiles(best: GemmConfig) -> Iterator[tuple[str, GemmConfig]]:
+def tiles(best: SpecializedTile, columns: int) -> Iterator[tuple[str, OrderedTile]]:
     """Yield the specialized tile of `sorted_plan` and others of its size."""
-    plain = replace(best, specialized=False)
+    plain = SortedTile(128, columns, 64, best.group_m)
     for halves in (True, False):
         named = " halves" if halves else ""
         yield f"specialized{named}", replace(best, halves=halves)
         yield f"tile for tile{named}", replace(plain, halves=halves)
-    if best.block_n == 256:  # with a gate, registers are too few
-        yield "persistent", replace(plain, halves=False, persistent=True)
+    if columns == 256:  # with a gate, registers are too few
+        yield "persistent", replace(plain, persistent=True)
 
 
 def alternatives(case: Case, plan: Sorted) -> Iterator[tuple[str, list[tuple[str, Launches]]]]:
     """Yield a GEMM, and the launches that compute it, by name."""
-    first = [(name, Copied(tile, tile)) for name, tile in tiles(plan.first)]
+    first = [(name, Copied(tile, tile)) for name, tile in tiles(plan.first, 128)]
     yield "first", [(name, case.launches(one, "gemm_1")) for name, one in first]
-    second = [(name, Copied(tile, tile)) for name, tile in tiles(plan.second)]
+    second = [(name, Copied(tile, tile)) for name, tile in tiles(plan.second, 256)]
     yield "second", [(name, case.launches(one, "gemm_2")) for name, one in second]
     whole = [kind(plan.first, plan.second) for kind in (Copied, CopiedAhead)]
     yield "both", [(one.kind, case.launches(one, "gemm_1", "gemm_2")) for one in whole]

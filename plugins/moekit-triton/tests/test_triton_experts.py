@@ -1,4 +1,4 @@
-"""Both backends through moekit.compose, against the fp32 oracle."""
+"""Both backends through moekit.compose, beyond what the conformance kit draws."""
 
 import dataclasses
 import os
@@ -16,12 +16,7 @@ from moekit.runtime.workspace import Workspace
 
 LIMITS = {"none": 6e-3, "int8_channel_token": 3e-2}  # relative RMS error; others: below
 WEIGHT_ONLY_LIMIT, FP8_LIMIT = 6e-3, 6e-2
-PAIRS = [
-    ("local", "triton"),
-    ("batched_reference", "triton_batched"),
-    ("local", "triton_batched"),
-    ("batched_reference", "triton"),
-]
+FORMATS = [("local", "triton"), ("batched_reference", "triton_batched")]
 
 
 def make_problem(device: torch.device, **changes) -> moekit.MoEProblem:
@@ -93,64 +88,13 @@ class NaNWorkspace(Workspace):
         return views
 
 
-@pytest.mark.parametrize(("dispatcher", "experts"), PAIRS[:2])
+@pytest.mark.parametrize(("dispatcher", "experts"), FORMATS)
 @pytest.mark.parametrize(
     "scheme",  # of 4 bits: test_triton_packed.py
     sorted(s for s in moekit.registry().expert("triton").schemes if "4a16" not in s),
 )
 def test_schemes(device, dispatcher, experts, scheme):
     check(make_problem(device, quant=scheme), dispatcher, experts)
-
-
-@pytest.mark.parametrize(("dispatcher", "experts"), PAIRS[2:])
-@pytest.mark.parametrize("scheme", ["none", "fp8_tensor", "fp8_block"])
-def test_bridged(device, dispatcher, experts, scheme):
-    check(make_problem(device, quant=scheme), dispatcher, experts)
-
-
-@pytest.mark.parametrize(("dispatcher", "experts"), PAIRS[:2])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_dtypes(device, dispatcher, experts, dtype):
-    check(make_problem(device, dtype=dtype), dispatcher, experts)
-
-
-@pytest.mark.parametrize(("dispatcher", "experts"), PAIRS[:2])
-@pytest.mark.parametrize(
-    "activation",
-    [
-        "gelu",
-        "gelu_tanh",
-        moekit.Activation("swigluoai", limit=1.0),
-        moekit.Activation("silu", limit=0.5),
-        "silu_no_mul",
-        "gelu_no_mul",
-        "gelu_tanh_no_mul",
-        "relu2",
-    ],
-    ids=str,
-)
-def test_activations_with_bias(device, dispatcher, experts, activation):
-    check(make_problem(device, activation=activation, has_bias=True), dispatcher, experts)
-
-
-@pytest.mark.parametrize(("dispatcher", "experts"), PAIRS[:2])
-@pytest.mark.parametrize("tokens", [1, 17])
-@pytest.mark.parametrize("scheme", ["none", "fp8_block", "fp8_tensor"])
-def test_token_counts(device, dispatcher, experts, tokens, scheme):
-    problem = make_problem(device, quant=scheme, hidden_size=256, intermediate_size=128)
-    check(problem, dispatcher, experts, tokens=tokens + 1)
-
-
-@pytest.mark.parametrize(("dispatcher", "experts"), PAIRS[:2])
-def test_every_expert_and_one_expert(device, dispatcher, experts):
-    check(make_problem(device, top_k=5), dispatcher, experts, tokens=4)
-    check(make_problem(device, num_experts=1, top_k=1), dispatcher, experts, tokens=20)
-
-
-@pytest.mark.parametrize("scheme", ["none", "fp8_block"])
-def test_local_experts_only(device, scheme):
-    parallel = moekit.ParallelConfig(ep_size=2, ep_rank=1, dp_size=1)
-    check(make_problem(device, quant=scheme, parallel=parallel), "local", "triton")
 
 
 @pytest.mark.parametrize("scheme", ["fp8_tensor", "fp8_channel_token", "fp8_block"])

@@ -11,8 +11,8 @@ import pytest
 import torch
 from moekit_kernels.numerics import INTERPRETED
 from moekit_triton.capabilities import BLOCKS_M
-from moekit_triton.heuristics import choose_plan, sorted_plan
-from moekit_triton.kernels.tiles import GemmConfig
+from moekit_triton.heuristics import choose_plan
+from moekit_triton.kernels.tiles import GemmTile, SortedTile, SpecializedTile
 from moekit_triton.plans import Copied, CopiedAhead, Direct, Gathered, Sorted
 from triton_checks import use_plan
 
@@ -21,15 +21,16 @@ from moekit import ExpertWeights, MoEProblem, Routing
 from moekit.backends.reference import oracle
 from moekit.testing.cases import random_weights
 
-SMALL = GemmConfig(min(BLOCKS_M), 32, 32)
-SORTED = GemmConfig(32 if INTERPRETED else 128, 64, 64)  # halves of it are wgmma's 64 rows
+SMALL = GemmTile(min(BLOCKS_M), 32, 32)
+ROWS = 32 if INTERPRETED else 128  # halves of a tile are wgmma's 64 rows
+LARGE, SORTED = GemmTile(ROWS, 64, 64), SortedTile(ROWS, 64, 64, num_warps=4, num_stages=3)
 PLANS = {
     "direct": Direct(SMALL, SMALL, fused=True),
     "gathered": Gathered(SMALL, SMALL, fused=True),
     "not fused": Gathered(SMALL, SMALL, fused=False),
     "wide": Gathered(SMALL, replace(SMALL, wide=True), fused=True),
-    "halves": Gathered(SORTED, replace(SORTED, halves=True), fused=True),
-    "sorted": Sorted(SORTED, SORTED),
+    "halves": Gathered(LARGE, replace(LARGE, halves=True), fused=True),
+    "sorted": Sorted(LARGE, SORTED),
     "copied": Copied(SORTED, replace(SORTED, halves=True)),
     "persistent": Copied(SORTED, replace(SORTED, persistent=True)),
 }
@@ -113,7 +114,7 @@ def test_programs_that_share_k(device, monkeypatch):
         num_experts=2, top_k=2, hidden_size=64, intermediate_size=4096,
         quant="int4_w4a16_g128", dtype=torch.float16, device=device.type,
     )  # fmt: skip
-    assert choose_plan(problem, 2, 2).second.splits > 1
+    assert choose_plan(problem, 2, 2).splits > 1
     check(problem, 2, limit=4e-3)
 
 
@@ -133,8 +134,6 @@ def test_chosen_plans(scheme, tokens):
 )
 def test_specialized_plans(specialized, monkeypatch, kind, scheme, halves, tokens):
     problem = MoEProblem(**LARGE_SIZES, quant=scheme, dtype=torch.float16, device="cuda")
-    plan = sorted_plan(problem, 1024.0)
-    first, second = (replace(c, halves=halves) for c in (plan.first, plan.second))
-    assert first.specialized and second.specialized
-    use_plan(monkeypatch, kind(first, second))
+    tile = SpecializedTile(halves=halves)
+    use_plan(monkeypatch, kind(tile, tile))
     check(problem, tokens, limit=2e-3 if scheme == "none" else 0.2)

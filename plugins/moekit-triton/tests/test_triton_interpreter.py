@@ -70,45 +70,6 @@ def test_the_language_is_as_it_was(device):
     run()
 
 
-def test_functions_prepare_nothing(device, monkeypatch):
-    """The interpreter searches once for what it patches, however many kernels run."""
-    calls = []
-    every_time = interpreter._patch_lang_core
-    monkeypatch.setattr(
-        interpreter, "_patch_lang_core", lambda *args: calls.append(args) or every_time(*args)
-    )
-    prepare_once()
-    run()
-    assert len(calls) in (0, 2)  # triton.language, and its core; none if a kernel ran before
-    calls.clear()
-    run()
-    assert not calls
-
-
-def test_a_function_without_a_kernel(device):
-    """Triton's own functions are restored, and later kernels are right."""
-    prepare_once()
-    assert _plus(1, 2) == 3
-    run()
-
-
-def test_no_answer_is_computed_that_nobody_reads(device):
-    """Whether integers overflow is asserted in Triton's debug mode only."""
-    prepare_once()
-    options = interpreter.interpreter_builder.options
-    assert options.sanitize_overflow == options.debug
-
-
-def test_a_type_is_made_once(device):
-    prepare_once()
-    pointer, const = tl.pointer_type(tl.int8), tl.pointer_type(tl.int8, const=True)
-    elements = (tl.int8, tl.uint8, tl.bfloat16, pointer, const, tl.pointer_type(tl.int8, 3))
-    made = [tl.block_type(e, shape) for e in elements for shape in ([4], [4, 1], [8])]
-    for i, one in enumerate(made):
-        again = tl.block_type(one.element_ty, [tl.constexpr(n) for n in one.shape])
-        assert again is one and [one == other for other in made].index(True) == i
-
-
 @triton.jit
 def _product(a, b, out, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
     m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
@@ -123,7 +84,7 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def check_products() -> None:
-    """Compare the bits of a product with those of the product of other places' rows and columns."""
+    """Compare the bits of a product where its rows and columns change their positions."""
     prepare_once()
     for m, n, k in ((16, 32, 64), (64, 16, 128), (128, 128, 32)):
         a, b = torch.randn(m, k), torch.randn(k, n)

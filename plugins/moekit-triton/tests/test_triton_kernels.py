@@ -12,7 +12,7 @@ from moekit_kernels.rows import (
 )
 from moekit_triton.kernels.gemm import grouped_gemm
 from moekit_triton.kernels.operands import Epilogue, Rows
-from moekit_triton.kernels.tiles import GemmConfig
+from moekit_triton.kernels.tiles import GemmTile
 from triton_checks import run_align
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
@@ -135,7 +135,7 @@ def test_grouped_gemm(
         a[unread] = torch.full_like(a[unread], NAN, dtype=torch.float32).to(a_dtype)
     out_dtype = torch.float32 if a_dtype in (FP8, INT8) else a_dtype
     out = torch.full((rows * top_k, n), NAN, dtype=out_dtype, device=device)
-    config = GemmConfig(16, block_n, block_k, 2, num_warps=4, num_stages=2, swapped=swapped)
+    config = GemmTile(16, block_n, block_k, 2, num_warps=4, num_stages=2, swapped=swapped)
     per_row = 1 if by_assignment else top_k
     for named in (Rows.aligned(run_align(ids, experts, 16), per_row), Rows.direct(ids, per_row)):
         out.fill_(NAN)
@@ -159,7 +159,7 @@ def test_wide(device, a_kind, columns):
         scales["w_scale"] = rand_scale(experts, 1, 2, device=device)
     ids = torch.randint(-1, experts, (rows, 1), device=device)
     named = Rows.aligned(run_align(ids, experts, 64), 1)
-    config = GemmConfig(64, 64, 64, num_stages=2)
+    config = GemmTile(64, 64, 64, num_stages=2)
     single, double = (torch.full((rows, columns), NAN, device=device) for _ in range(2))
     grouped_gemm(a, w.to(dtype), single, named, config, **scales)
     grouped_gemm(a, w.to(dtype), double, named, replace(config, wide=True), **scales)
@@ -194,7 +194,7 @@ def test_fused_activation(device, activation, quantize, inner, swapped):
     ids = torch.randint(-1, experts, (rows, top_k), device=device)
     named = Rows.aligned(run_align(ids, experts, block_m), top_k)
     used = ids.flatten() >= 0
-    config = GemmConfig(
+    config = GemmTile(
         block_m, 128, 64, num_warps=8, num_stages=2, halves=not swapped, swapped=swapped
     )
     scales = {"a_scale": a_scale, "w_scale": w_scale, "bias_LN": bias}
@@ -248,7 +248,7 @@ def test_batched_gemm(device, a_dtype, w_dtype, a_kind, w_kind, swapped):
         a_scale[~used] = NAN
     out_dtype = torch.float32 if a_dtype in (FP8, INT8) else a_dtype
     out = torch.full((experts, capacity, n), NAN, dtype=out_dtype, device=device)
-    config = GemmConfig(block_m, 64, 64, num_stages=2, halves=not swapped, swapped=swapped)
+    config = GemmTile(block_m, 64, 64, num_stages=2, halves=not swapped, swapped=swapped)
     rows = Rows.batched(counts, capacity, block_m)
     grouped_gemm(a, w, out, rows, config, a_scale=a_scale, w_scale=w_scale)
     limit = GEMM_LIMITS[a_dtype]
@@ -262,6 +262,6 @@ def test_no_rows(device):
     assert aligned.num_rows.item() == 0 and (aligned.experts_B == -1).all()
     out = torch.full((3, 32), NAN, device=device)  # more rows than there are
     grouped_gemm(
-        x, torch.ones(4, 32, 64, device=device), out, Rows.aligned(aligned), GemmConfig(16, 32, 32)
+        x, torch.ones(4, 32, 64, device=device), out, Rows.aligned(aligned), GemmTile(16, 32, 32)
     )
     assert out.isnan().all()

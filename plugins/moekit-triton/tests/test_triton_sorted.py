@@ -13,7 +13,7 @@ from moekit_triton.heuristics import choose_plan
 from moekit_triton.kernels.gemm import grouped_gemm
 from moekit_triton.kernels.operands import Epilogue, Rows
 from moekit_triton.kernels.sorted_gemm import sorted_gemm
-from moekit_triton.kernels.tiles import GemmConfig
+from moekit_triton.kernels.tiles import GemmTile, SortedTile, SpecializedTile
 from moekit_triton.plans import Copied, Sorted
 from triton_checks import check_block, real_rows, relative, run_align, use_plan
 
@@ -23,7 +23,7 @@ from moekit.testing.cases import make_case
 from moekit.testing.unreduced import SUMS_ITSELF
 
 BLOCK_M, SMS = 64, 3
-CONFIG = GemmConfig(BLOCK_M, 32, 32, group_m=2, num_warps=4, num_stages=3, tma=True)
+TILE = SortedTile(BLOCK_M, 32, 32, group_m=2, num_warps=4, num_stages=3)
 LIMIT = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
 
 
@@ -65,7 +65,7 @@ def test_block(device, activation, bias, tiles, dtype, hidden, inner):
     experts, rows, top_k = 3, 150, 2
     count = rows * top_k
     block_m = BLOCK_M if INTERPRETED else 128
-    config = replace(CONFIG, block_m=block_m, **({} if tiles == "plain" else {tiles: True}))
+    tile = replace(TILE, block_m=block_m, **({} if tiles == "plain" else {tiles: True}))
     wide = 2 * inner if activation.gated else inner
 
     def randn(*shape: int, by: float = 1.0) -> torch.Tensor:
@@ -85,16 +85,17 @@ def test_block(device, activation, bias, tiles, dtype, hidden, inner):
     assert torch.equal(x_SH[real], x[aligned.assignments_S[real] // top_k])
     assert bool(x_SH[~real].isnan().all()), "copied to a padding row"
     a_SI, gathered_SI = (nan(entries, inner, like=x) for _ in range(2))
-    sorted_gemm(x_SH, w13, a_SI, aligned, config, count, SMS, bias_LN=b13, activation=activation)
+    sorted_gemm(x_SH, w13, a_SI, aligned, tile, count, SMS, bias_LN=b13, activation=activation)
     if tiles != "persistent":
         gathering = Rows.aligned(aligned, top_k, in_order=True)
-        plain = replace(config, tma=config.tma and not INTERPRETED)
+        halves = tiles == "halves"
+        plain = GemmTile(block_m, 32, 32, group_m=2, tma=not INTERPRETED, halves=halves)
         grouped_gemm(x, w13, gathered_SI, gathering, plain, bias_LN=b13,
                      epilogue=Epilogue(activation))  # fmt: skip
         assert bool(gathered_SI[~real].isnan().all()), "wrote a padding row"
         assert relative(gathered_SI[real], a_SI[real].float()) < LIMIT[dtype]
     y = nan(count, hidden, like=x)
-    sorted_gemm(a_SI, w2, y, aligned, config, count, SMS, bias_LN=b2, by_assignment=True)
+    sorted_gemm(a_SI, w2, y, aligned, tile, count, SMS, bias_LN=b2, by_assignment=True)
 
     flat, assignment = ids.flatten(), torch.arange(count, device=device)
     assert bool(torch.isnan(y[flat < 0]).all()), "wrote an assignment without expert"
@@ -110,7 +111,7 @@ def test_block(device, activation, bias, tiles, dtype, hidden, inner):
 @pytest.mark.parametrize(("hidden", "top_k"), [(256, 2), (2320, 3)])
 def test_quantize_into_order(device, hidden, top_k):
     """Like `quantize_rows`; x that is already quantized moves with its scales."""
-    rows, groups = 70, (hidden + 127) // 128
+    rows, groups = 24, (hidden + 127) // 128
     spread = torch.exp(2 * torch.randn(rows, groups)).repeat_interleave(128, 1)[:, :hidden]
     x = (torch.randn(rows, hidden) * spread).to(device, torch.bfloat16)
     ids = torch.randint(-1, 3, (rows, top_k), device=device)
@@ -140,8 +141,8 @@ def test_no_assignments(device):
     y = nan(10, 32, like=x)
     w = torch.randn(3, 32, 64, device=device).bfloat16()
     for persistent in (False, True):
-        config = replace(CONFIG, persistent=persistent)
-        sorted_gemm(x_SH, w, y, aligned, config, ids.numel(), SMS, by_assignment=True)
+        tile = replace(TILE, persistent=persistent)
+        sorted_gemm(x_SH, w, y, aligned, tile, ids.numel(), SMS, by_assignment=True)
     assert bool(torch.isnan(y).all() and torch.isnan(x_SH).all())
 
 
@@ -149,8 +150,8 @@ def test_no_assignments(device):
 @pytest.mark.parametrize("kind", [Sorted, Copied])
 def test_experts(device, monkeypatch, bias, kind):
     """The whole block, with the buffers of the workspace, which overlap."""
-    first = replace(CONFIG, tma=not INTERPRETED)
-    use_plan(monkeypatch, kind(first, replace(CONFIG, persistent=True)))
+    first = GemmTile(BLOCK_M, 32, 32, tma=not INTERPRETED) if kind is Sorted else TILE
+    use_plan(monkeypatch, kind(first, replace(TILE, persistent=True)))
     sizes = dict(num_experts=5, top_k=2, hidden_size=96, intermediate_size=160)
     problem = MoEProblem(**sizes, has_bias=bias, device=device.type)
     check_block(problem, tokens=90)
@@ -168,8 +169,7 @@ def test_rows_that_specialized_warps_leave_have_places(device, monkeypatch) -> N
     """Expert-sorted rows; the GEMMs, which need a Hopper GPU, write nothing here."""
     problem = MoEProblem(num_experts=4, top_k=2, hidden_size=128, intermediate_size=128,
                          device=device)  # fmt: skip
-    tile = GemmConfig(128, 128, 64, num_stages=4, specialized=True)
-    use_plan(monkeypatch, plan := Copied(tile, tile))
+    use_plan(monkeypatch, plan := Copied(SpecializedTile(), SpecializedTile()))
     monkeypatch.setattr(plans, "sorted_gemm", lambda *args, **options: None)
     kernel = compose(problem, SUMS_ITSELF, "triton", backends=kit_registry(), workspace=Workspace())
     monkeypatch.setattr(

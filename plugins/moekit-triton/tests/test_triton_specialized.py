@@ -1,14 +1,13 @@
 """GEMMs by specialized warps against plain torch in fp32, with NaN in unread memory."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
 from moekit_kernels.numerics import Activation
 from moekit_kernels.sorted_rows import copy_rows
-from moekit_triton.heuristics import choose_plan, sorted_plan
+from moekit_triton.heuristics import choose_plan
 from moekit_triton.kernels.sorted_gemm import sorted_gemm
+from moekit_triton.kernels.tiles import SpecializedTile
 from moekit_triton.plans import Copied, CopiedAhead, Sorted
 from triton_checks import (
     check_block,
@@ -36,9 +35,12 @@ def test_only_where_it_can(monkeypatch) -> None:
     for p in (wide.replace(has_bias=True), wide.replace(activation="gelu"),
               wide.replace(activation="relu2")):  # fmt: skip
         plan = choose_plan(p, 8192, 2)
-        assert isinstance(plan, Sorted) and not plan.specialized
+        assert isinstance(plan, Sorted) and SpecializedTile not in (
+            type(plan.first),
+            type(plan.second),
+        )
     plan = choose_plan(wide, 8192, 2)
-    assert plan.first.specialized and plan.second.specialized
+    assert type(plan.first) is type(plan.second) is SpecializedTile
 
 
 @pytest.mark.parametrize("order", ["copied", "ahead"])
@@ -68,8 +70,7 @@ def test_block(specialized, order, halves, dtype, num_experts, top_k, hidden, in
     x = randn(rows, hidden + 8)[:, :hidden]
     w13 = randn(num_experts, 2 * inner, hidden, by=hidden**-0.5)
     w2 = randn(num_experts, hidden, inner, by=inner**-0.5)
-    plan = sorted_plan(problem(), 300.0)
-    first, second = (replace(c, halves=halves, specialized=True) for c in (plan.first, plan.second))
+    tile = SpecializedTile(halves=halves)
     x_SH, a_SI, y_SH = nan(capacity, hidden), nan(capacity, inner), nan(capacity, hidden)
     options = {"activation": Activation("silu"), "x_RK": x if order == "ahead" else None}
     outs = []
@@ -78,9 +79,9 @@ def test_block(specialized, order, halves, dtype, num_experts, top_k, hidden, in
             buffer.fill_(float("nan"))
         if order != "ahead":
             copy_rows(x, aligned, x_SH)
-        sorted_gemm(x_SH, w13, a_SI, aligned, first, count, 132, **options)
+        sorted_gemm(x_SH, w13, a_SI, aligned, tile, count, 132, **options)
         a_SI[~real] = float("nan")
-        sorted_gemm(a_SI, w2, y_SH, aligned, second, count, 132)
+        sorted_gemm(a_SI, w2, y_SH, aligned, tile, count, 132)
         outs.append(y_SH[real])
         assert not aligned.counters.any(), "a next call would miss tiles"
     assert all(torch.equal(out, outs[0]) for out in outs), "not the same twice"
@@ -103,16 +104,15 @@ def test_no_assignments(specialized, halves, order):
     ids = torch.full((300, 2), -1, device="cuda")
     aligned = run_align(ids, 3, 128)
     capacity, count = aligned.capacity, ids.numel()
-    plan = sorted_plan(problem(), 300.0)
-    first, second = (replace(c, halves=halves, specialized=True) for c in (plan.first, plan.second))
+    tile = SpecializedTile(halves=halves)
     x, w13, w2 = (
         torch.randn(shape, device="cuda", dtype=torch.bfloat16)
         for shape in ((300, 64), (3, 256, 64), (3, 64, 128))
     )
     x_SH, a_SI, y_SH = (x.new_full((capacity, n), torch.nan) for n in (64, 128, 64))
     options = {"activation": Activation("silu"), "x_RK": x if order == "ahead" else None}
-    sorted_gemm(x_SH, w13, a_SI, aligned, first, count, 132, **options)
-    sorted_gemm(a_SI, w2, y_SH, aligned, second, count, 132)
+    sorted_gemm(x_SH, w13, a_SI, aligned, tile, count, 132, **options)
+    sorted_gemm(a_SI, w2, y_SH, aligned, tile, count, 132)
     assert all(bool(buffer.isnan().all()) for buffer in (x_SH, a_SI, y_SH))
     assert not aligned.counters.any()
 
@@ -121,9 +121,7 @@ def test_no_assignments(specialized, halves, order):
 def test_experts(specialized, monkeypatch, kind):
     """The whole block, with the buffers of the workspace, which overlap."""
     p = problem(hidden_size=1024, intermediate_size=768).replace(device="cuda")
-    plan = sorted_plan(p, 300.0)
-    assert plan.first.specialized and plan.second.specialized
-    use_plan(monkeypatch, kind(plan.first, plan.second))
+    use_plan(monkeypatch, kind(SpecializedTile(halves=True), SpecializedTile(halves=True)))
     check_block(p, tokens=1500)
 
 
@@ -136,12 +134,12 @@ def test_more_programs_than_run_at_once(specialized):
         torch.randn(shape, device="cuda", dtype=torch.bfloat16) * shape[-1] ** -0.5
         for shape in ((4000, 512), (8, 4096, 512))
     )
-    first = replace(sorted_plan(problem(), 300.0).first, specialized=True)
+    tile = SpecializedTile(halves=True)
 
     def run(programs: int) -> torch.Tensor:
         x_SH, a_SI = x.new_full((capacity, 512), torch.nan), x.new_full((capacity, 2048), torch.nan)
         silu = Activation("silu")
-        sorted_gemm(x_SH, w13, a_SI, aligned, first, count, programs, activation=silu, x_RK=x)
+        sorted_gemm(x_SH, w13, a_SI, aligned, tile, count, programs, activation=silu, x_RK=x)
         return a_SI[real]
 
     want = run(1)

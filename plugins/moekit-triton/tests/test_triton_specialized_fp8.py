@@ -1,7 +1,5 @@
 """fp8 blocks by specialized warps against plain torch in fp32, with NaN in unread memory."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +10,7 @@ from moekit_triton import capabilities, heuristics
 from moekit_triton.heuristics import choose_plan, sorted_plan
 from moekit_triton.kernels.operands import Scales
 from moekit_triton.kernels.sorted_gemm import sorted_gemm
+from moekit_triton.kernels.tiles import SpecializedTile
 from moekit_triton.plans import Copied, Gathered, Sorted
 from triton_checks import (
     check_block,
@@ -37,7 +36,7 @@ def test_only_where_it_can(monkeypatch) -> None:
     compiled(monkeypatch, triton_version="3.6.0")
     wide = problem(hidden_size=4096, intermediate_size=2048)
     plan = choose_plan(wide, 8192, 2)
-    assert type(plan) is Copied and plan.first.specialized and plan.second.specialized
+    assert type(plan) is Copied and type(plan.first) is type(plan.second) is SpecializedTile
     padded = wide.replace(intermediate_size=2048 + 64)
     assert padded.local_intermediate_size == 2048 + 128 and choose_plan(padded, 8192, 2) == plan
     for p in (wide.replace(has_bias=True), wide.replace(activation="gelu"),
@@ -55,7 +54,7 @@ def test_sorted_rows_override_older_measurements(monkeypatch) -> None:
     compiled(monkeypatch)
     monkeypatch.setattr(heuristics, "specializable", lambda p: True)
     monkeypatch.setattr(
-        heuristics, "_nearest", lambda p, _, rows: (rows, heuristics.heuristic(p, rows))
+        heuristics, "_nearest", lambda _, rows: (rows, heuristics.heuristic(fp8, rows))
     )
     fp8 = problem(hidden_size=4096, intermediate_size=2048)
     for p, least in ((fp8, 56), (fp8.replace(quant="none"), 96)):
@@ -100,9 +99,7 @@ def test_gemms(specialized, halves, num_experts, top_k, hidden, inner, rows):
     aligned = run_align(ids, num_experts, 128)
     real, count, capacity = real_rows(aligned), ids.numel(), aligned.capacity
     of = ids.flatten()[aligned.assignments_S[real].long()]
-    plan = sorted_plan(problem(), 300.0)
-    first, second = (replace(c, halves=halves) for c in (plan.first, plan.second))
-    assert first.specialized and second.specialized
+    tile = SpecializedTile(halves=halves)
 
     def nan(dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return torch.full(shape, float("nan"), device="cuda").to(dtype)
@@ -119,10 +116,10 @@ def test_gemms(specialized, halves, num_experts, top_k, hidden, inner, rows):
     for _ in range(3):
         a_SI, a_s = nan(E4M3, capacity, inner), nan(torch.float32, inner // 128, capacity)
         y_SH = nan(torch.bfloat16, capacity, hidden)
-        sorted_gemm(x_SH, w13, a_SI, aligned, first, count, 132, activation=Activation("silu"),
+        sorted_gemm(x_SH, w13, a_SI, aligned, tile, count, 132, activation=Activation("silu"),
                     scales=Scales(s13, xs, a_s))  # fmt: skip
         a_SI.view(torch.uint8)[~real], a_s[:, ~real] = 0x7F, float("nan")
-        sorted_gemm(a_SI, w2, y_SH, aligned, second, count, 132, scales=Scales(s2, a_s))
+        sorted_gemm(a_SI, w2, y_SH, aligned, tile, count, 132, scales=Scales(s2, a_s))
         outs.append((a_SI[real].view(torch.uint8), a_s[:, real], y_SH[real]))
         assert not aligned.counters.any(), "a next call would miss tiles"
     for out in outs:
@@ -155,7 +152,7 @@ def test_no_assignments(specialized, halves):
     capacity = aligned.capacity
     (w, scale), a_s = weights(3, 256, 128), torch.ones(1, capacity, device="cuda")
     y = torch.full((capacity, 256), float("nan"), dtype=torch.bfloat16, device="cuda")
-    tile = replace(sorted_plan(problem(), 300.0).second, halves=halves)
+    tile = SpecializedTile(halves=halves)
     a = torch.ones(capacity, 128, device="cuda").to(E4M3)
     sorted_gemm(a, w, y, aligned, tile, 600, 132, scales=Scales(scale, a_s))
     assert bool(y.isnan().all()) and not aligned.counters.any()

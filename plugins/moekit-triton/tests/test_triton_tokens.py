@@ -1,29 +1,21 @@
-"""Token tiles: their list, and swap-AB GEMMs by specialized warps, with NaN in padding rows.
-
-The GEMMs run on the GPU where there is one, else in `gluon_emulator`.
-"""
+"""Token tiles: their list, and swap-AB GEMMs by specialized warps, with NaN in padding rows."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
-
-import gluon_emulator
 import pytest
 import torch
 import torch.nn.functional as F
 from moekit_kernels.align import COUNTERS, SortedAssignments, align, align_capacity, align_scratch
 from moekit_kernels.numerics import Activation
-from moekit_triton.candidates import attempts, sorted_candidates, token_candidates
 from moekit_triton.kernels.sorted_gemm import sorted_gemm
-from moekit_triton.kernels.tiles import GemmConfig, token_tile
-from moekit_triton.kernels.token_tiles import list_token_tiles, tile_list_entries, tile_tokens
-from moekit_triton.plans import Copied, plan_from_json
+from moekit_triton.kernels.tiles import TokenTile
+from moekit_triton.kernels.token_tiles import list_token_tiles, tile_list_entries
+from moekit_triton.plans import Copied
+from moekit_triton.search import attempts
 from triton_checks import check_block, compiled, real_rows, relative, use_plan
 
 from moekit import MoEProblem
 
-GPU = torch.cuda.is_available()
 COUNTS = {
     "edges": [0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 256, 257, 0],
     "rests": [258, 272, 273, 288, 289, 0, 160, 161, 300, 512, 513, 544, 545, 33],
@@ -32,25 +24,10 @@ COUNTS = {
 LIMIT = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
 
 
-@pytest.fixture
-def gemm(request, monkeypatch) -> None:
-    """Run token tiles: on a GPU of capability 9.0, or emulated."""
-    if GPU:
-        request.getfixturevalue("specialized")
-        return
-    module = pytest.importorskip("moekit_triton.kernels.specialized_tokens")
-    run = partial(gluon_emulator.launch, module._launch_gemm._kernel)
-    monkeypatch.setattr(module, "_launch_gemm", run)
-
-
 def problem(device: str) -> MoEProblem:
     return MoEProblem(
         num_experts=8, top_k=2, hidden_size=1024, intermediate_size=768, device=device
     )
-
-
-def tile(weights: int, gated: bool) -> GemmConfig:
-    return token_tile(weights // (2 if gated else 1), group_m=3)
 
 
 def sort(counts: list[int], device: torch.device) -> tuple[SortedAssignments, torch.Tensor]:
@@ -90,17 +67,17 @@ def test_list(name, tokens, device):
 @pytest.mark.parametrize(("name", "k", "n"), [("edges", 320, 200), ("rests", 64, 264)])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("weights", [128, 256])
-def test_gemm(gemm, name, k, n, gated, weights, device):
+def test_gemm(specialized, name, k, n, gated, weights, device):
     check_gemm(COUNTS[name], k, n, gated, weights, torch.bfloat16, device)
 
 
 @pytest.mark.parametrize("weights", [128, 256])
-def test_early_weights(gemm, weights, device):
+def test_early_weights(specialized, weights, device):
     check_gemm([258, 272, 0, 300, 10], 64, 264, False, weights, torch.float16, device, early=True)
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_no_assignments(gemm, gated, device):
+def test_no_assignments(specialized, gated, device):
     check_gemm(COUNTS["nothing"], 64, 128, gated, 128, torch.bfloat16, device)
 
 
@@ -116,8 +93,8 @@ def check_gemm(
 ) -> None:
     """Compare a GEMM with fp32 products; padding rows are NaN, and unused blocks stay so."""
     aligned, tiles = sort(counts, device)
-    config, count = tile(weights, gated), aligned.rows_A.numel()
-    list_token_tiles(aligned, tiles, tile_tokens(config, gated))
+    tile, count = TokenTile(weights, 3), aligned.rows_A.numel()
+    list_token_tiles(aligned, tiles, tile.tokens)
     real = real_rows(aligned)
     a = torch.full((aligned.capacity, k), torch.nan, dtype=dtype, device=device)
     a[real] = torch.randn(int(real.sum()), k, device=device).to(dtype)
@@ -126,7 +103,7 @@ def check_gemm(
     share = torch.rand(count, device=device) * 2 if early else None
     out = torch.full((aligned.capacity, n), torch.nan, dtype=dtype, device=device)
     sorted_gemm(
-        a, w, out, aligned, config, count, 5, token_tiles=tiles, weights_RK=share,
+        a, w, out, aligned, tile, count, 5, token_tiles=tiles, weights_RK=share,
         activation=Activation("silu") if gated else None,
     )  # fmt: skip
     assert not aligned.counters.any(), "a next call would miss tiles"
@@ -163,35 +140,18 @@ def compare(
 @pytest.mark.parametrize("weights", [(128, 128), (256, 256), (256, 128)])
 def test_experts(specialized, monkeypatch, weights):
     """The whole block, with the buffers of the workspace, which overlap."""
-    first, second = tile(weights[0], True), tile(weights[1], False)
-    use_plan(monkeypatch, Copied(first, second))
+    use_plan(monkeypatch, Copied(*(TokenTile(rows, 3) for rows in weights)))
     check_block(problem("cuda"), 1100)
-
-
-def test_plan_of_a_table():
-    plan = Copied(tile(128, True), tile(256, False))
-    assert plan_from_json(plan.to_json()) == plan
-    for kind in ("ahead", "sorted"):
-        with pytest.raises(ValueError, match="swapped"):
-            plan_from_json(plan.to_json() | {"kind": kind})
-    for name, value in (("block_n", 32), ("block_n", 255), ("block_k", 128), ("num_stages", 3)):
-        wrong = plan.first.to_json() | {name: value}
-        with pytest.raises(ValueError, match="first: expected .* 128x64x64 .* or 128x128x64"):
-            plan_from_json(plan.to_json() | {"first": wrong})
 
 
 def test_candidates(monkeypatch):
     """Token tiles are timed for 16 bits, up to 1024 rows an expert."""
     compiled(monkeypatch, triton_version="3.6.0")
     p = problem("sm90")
-    for wide in (1, 2):
-        assert not any(t.token_tile for t in sorted_candidates(p, wide))
-        found = token_candidates(p, wide)
-        assert {tile_tokens(t, wide == 2) for t in found} == {128, 256}
-        assert tile_tokens(replace(found[0], swapped=False)) is None
 
     def timed(p: MoEProblem, rows: int) -> set[tuple[str, type]]:
-        return {(step, type(plan)) for step, plan in attempts(p, rows) if plan.first.token_tile}
+        return {(step, type(plan)) for step, plan in attempts(p, rows)
+                if isinstance(plan.first, TokenTile)}  # fmt: skip
 
     for rows in (512, 4096):
         assert timed(p, rows) == {("gemm_1", Copied), ("gemm_2", Copied)}

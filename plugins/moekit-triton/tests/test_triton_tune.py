@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from moekit_triton import candidates, heuristics, search, tables, tune
+import triton
+from moekit_triton import heuristics, search, tables, tune
 from moekit_triton.calls import Layer
-from moekit_triton.capabilities import BLOCKS_M
-from moekit_triton.kernels.tiles import GemmConfig
+from moekit_triton.capabilities import BLOCKS_M, shared_memory
+from moekit_triton.kernels.tiles import GemmTile, SortedTile, SpecializedTile
 from moekit_triton.plans import Copied, CopiedAhead, Gathered, Sorted, TilePlan
 from test_triton_plans import problem, shared_bytes
 from triton_checks import compiled as choose_as_compiled
 
 from moekit import DeviceSpec, MoEProblem
+from moekit.errors import MoekitError
+
+SHAPE = "64:2:128:64"
+TILE = GemmTile(16, 64, 64)
+PLAN = Gathered(TILE, TILE, True)
 
 
 @pytest.fixture(autouse=True)
@@ -25,18 +35,20 @@ def compiled(monkeypatch):
     choose_as_compiled(monkeypatch)
 
 
-@pytest.mark.parametrize("scheme", ["none", "fp8_block", "fp8_channel_token", "mxfp4_w4a16"])
-def test_candidates(scheme) -> None:
-    p = problem(quant=scheme)
+@pytest.mark.parametrize(
+    "scheme", ["none", "fp8_block", "fp8_channel_token", "int4_w4a16_g128", "mxfp4_w4a16"]
+)
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (12, 0)])
+def test_candidates_fit_the_device(scheme, capability) -> None:
+    p = problem(quant=scheme, device=DeviceSpec("cuda", capability, "any"))
     for per_expert in tune.ROWS_PER_EXPERT:
         for wide in (1, 2):
-            found = candidates.candidates(p, per_expert, wide)
+            found = search.candidates(p, per_expert, wide)
             assert found and len(set(found)) == len(found)
-            for c in found:
-                plan = Gathered(c, c, wide == 2)
-                assert min(shared_bytes(plan, p)) <= 227 << 10 and c.block_m in BLOCKS_M
-                if scheme == "fp8_block":
-                    assert 128 % c.block_k == 0
+            for tile in found:
+                need = shared_bytes(Gathered(tile, tile, True), p)[0 if wide == 2 else 1]
+                assert tile.block_m in BLOCKS_M and (tile.wide or need <= shared_memory(p))
+                assert scheme != "fp8_block" or 128 % tile.block_k == 0
 
 
 @pytest.mark.parametrize("scheme", ["none", "fp8_block"])
@@ -50,7 +62,7 @@ def test_a_case_that_compiles_has_room_for_every_plan(scheme, monkeypatch) -> No
     layer, rows, seen = Layer.of(small), tune._TINY_ROWS, set()
     room = heuristics.workspace(layer, rows)
     for tokens in (1024, 4096, 16384):
-        for _, plan in candidates.attempts(p, tokens):
+        for _, plan in search.attempts(p, tokens):
             seen.add(type(plan))
             need = plan.workspace(layer, rows, small.top_k)
             assert all(a.shape[0] >= b.shape[0] for a, b in zip(room, need, strict=True)), plan
@@ -63,7 +75,7 @@ def test_a_case_that_compiles_has_room_for_every_plan(scheme, monkeypatch) -> No
 def test_candidates_for_few_rows_of_fp8_use_swap_ab(scheme, capability, rows) -> None:
     p = problem(quant=scheme, device=DeviceSpec("cuda", capability, "any"))
     swapped = capability == (9, 0) and scheme != "int8_channel_token"
-    kinds = {c.swapped for c in candidates.candidates(p, rows, 1) if c.block_m < 64}
+    kinds = {c.swapped for c in search.candidates(p, rows, 1) if c.block_m < 64}
     assert kinds == ({swapped} if rows < 64 else set())
 
 
@@ -73,16 +85,16 @@ def test_where_specialized_tiles_win_nothing_else_is_tried(scheme, monkeypatch) 
     rows = tune.token_count(p, 1024.0)
     for version, specialized in (("3.6.0", True), ("3.5.0", False)):
         choose_as_compiled(monkeypatch, triton_version=version)
-        found = list(candidates.attempts(p, rows))
+        found = list(search.attempts(p, rows))
         kinds = {(step, type(plan)) for step, plan in found if isinstance(plan, Sorted)}
         wanted = {("gemm_1", Copied), ("gemm_2", Copied)}
         if specialized and scheme == "none":
             wanted.add(("gemm_1", CopiedAhead))
         assert kinds == wanted or not kinds
         assert any(isinstance(plan, Gathered) for _, plan in found) != specialized
-        assert any(plan.first.specialized for _, plan in found) == specialized
+        assert any(type(plan.first) is SpecializedTile for _, plan in found) == specialized
         assert len(set(found)) == len(found)
-    few = candidates.attempts(p, tune.token_count(p, 16.0))
+    few = search.attempts(p, tune.token_count(p, 16.0))
     assert {type(plan) for _, plan in few} == {Gathered}
 
 
@@ -95,11 +107,13 @@ def test_steps_compute_the_call(device, monkeypatch, scheme) -> None:
     p = MoEProblem(**sizes, quant=scheme, device=device.type)
     monkeypatch.setattr(heuristics, "sorting_pays", lambda *_: scheme == "none")
     case = tune.make_case(p, 20, 2)
-    tile = GemmConfig(16, 128, 128)
+    tile = GemmTile(16, 128, 128)
     plans: list[TilePlan] = [Gathered(tile, tile, True), Gathered(tile, tile, False)]
     if scheme == "int8_channel_token":
         plans.pop(0)  # a tile does not hold a row
-    plans += [Sorted(tile, tile), Copied(tile, tile)] if scheme == "none" else []
+    ordered = SortedTile(16, 128, 128, num_warps=4, num_stages=3)
+    if scheme == "none":
+        plans += [Sorted(tile, ordered), Copied(ordered, ordered)]
     outs: list[list[torch.Tensor]] = []
     for plan in plans:
         outs.append([])
@@ -115,8 +129,9 @@ def test_steps_compute_the_call(device, monkeypatch, scheme) -> None:
 
 
 def timed(us: float, kind: type[TilePlan] = Gathered, block_m: int = 128) -> search.Timed:
-    tile = GemmConfig(block_m, 128, 64, specialized=kind is not Gathered)
-    plan = Gathered(tile, tile, True) if kind is Gathered else kind(tile, tile)
+    tile = GemmTile(block_m, 128, 64)
+    ordered = SortedTile(block_m, 128, 64)
+    plan = Gathered(tile, tile, True) if kind is Gathered else kind(ordered, ordered)
     return search.Timed(us, plan)
 
 
@@ -176,7 +191,7 @@ def test_whole_plans_decide_among_the_best_few(monkeypatch) -> None:
     monkeypatch.setattr(search, "Timer", Timer)
     found = search.Search(Case())
     for (step, columns), us in alone.items():
-        tile = GemmConfig(8, columns, 128)
+        tile = GemmTile(8, columns, 128)
         one = search.Timed(us, Gathered(tile, tile, True))
         found.found.setdefault((step, 8, Gathered), []).append(one)
     plan, *_ = found.settle()
@@ -210,53 +225,202 @@ def test_an_entry_of_another_version_is_kept_apart() -> None:
     assert json.loads(tune.dumps(table))["entries"] == [old]
 
 
-def test_a_run_whose_time_is_over_is_continued(monkeypatch, tmp_path, capsys) -> None:
-    """Every plan is in the file when it is found, and only the missing ones are searched again."""
-    out, searched, compiled = tmp_path / "table.json", [], []
-    argv = ["--shapes", "64:2:128:64", "--quant", "none,fp8_block", "--rows", "1,4", "--gpus", "1"]
-    argv += ["--out", str(out), "--seconds", "60"]
-
-    def search_plan(job: tune.Job, end: float):
-        if len(searched) % 3 == 2:  # the time is over after two
-            searched.append(None)
-            return None
-        searched.append(job)
-        tile = GemmConfig(16, 64, 64)
-        size = {"rows_per_expert": job.rows, "us": [1.0, 2.0]}
-        size |= Gathered(tile, tile, True).to_json()
-        found = tune.shape(job.shape).problem(quant=job.scheme, device="sm90")
-        return tune._key(found), {job.rows: size}
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    gpu = DeviceSpec("cuda", (9, 0), "a GPU")
-    monkeypatch.setattr(DeviceSpec, "of", classmethod(lambda cls, device: gpu))
-    monkeypatch.setattr(tune, "_pool", lambda workers, devices: ThreadPoolExecutor(1))
-    monkeypatch.setattr(tune, "_tune", search_plan)
-    monkeypatch.setattr(tune, "compile_all", lambda sizes, end: compiled.append(list(sizes)))
-    assert tune.main(argv) == 1
-    assert "1 of 4 plans are left: run it again to continue" in capsys.readouterr().err
-    assert [str(job) for job in searched if job] == [
-        "64:2:128:64 none, 1 rows an expert",
-        "64:2:128:64 none, 4 rows an expert",
-        "64:2:128:64 fp8_block, 4 rows an expert",
-    ]
-    searched.clear()
-    assert tune.main(argv) == 0
-    assert searched == [("64:2:128:64", "fp8_block", 1.0)]
-    assert [len(each) for each in compiled] == [4, 1]
-    assert [len(e["plans"]) for e in json.loads(out.read_text())["entries"]] == [2, 2]
-    assert tune.main(argv) == 0 and len(searched) == 1
-    assert "already has all" in capsys.readouterr().err
-
-
-def test_nothing_begins_when_the_time_is_over() -> None:
-    assert tune._tune(tune.Job("mixtral", "none", 1.0), time.monotonic() - 1) is None
-    assert tune._compile((problem(), []), time.monotonic() - 1) == 0
-
-
 def test_tables_are_written_a_plan_on_a_line() -> None:
     for file in tables.FILES.shipped.glob("*.json"):
         text = file.read_text()
         assert tune.dumps(tune.loads(text)) == text
+
+
+# -- the command on machines of all kinds -------------------------------------------------------
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Stand in for a machine with GPUs; jobs run in a thread, and nothing is compiled."""
+
+    def use(
+        search_plan: Callable[[tune.Job], list[dict[str, Any]]],
+        *names: str,
+        capability: tuple[int, int] = (9, 0),
+    ) -> None:
+        names = names or ("a GPU",)
+        spec = DeviceSpec("cuda", capability, names[0])
+
+        def found(job: tune.Job) -> tuple[str, tune.Plans]:
+            p = tune.shape(job.shape).problem(quant=job.scheme, device="sm90")
+            return tune._key(p), {plan["rows_per_expert"]: plan for plan in search_plan(job)}
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=0: names[device])
+        monkeypatch.setattr(DeviceSpec, "of", classmethod(lambda cls, device: spec))
+        monkeypatch.setattr(tune, "_pool", lambda workers, devices: ThreadPoolExecutor(1))
+        monkeypatch.setattr(tune, "compile_all", lambda wanted: None)
+        monkeypatch.setattr(tune, "_tune", found)
+
+    return use
+
+
+def plans(job: tune.Job) -> list[dict[str, Any]]:
+    return [{"rows_per_expert": job.rows, "us": [1, 2], "plan": PLAN.describe()}]
+
+
+def arguments(out: Path, **options: str) -> list[str]:
+    given = {"shapes": SHAPE, "quant": "none", "rows": "1,4,16", "out": str(out), **options}
+    return [word for name, value in given.items() for word in (f"--{name}", value)]
+
+
+def rows_in(file: Path) -> list[float]:
+    """Return the numbers of rows that moekit reads from a table."""
+    return [rows for entry in tables.FILES.read(file) for rows, _ in entry.plans]
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), "it needs more memory than the GPU has"),
+        (None, "no tile compiles and runs on this GPU"),
+    ],
+)
+def test_a_job_without_a_plan_stops_no_other(machine, tmp_path, capsys, fault, words) -> None:
+    def search_plan(job: tune.Job) -> list[dict[str, Any]]:
+        if job.rows == 4:
+            if fault is not None:
+                raise fault
+            return []
+        return plans(job)
+
+    machine(search_plan)
+    out = tmp_path / "t.json"
+    assert tune.main(arguments(out)) == 1
+    assert rows_in(out) == [1, 16]
+    said = capsys.readouterr().err
+    assert f"{SHAPE} none, 4 rows an expert: no plan, {words}" in said and "1 of 3 plans" in said
+
+
+def test_only_gpus_of_one_kind_are_timed(machine, monkeypatch, tmp_path) -> None:
+    machine(plans, "NVIDIA A", "NVIDIA B", "NVIDIA A")
+    used = []
+    monkeypatch.setattr(
+        tune, "_pool", lambda workers, devices: used.append(devices) or ThreadPoolExecutor(1)
+    )
+    assert tune.main(arguments(tmp_path)) == 0
+    assert used == [[0, 2]] and rows_in(tmp_path / "nvidia-a.json") == [1, 4, 16]
+
+
+def test_a_slice_of_a_gpu_has_a_table_of_its_own(machine, tmp_path, monkeypatch) -> None:
+    name = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
+    monkeypatch.setenv("MOEKIT_TUNED", str(tmp_path))
+    machine(plans, name)
+    argv = arguments(tmp_path)
+    del argv[argv.index("--out") : argv.index("--out") + 2]
+    assert tune.main(argv) == 0
+    assert (tmp_path / "triton" / "nvidia-h100-80gb-hbm3-mig-1g.10gb.json").is_file()
+    small = tune.shape(SHAPE).problem(device=DeviceSpec("cuda", (9, 0), name))
+    assert [rows for rows, _ in tables.measured_plans(small)] == [1, 4, 16]
+
+
+def test_schemes_that_the_device_lacks_are_left_out(machine, tmp_path, capsys) -> None:
+    machine(plans, "NVIDIA A100", capability=(8, 0))
+    out = tmp_path / "t.json"
+    assert tune.main(arguments(out, quant="none,fp8_block")) == 0
+    said = capsys.readouterr().err
+    assert f"{SHAPE} fp8_block is left out: fp8 needs compute capability 8.9" in said
+    assert {e.key["scheme"] for e in tables.FILES.read(out)} == {"none"}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "cannot be used"),
+        ('{"plans": []}', "KeyError: 'entries'"),
+        (None, "cannot be written"),
+    ],
+)
+def test_a_table_that_cannot_be_used_is_said_first(machine, tmp_path, text, words) -> None:
+    begun = []
+    machine(lambda job: begun.append(job) or plans(job))
+    (tmp_path / "file").write_text(text or "")
+    out = tmp_path / "file" / "t.json" if text is None else tmp_path / "file"
+    with pytest.raises(MoekitError, match=words) as raised:
+        tune.main(arguments(out))
+    assert str(out) in str(raised.value) and not begun
+    assert text is not None or "name another file with --out" in str(raised.value)
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), BrokenProcessPool("died")])
+def test_a_run_that_is_stopped_keeps_what_it_found(machine, tmp_path, capsys, stop) -> None:
+    out = tmp_path / "t.json"
+
+    def search_plan(job: tune.Job) -> list[dict[str, Any]]:
+        if job.rows == 1:
+            return plans(job)
+        end = time.monotonic() + 20
+        while not out.exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        raise stop
+
+    machine(search_plan)
+    if isinstance(stop, KeyboardInterrupt):
+        assert tune.main(arguments(out)) == 130
+        assert f"stopped; {out} has what was found" in capsys.readouterr().err
+    else:
+        with pytest.raises(MoekitError, match="a worker process died.* run it again to continue"):
+            tune.main(arguments(out))
+    assert rows_in(out) == [1]
+    machine(plans)
+    assert tune.main(arguments(out)) == 0 and rows_in(out) == [1, 4, 16]
+    assert tune.main(arguments(out)) == 0 and "already has all" in capsys.readouterr().err
+
+
+def test_plans_of_the_installed_triton_count_first(tmp_path, monkeypatch) -> None:
+    def entry(version: str, group_m: int) -> dict[str, Any]:
+        text = Gathered(GemmTile(16, 64, 64, group_m), TILE, True).describe()
+        plans = [{"rows_per_expert": 4.0, "plan": text}]
+        return {**tables.table_key(problem()), "triton": version, "plans": plans}
+
+    (tmp_path / "triton").mkdir()
+    monkeypatch.setenv("MOEKIT_TUNED", str(tmp_path))
+    file = tmp_path / "triton" / "nvidia-h200.json"
+    entries = [entry("3.5.0", 5), entry(triton.__version__, 7), entry("9.9.9", 9)]
+    for order in (entries, entries[::-1]):
+        file.write_text(json.dumps({"entries": order}))
+        found = dict(tables.measured_plans(problem()))
+        assert found[4.0].first.group_m == 7
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("rows", "0"), ("rows", "1,nan"), ("rows", "few")],
+)
+def test_wrong_arguments(machine, tmp_path, capsys, option, value) -> None:
+    machine(plans)
+    with pytest.raises(SystemExit) as left:
+        tune.main(arguments(tmp_path / "t.json", **{option: value}))
+    assert left.value.code == 2 and f"argument --{option}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "impossible"),
+    [
+        (triton.runtime.errors.OutOfResources(300000, 101376, "shared memory"), True),
+        (triton.runtime.errors.PTXASError("register allocation failed"), True),
+        (RuntimeError("PassManager::run failed"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+    ],
+)
+def test_only_tiles_that_are_impossible_are_left_out(error, impossible) -> None:
+    def launches(plan, *steps):
+        raise error
+
+    one = search.Search(SimpleNamespace(problem=problem(), launches=launches))
+    if impossible:
+        one.attempt("gemm_1", PLAN)
+        search.compile_attempts(one._case, [search.Attempt("gemm_1", PLAN)])
+        assert one.settle() is None
+    else:
+        with pytest.raises(RuntimeError):
+            one.attempt("gemm_1", PLAN)

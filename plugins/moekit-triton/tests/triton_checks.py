@@ -1,4 +1,4 @@
-"""Checks that test files share: alignment into guarded lists, and that of the whole block."""
+"""Checks that test files share: alignment into guarded lists, and the whole block."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def real_rows(aligned: SortedAssignments) -> torch.Tensor:
 
 
 def relative(out: torch.Tensor, want: torch.Tensor) -> float:
-    """Return the norm of the difference relative to that of ``want`` (fp32)."""
+    """Return the norm of the difference over the norm of ``want`` (fp32)."""
     return float((out.float() - want).norm() / want.norm())
 
 

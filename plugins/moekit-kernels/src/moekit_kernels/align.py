@@ -23,12 +23,8 @@ from .launch import Launcher, wait_then_launch_dependents
 from .numerics import INTERPRETED
 
 __all__ = [
-    "COUNTERS",
-    "SortedAssignments",
-    "align",
-    "align_capacity",
-    "align_scratch",
-]
+    "COUNTERS", "SortedAssignments", "align", "align_capacity", "align_scratch",
+]  # fmt: skip
 
 FEW_ASSIGNMENTS = 32
 """Assignments up to which one program compares each with each."""

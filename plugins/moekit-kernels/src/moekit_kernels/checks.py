@@ -37,8 +37,8 @@ def add_one(device: str) -> bool:
 
     @triton.jit
     def kernel(x_ptr, BLOCK: tl.constexpr):
-        place = x_ptr + tl.arange(0, BLOCK)
-        tl.store(place, tl.load(place) + 1)
+        x_ptrs = x_ptr + tl.arange(0, BLOCK)
+        tl.store(x_ptrs, tl.load(x_ptrs) + 1)
 
     x = torch.arange(64, dtype=torch.float32, device=device)
     kernel[(1,)](x, BLOCK=64)

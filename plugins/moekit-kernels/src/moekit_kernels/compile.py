@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path as File
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -37,21 +37,13 @@ _TYPES = {
     torch.int64: "i64", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32",
     torch.float8_e4m3fn: "fp8e4nv",
 }  # fmt: skip
-Path = tuple[int, ...]
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl", "maxnreg")
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled launch, as ptxas reports it.
-
-    Attributes:
-        registers: Of a thread.
-        stack: Bytes of a thread; values spill there.
-        shared: Bytes of shared memory of a block.
-        layouts: Triton's code for GPUs (ttgir), which says what each thread holds.
-        ptx: The code that ptxas compiled.
-    """
+    """A compiled launch: registers and bytes of stack of a thread (values spill there), bytes of
+    shared memory of a block, Triton's code for GPUs (ttgir: layouts), and PTX."""
 
     registers: int
     stack: int
@@ -68,8 +60,8 @@ class Launch:
 
     kernel: Any
     signature: Mapping[str, Any]
-    constants: Mapping[Path, Any]
-    aligned: tuple[Path, ...]
+    constants: Mapping[tuple[int, ...], Any]
+    aligned: tuple[tuple[int, ...], ...]
     options: Mapping[str, Any]
 
     @classmethod
@@ -77,9 +69,10 @@ class Launch:
         """Specialize ``kernel(*args, **named)`` as Triton does."""
         given = dict(zip(kernel.arg_names, args, strict=False)) | dict(named)
         options = {name: given.pop(name) for name in _OPTIONS if name in given}
-        signature, constants, aligned = dict[str, Any](), dict[Path, Any](), list[Path]()
+        signature, constants = dict[str, Any](), dict[tuple[int, ...], Any]()
+        aligned: list[tuple[int, ...]] = []
 
-        def kind(value: Any, path: Path, special: bool) -> Any:
+        def kind(value: Any, path: tuple[int, ...], special: bool) -> Any:
             if isinstance(value, tuple):  # Triton specializes the members
                 found = [kind(each, (*path, i), True) for i, each in enumerate(value)]
                 return type(value)(*found) if hasattr(value, "_fields") else tuple(found)
@@ -141,9 +134,9 @@ def _type(value: Any) -> str:
 
 
 def _resources(cubin: bytes) -> str:
-    tool = File(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.TemporaryDirectory() as folder:
-        file = File(folder, "kernel.cubin")
+        file = Path(folder, "kernel.cubin")
         file.write_bytes(cubin)
         command = [str(tool), "--dump-resource-usage", str(file)]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout

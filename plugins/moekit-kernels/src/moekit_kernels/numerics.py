@@ -16,23 +16,10 @@ from triton.language.extra import libdevice
 from moekit.plugin import Activation as ProblemActivation
 
 __all__ = [
-    "INTERPRETED",
-    "NO_ACTIVATION",
-    "QMAX",
-    "SCALE_GROUP",
-    "TINY",
-    "Activation",
-    "activate",
-    "activate_gated",
-    "convert",
-    "dot",
-    "quantize",
-    "round_to_integer",
-    "scale_of",
-    "times_sigmoid",
-    "weight_after",
-    "weight_before",
-]
+    "INTERPRETED", "NO_ACTIVATION", "QMAX", "SCALE_GROUP", "TINY", "Activation", "activate",
+    "activate_gated", "convert", "dot", "quantize", "round_to_integer", "scale_of", "times_sigmoid",
+    "weight_after", "weight_before",
+]  # fmt: skip
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """True if kernels run in Triton's interpreter (TRITON_INTERPRET=1 when triton was imported)."""
@@ -51,13 +38,10 @@ TINY = 1e-12
 class Activation:
     """An activation as the kernels take it.
 
-    Args:
-        name: "silu", "gelu", "gelu_tanh" or "relu2"; only with a gate also "swigluoai", "situ" or
-            "swiglustep".
-        gated: whether the input is the two halves [gate; up].
-        alpha: parameter of swigluoai and situ.
-        limit: clamp of gate and up before the activation; None = no clamp. In swiglustep the clamp
-            of gate follows silu, and in situ the limit bounds up smoothly.
+    name: "silu", "gelu", "gelu_tanh" or "relu2"; only with a gate also "swigluoai", "situ" or
+    "swiglustep". gated: the input is the two halves [gate; up]. alpha: of swigluoai and situ.
+    limit: clamp of gate and up before the activation; in swiglustep the clamp of gate follows silu,
+    and in situ the limit bounds up smoothly.
     """
 
     name: str

@@ -28,15 +28,9 @@ from .numerics import (
 )
 
 __all__ = [
-    "AMAX_PARTIALS",
-    "ValidRows",
-    "activate_rows",
-    "quantize_activations",
-    "quantize_rows",
-    "quantize_rows_per_tensor",
-    "weight_and_reduce",
-    "weighted_sum",
-]
+    "AMAX_PARTIALS", "ValidRows", "activate_rows", "quantize_activations", "quantize_rows",
+    "quantize_rows_per_tensor", "weight_and_reduce", "weighted_sum",
+]  # fmt: skip
 
 AMAX_PARTIALS = 4 if INTERPRETED else 256
 """fp32 entries of scratch for a dynamic per-tensor scale, one per program."""
@@ -46,11 +40,8 @@ AMAX_PARTIALS = 4 if INTERPRETED else 256
 class ValidRows:
     """The rows of a matrix that exist; with no argument, all of them.
 
-    Args:
-        mask: bool (rows,).
-        ids: integers (rows,) or of that many elements, negative = no such row.
-        counts_L: int32 (L,), used rows of each expert in the batched layout.
-        capacity: rows of each expert in the batched layout.
+    mask: bool (rows,). ids: integers, one for each row, negative = no such row. counts_L: int32
+    (L,), used rows of each expert in the batched layout, and capacity its rows.
     """
 
     mask: torch.Tensor | None = None
@@ -62,9 +53,7 @@ class ValidRows:
     def kind(self) -> str:
         if self.mask is not None:
             return "mask"
-        if self.ids is not None:
-            return "ids"
-        return "all" if self.counts_L is None else "counts"
+        return "ids" if self.ids is not None else "all" if self.counts_L is None else "counts"
 
     @property
     def tensor(self) -> torch.Tensor | None:
@@ -84,7 +73,6 @@ def quantize_rows(
         x: (rows, cols), any float dtype, unit stride along cols.
         q: (rows, cols), e4m3 or int8; written.
         scale: fp32 (rows, 1) or (rows, ceil(cols / 128)); written.
-        valid: the rows that exist.
     """
     _launch_rows(x, q, scale, None, "group" if scale.shape[1] > 1 else "row", valid)
 
@@ -104,14 +92,12 @@ def quantize_rows_per_tensor(
         q: (rows, cols), e4m3 or int8; written.
         scale: fp32, one element. Read if ``scratch`` is None (a static scale), else written: from
             the amax over the valid rows.
-        valid: the rows that exist.
         scratch: fp32 (AMAX_PARTIALS,) or None.
     """
     rows, cols = x.shape
     if scratch is not None and rows > 0:
         _launch_amax(
-        (AMAX_PARTIALS,),
-            x, scratch, valid.tensor, rows, cols, x.stride(0), valid.capacity,
+            (AMAX_PARTIALS,), x, scratch, valid.tensor, rows, cols, x.stride(0), valid.capacity,
             VALID=valid.kind, BLOCK=triton.next_power_of_2(cols), num_warps=_warps(cols),
         )  # fmt: skip
     _launch_rows(x, q, scale, scratch, "tensor", valid)
@@ -126,13 +112,7 @@ def quantize_activations(
     """Quantize activations like `moekit.plugin.quant.quantize`, with the kernels of this module.
 
     Inputs other than a non-empty matrix with unit stride go to the core's function. Rows outside
-    ``valid_rows`` become undefined, but never decide a scale.
-
-    Args:
-        x_RH: (R, H), any float dtype.
-        operand: how to quantize.
-        static_scale: fp32, one element, or None.
-        valid_rows: bool (R,) or None for all rows.
+    ``valid_rows``, bool (R,), become undefined, but never decide a scale.
 
     Returns:
         (q, scale): q of the operand's dtype (R, H); scale fp32 (R, 1), (R, ceil(H / 128)) or
@@ -170,8 +150,6 @@ def activate_rows(
     Args:
         x: (rows, 2I if gated else I).
         out: (rows, I), a float dtype; with ``scale``, e4m3 or int8.
-        activation: see `numerics.Activation`.
-        valid: the rows that exist.
         scale: fp32 (rows, 1) or (rows, ceil(I / 128)), written; with ``static_scale`` one element,
             read. None = no quantization.
         static_scale: whether ``scale`` is given rather than computed.
@@ -190,10 +168,8 @@ def _warps(cols: int) -> int:
 
 @dataclass(frozen=True)
 class Tiling:
-    """The division of rows into lines, each quantized by itself.
-
-    A program takes ``lines`` lines, each as ``chunks`` tiles of ``block`` columns.
-    """
+    """The division of rows into lines, each quantized by itself: a program takes ``lines`` lines,
+    each as ``chunks`` tiles of ``block`` columns."""
 
     lines: int
     chunks: int
@@ -227,7 +203,7 @@ def _launch_rows(
     kind: str, valid: ValidRows, activation: Activation = NO_ACTIVATION,
 ) -> None:  # fmt: skip
     rows, cols = out.shape
-    gated, limit = activation.gated, activation.limit
+    act, gated = activation, activation.gated
     assert x.shape == (rows, 2 * cols if gated else cols)
     assert x.stride(1) == 1 and out.stride(1) == 1
     assert valid.ids is None or (valid.ids.numel() == rows and valid.ids.is_contiguous())
@@ -242,8 +218,8 @@ def _launch_rows(
         (triton.cdiv(capacity * parts, tiling.lines), rows // capacity),
         x, out, scale, partials, valid.tensor, capacity,
         x.stride(0), out.stride(0), row_stride, group_stride,
-        activation.alpha, 0.0 if limit is None else limit,
-        ACTIVATION=activation.name, GATED=gated, CLAMP=limit is not None, QUANTIZE=kind,
+        act.alpha, act.limit or 0.0,
+        ACTIVATION=act.name, GATED=gated, CLAMP=act.limit is not None, QUANTIZE=kind,
         PARTIALS=0 if partials is None else AMAX_PARTIALS, QMAX=QMAX.get(out.dtype, 0.0),
         VALID=valid.kind, COLS=cols, PARTS=parts, LINES=tiling.lines, CHUNKS=tiling.chunks,
         BLOCK=tiling.block, num_warps=tiling.warps,
@@ -325,17 +301,9 @@ def _row_is_valid(valid_ptr, row, capacity, VALID: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "capacity"])
 def _amax(
-    x_ptr,
-    partials_ptr,
-    valid_ptr,
-    rows,
-    cols,
-    x_stride,
-    capacity,
-    VALID: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_ptr, partials_ptr, valid_ptr, rows, cols, x_stride, capacity, VALID: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Store partials[p] = max |x[r]| over the valid rows r = p, p + programs, ..."""
     if PDL:
         wait_then_launch_dependents()

@@ -22,10 +22,8 @@ def copy_rows(x_RH: torch.Tensor, aligned: SortedAssignments, out_SH: torch.Tens
     Each row of x is read once; a gather would read it once per assignment. Rows without any expert
     are not read, and padding rows of the output are not written.
 
-    Args:
-        x_RH: (R, H) of any dtype, unit stride along H.
-        aligned: filled by `align`; uses ``rows_A``.
-        out_SH: (capacity, H), the dtype of x, contiguous.
+    x_RH: (R, H) of any dtype, unit stride along H. aligned: filled by `align`, with ``rows_A``.
+    out_SH: (capacity, H), the dtype of x, contiguous.
     """
     rows, hidden = x_RH.shape
     assert out_SH.shape[1] == hidden and aligned.rows_A is not None
@@ -51,7 +49,7 @@ def copy_rows_quantized(
         x_RH: (R, H), 16-bit, quantized here as `rows.quantize_rows` does, once for all assignments
             of a row; or e4m3 already.
         x_scale_RG: fp32 (R, ceil(H / 128)) if x is e4m3, else None.
-        aligned: filled by `align`; uses ``rows_A``.
+        aligned: filled by `align`, with ``rows_A``.
         out_SH: e4m3 (capacity, H), contiguous.
         scale_GS: fp32 (ceil(H / 128), capacity), contiguous.
     """

@@ -3,6 +3,7 @@
 On the CPU they run in Triton's interpreter, for tests, when TRITON_INTERPRET=1.
 """
 
+import functools
 import os
 import sys
 
@@ -10,25 +11,11 @@ from moekit.errors import InvalidInput
 from moekit.plugin import ACTIVATIONS, ActivationFormat, ExpertsSpec, MoEProblem, hookimpl
 
 _SCHEMES = frozenset(
-    {
-        "none",
-        "fp8_tensor",
-        "fp8_tensor_static",
-        "fp8_channel_token",
-        "fp8_block",
-        "int8_channel_token",
-        "fp8_w8a16_tensor",
-        "fp8_w8a16_channel",
-        "fp8_w8a16_block",
-        "int8_w8a16",
-        "mxfp4_w4a16",
-        *(
-            f"int4_w4a16_{group}{zeros}"
-            for group in ("channel", "g32", "g64", "g128")
-            for zeros in ("", "_zp")
-        ),
-    }
-)
+    "none fp8_tensor fp8_tensor_static fp8_channel_token fp8_block int8_channel_token "
+    "fp8_w8a16_tensor fp8_w8a16_channel fp8_w8a16_block int8_w8a16 mxfp4_w4a16".split()
+    + [f"int4_w4a16_{group}{zeros}" for group in ("channel", "g32", "g64", "g128")
+       for zeros in ("", "_zp")]
+)  # fmt: skip
 _FP8_CAPABILITY = (8, 9)
 
 
@@ -82,19 +69,14 @@ def _check(problem: MoEProblem) -> list[str]:
     return reasons
 
 
-def _describe(problem: MoEProblem) -> str:
+def _describe(problem: MoEProblem, *, batched: bool = False) -> str:
     from .heuristics import describe
 
-    return describe(problem)
-
-
-def _describe_batched(problem: MoEProblem) -> str:
-    from .heuristics import describe
-
-    return describe(problem, batched=True)
+    return describe(problem, batched=batched)
 
 
 def _spec(name: str, target: str, format: ActivationFormat) -> ExpertsSpec:
+    standard = format is ActivationFormat.STANDARD
     return ExpertsSpec(
         name=name,
         target=f"moekit_triton.experts:{target}",
@@ -107,9 +89,9 @@ def _spec(name: str, target: str, format: ActivationFormat) -> ExpertsSpec:
         # Fast on a GPU; in the interpreter only a name should choose it.
         priority=-50 if _interpreted() else 10,
         check=_check,
-        describe=_describe if format is ActivationFormat.STANDARD else _describe_batched,
-        reduces=format is ActivationFormat.STANDARD,
-        takes_unquantized=format is ActivationFormat.STANDARD,
+        describe=functools.partial(_describe, batched=not standard),
+        reduces=standard,
+        takes_unquantized=standard,
         graph_safe=True,
         deterministic=True,
         batch_invariant=True,

@@ -22,14 +22,9 @@ from moekit.plugin import BufferSpec, MoEProblem, PackedWeights
 class Layer:
     """The properties that all calls of one layer share.
 
-    Args:
-        problem: the problem.
-        activation: its activation, as the kernels take it.
-        a_dtype: dtype of both GEMMs' inputs.
-        quantized: whether these are quantized.
-        static: whether their scales are given with the weights.
-        split_weights: whether router weights are applied in two steps, the first before fp16
-            rounds: fp16 cannot hold an expert's output above 65504, but may hold it weighted.
+    a_dtype: of both GEMMs' inputs. quantized: these are quantized; static: by scales that come with
+    the weights. split_weights: router weights are applied in two steps, the first before fp16
+    rounds: fp16 cannot hold an expert's output above 65504, but may hold it weighted.
     """
 
     problem: MoEProblem
@@ -41,7 +36,6 @@ class Layer:
 
     @classmethod
     def of(cls, problem: MoEProblem) -> Layer:
-        """Derive the record from a problem."""
         operand = problem.quant.activation
         return cls(
             problem,
@@ -63,7 +57,11 @@ GEMM_OUT = 6
 
 
 class Buffers(NamedTuple):
-    """A call's workspace in the STANDARD format; `buffer_specs` has the sizes."""
+    """A call's workspace in the STANDARD format.
+
+    gemm_out: GEMM 1's output, or its expert-sorted input; GEMM 2's output overwrites it.
+    activated, scale: GEMM 2's input. x, x_scale: GEMM 1's, if it is quantized first.
+    """
 
     assignments_S: Tensor
     experts_B: Tensor
@@ -78,48 +76,24 @@ class Buffers(NamedTuple):
     x_scale: Tensor
 
 
-def buffer_specs(
-    layer: Layer,
-    *,
-    capacity: int = 0,
-    blocks: int = 0,
-    counters: int = 0,
-    rows_A: int = 0,
-    scratch: int = 0,
-    gemm_out: int = 0,
-    activated: int = 0,
-    x: int = 0,
-    x_scale: int = 0,
-) -> tuple[BufferSpec, ...]:
+def buffer_specs(layer: Layer, **sizes: int) -> tuple[BufferSpec, ...]:
     """Return the specs of `Buffers`.
 
-    Args:
-        layer: the layer.
-        capacity: entries of ``assignments_S``.
-        blocks: entries of ``experts_B``.
-        counters: counters of specialized warps.
-        rows_A: entries of ``rows_A``.
-        scratch: scratch of `align`.
-        gemm_out: elements for GEMM 1's output, or its expert-sorted input; GEMM 2's output
-            overwrites it.
-        activated: rows of GEMM 2's input, and of its scale.
-        x: rows that are quantized before GEMM 1.
-        x_scale: rows of scales of GEMM 1's input.
+    sizes: entries by name, and rows of the last four; 0 where nothing is given, and ``scale`` has
+    as many rows as ``activated``.
     """
-    p, i32, f32 = layer.problem, torch.int32, torch.float32
-    hidden, inner, quantized = p.hidden_size, p.local_intermediate_size, layer.quantized
+    p = layer.problem
+    hidden, inner = p.hidden_size, p.local_intermediate_size
+    size = dict.fromkeys(Buffers._fields, 0) | {"num_rows": 1} | sizes
+    x = (size["x"], hidden) if layer.quantized else (0,)
+    x_scale = (size["x_scale"], layer.scale_columns(hidden)) if layer.quantized else (0,)
     return (
-        BufferSpec((capacity,), i32),
-        BufferSpec((blocks,), i32),
-        BufferSpec((1,), i32),
-        BufferSpec((counters,), i32),
-        BufferSpec((rows_A,), i32),
-        BufferSpec((scratch,), i32),
-        BufferSpec((gemm_out,), p.dtype),
-        BufferSpec((activated, inner), layer.a_dtype),
-        BufferSpec((activated, layer.scale_columns(inner)), f32),
-        BufferSpec((x, hidden) if quantized else (0,), layer.a_dtype),
-        BufferSpec((x_scale, layer.scale_columns(hidden)) if quantized else (0,), f32),
+        *(BufferSpec((size[name],), torch.int32) for name in Buffers._fields[:GEMM_OUT]),
+        BufferSpec((size["gemm_out"],), p.dtype),
+        BufferSpec((size["activated"], inner), layer.a_dtype),
+        BufferSpec((size["activated"], layer.scale_columns(inner)), torch.float32),
+        BufferSpec(x, layer.a_dtype),
+        BufferSpec(x_scale, torch.float32),
     )
 
 
@@ -141,12 +115,11 @@ class Call(NamedTuple):
 
     @property
     def buffers(self) -> Buffers:
-        """The workspace by name."""
         return Buffers(*self.workspace)
 
     @property
     def early_weights(self) -> Tensor | None:
-        """The router weights that GEMM 2 applies in part."""
+        """Return the router weights that GEMM 2 applies in part."""
         return self.weights_RK if self.layer.split_weights else None
 
 

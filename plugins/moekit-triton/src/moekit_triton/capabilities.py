@@ -104,14 +104,15 @@ def swap_ab_pays(problem: MoEProblem) -> bool:
 def specializable(problem: MoEProblem) -> bool:
     """Return whether specialized warps can compute both GEMMs: Hopper, one of `GLUON_VERSIONS`,
     silu with a gate and no clamp, no bias, 16 bits or fp8 blocks."""
-    if INTERPRETED or not _have_specialized_warps(problem):
+    p, act = problem, problem.activation
+    if INTERPRETED or p.device.capability != (9, 0) or p.has_bias or act.clamped:
+        return False
+    if act.name != "silu" or not act.gated or p.quant.name not in ("none", "fp8_block"):
         return False
     version = ".".join(triton.__version__.split(".")[:2])
-    if version in GLUON_VERSIONS:
-        return True
-    if GLUON_VERSIONS:
+    if GLUON_VERSIONS and version not in GLUON_VERSIONS:
         _tell_slower(version)
-    return False
+    return version in GLUON_VERSIONS
 
 
 @functools.cache
@@ -122,12 +123,3 @@ def _tell_slower(version: str) -> None:
         "run on GPUs with triton %s alone: %s", version, ", ".join(_RAN),
         anyway if version in _COMPILING else "install one of these",
     )  # fmt: skip
-
-
-def _have_specialized_warps(problem: MoEProblem) -> bool:
-    if problem.device.capability != (9, 0) or problem.has_bias:
-        return False
-    activation = problem.activation
-    if activation.name != "silu" or not activation.gated or activation.clamped:
-        return False
-    return problem.quant.weight is None or problem.quant.name == "fp8_block"

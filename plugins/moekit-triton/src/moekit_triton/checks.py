@@ -15,7 +15,7 @@ Finding = tuple[str, str, str]  # what was tried; ok, no or bad; what was found
 
 
 def checks(device: DeviceSpec | None = None) -> Iterator[Finding]:
-    """Read the user's tables, and look for those of ``device``; default: this machine's."""
+    """Read the user's tables, and look for a table of ``device``; default: this machine's."""
     for file in sorted(FILES.user_folder().glob("[!.]*.json")):
         try:
             FILES.read(file)

@@ -54,7 +54,6 @@ class _TritonExperts(PermuteExpertsUnpermute):
         self._plans: dict[tuple[int, int], StandardPlan | Batched] = {}
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
-        """Convert weights to the layouts of `moekit_triton.packing`."""
         return pack_weights(self.spec.name, weights, self.problem)
 
     @staticmethod

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 from moekit_kernels.numerics import INTERPRETED, SCALE_GROUP
@@ -32,7 +32,7 @@ from .capabilities import (
     swap_ab_pays,
     tma_possible,
 )
-from .kernels.tiles import CHUNK, GemmConfig, GemvConfig, token_tile
+from .kernels.tiles import CHUNK, DotTile, GemmTile, SortedTile, SpecializedTile, TokenTile
 from .pins import PLAN_VARIABLE, pinned_plan
 from .plans import (
     Batched,
@@ -68,7 +68,7 @@ _TOKENS_FROM, _TOKENS_NARROW_FROM, _TOKENS_BELOW = 96, 192, 640
 # Between these rows per expert, reading weights bounds an H100's time in 16 bits.
 _STREAMED_FROM, _STREAMED_BELOW = 24, 120
 # Rows per expert from which GEMM 1 copies x itself: below, the copy's traffic delays its tiles by
-# more than a launch of its own takes (H200).
+# more than a separate launch takes (H200).
 _AHEAD_FROM = 700
 # Dot products read an expert's weights once for each of its assignments, tiles once. The most times
 # that pay on average; the second number serves calls of few assignments: up to 64 on an H100,
@@ -136,14 +136,21 @@ class Planner:
         """Return the plan by tiles for ``per_expert`` rows. sort: expert-sorted if faster."""
         p = self._problem
         rule = next(rule for rule in RULES if rule.holds(p, per_expert, sort))
-        found = _nearest(p, self._measured, per_expert)
-        if found is None or not rule.yields(p, per_expert, found, self._own):
-            plan = rule.plan(p, per_expert)
-        else:
+        found = _nearest(self._measured, per_expert)
+        if found is not None and rule.yields(p, per_expert, *found, self._own):
             _, plan = found
-            if not sort and isinstance(plan, Sorted):
-                plan = plan.gathered()
-        return plan if specializable(p) else plan.unspecialized()
+        else:
+            plan = rule.plan(p, per_expert)
+        if isinstance(plan, Sorted) and not specializable(p):
+            plan = plan.unspecialized()
+        if isinstance(plan, Sorted) and not sort:
+            plan = plan.gathered()
+        if isinstance(plan, Gathered):  # the measured sizes are near these, not equal
+            if not tma_possible(p):
+                first, second = (replace(t, tma=False) for t in (plan.first, plan.second))
+                plan = Gathered(first, second, plan.fused)
+            plan = replace(plan, fused=plan.fused and fusable(p, plan.first.block_n))
+        return plan
 
     @property
     def source(self) -> str:
@@ -176,14 +183,13 @@ class Rule(NamedTuple):
     """A plan for problems and rows per expert without a measurement.
 
     holds: whether the rule serves a problem, rows per expert and a permission to sort.
-    plan: returns its plan.
-    yields: whether a plan that was measured for a near number of rows counts instead; the last
-        argument says if it was measured on this device for this very shape.
+    yields: whether a measured plan counts instead, for a problem and rows per expert; near: the
+    rows per expert that were measured; own: on this device, for this very shape.
     """
 
     holds: Callable[[MoEProblem, float, bool], bool]
     plan: Callable[[MoEProblem, float], TilePlan]
-    yields: Callable[[MoEProblem, float, Measured, bool], bool]
+    yields: Callable[[MoEProblem, float, float, TilePlan, bool], bool]
 
 
 def choose_plan(
@@ -210,7 +216,7 @@ def invariant_plans(problem: MoEProblem) -> tuple[Gathered, Gathered]:
             many = heuristic(problem, _INVARIANT_MANY)
     steps = {(plan.fused, plan.first.block_k, plan.second.block_k) for plan in (few, many)}
     assert few.block_m == 64 and len(steps) == 1
-    assert few.second.splits == many.second.splits == 1
+    assert few.splits == many.splits == 1
     return few, many
 
 
@@ -220,10 +226,10 @@ def workspace(layer: Layer, rows: int) -> tuple[BufferSpec, ...]:
     if p.batch_invariant:
         return tuple(_most([plan.workspace(layer, rows, p.top_k) for plan in invariant_plans(p)]))
     # The extremes: large blocks need more entries, small ones more blocks.
-    largest, smallest = (GemmConfig(b, 128, 128) for b in (max(BLOCKS_M), min(BLOCKS_M)))
-    plans: list[TilePlan] = [Gathered(t, t, fused=False) for t in (largest, smallest)]
+    extremes = (GemmTile(b, 128, 128) for b in (max(BLOCKS_M), min(BLOCKS_M)))
+    plans: list[TilePlan] = [Gathered(tile, tile, fused=False) for tile in extremes]
     if sorting_pays(p, rows, p.top_k):
-        plans.append(Copied(largest, largest))
+        plans.append(Copied(SpecializedTile(), SpecializedTile()))
     specs = _most([plan.workspace(layer, rows, p.top_k) for plan in plans])
     addends = BufferSpec((_most_addends(p, count) * p.hidden_size,), p.dtype)
     specs[GEMM_OUT] = max(specs[GEMM_OUT], addends, key=lambda spec: spec.shape[0])
@@ -235,24 +241,10 @@ def _most(plans: Sequence[tuple[BufferSpec, ...]]) -> list[BufferSpec]:
     return [max(specs, key=lambda spec: spec.shape[0]) for specs in zip(*plans, strict=True)]
 
 
-# -- tuned tables -------------------------------------------------------------------------------
-
-
-def _nearest(
-    problem: MoEProblem, measured: Sequence[Measured], per_expert: float
-) -> Measured | None:
-    """Return the plan that was measured for the nearest number of rows per expert, log scale, and
-    that number."""
-    if not measured:
-        return None
+def _nearest(measured: Sequence[Measured], per_expert: float) -> Measured | None:
+    """Return what was measured for the nearest number of rows per expert, log scale."""
     wanted = max(per_expert, 1e-3)
-    rows, plan = min(measured, key=lambda m: max(m[0] / wanted, wanted / m[0]))
-    if not tma_possible(problem):  # the measured sizes are near these, not equal
-        first, second = (replace(tile, tma=False) for tile in (plan.first, plan.second))
-        plan = replace(plan, first=first, second=second)
-    if isinstance(plan, Gathered):
-        plan = replace(plan, fused=plan.fused and fusable(problem, plan.first.block_n))
-    return rows, plan
+    return min(measured, key=lambda m: max(m[0] / wanted, wanted / m[0]), default=None)
 
 
 # -- a few tokens -------------------------------------------------------------------------------
@@ -260,11 +252,11 @@ def _nearest(
 
 def _for_few(problem: MoEProblem, plan: Gathered, rows: int, top_k: int) -> Gathered:
     count = rows * top_k
-    second = replace(plan.second, splits=_splits(problem, count))
+    splits = _splits(problem, count)
     # Few assignments hardly share experts, one token's never do: then sorting gains nothing.
     direct = rows == 1 or 4 * count <= problem.num_local_experts
     kind = Direct if direct and plan.block_m <= 16 else Gathered
-    return kind(plan.first, second, plan.fused)
+    return kind(plan.first, plan.second, plan.fused, splits)
 
 
 def _most_addends(problem: MoEProblem, count: int) -> int:
@@ -305,11 +297,11 @@ def dot_products(problem: MoEProblem, rows: int, top_k: int) -> DotProducts:
     """Return the plan: small programs of GEMM 1 unless there are too many, and programs of GEMM 2
     as large as leave 2.5 to a multiprocessor."""
     if INTERPRETED:  # the number of programs decides its time, not their size
-        return DotProducts(GemvConfig(64), GemvConfig(64))
+        return DotProducts(DotTile(64), DotTile(64))
     small = rows * top_k * problem.local_intermediate_size <= _SMALL_PROGRAMS_TO
     wanted = 5 * num_sms(problem) // 2
     down = next((n for n in (8, 4, 2) if rows * problem.hidden_size // n >= wanted), 1)
-    return DotProducts(GemvConfig(2 if small else 8), GemvConfig(down, num_warps=8))
+    return DotProducts(DotTile(2 if small else 8), DotTile(down, num_warps=8))
 
 
 # -- expert-sorted rows -------------------------------------------------------------------------
@@ -347,8 +339,8 @@ def _wide(problem: MoEProblem) -> bool:
 
 
 def streams_weights(problem: MoEProblem, per_expert: float) -> bool:
-    """Return whether an H100's tiles of 128 rows and few columns win: an expert has one, whose
-    time is that of its weights."""
+    """Return whether an H100's tiles of 128 rows and few columns win: an expert has one, and
+    reading its weights takes all of its time."""
     few = _STREAMED_FROM < per_expert < _STREAMED_BELOW and not problem.batch_invariant
     return few and streams_slowly(problem) and operand_bits(problem) == (16, 16)
 
@@ -356,28 +348,26 @@ def streams_weights(problem: MoEProblem, per_expert: float) -> bool:
 def token_plan(problem: MoEProblem, per_expert: float) -> Copied:
     """Return the plan by token tiles of 256 weight rows, of 128 for more rows."""
     weights = 256 if per_expert < _TOKENS_NARROW_FROM else 128
-    return Copied(token_tile(weights // 2), token_tile(weights))
+    return Copied(TokenTile(weights), TokenTile(weights))
 
 
 def sorted_plan(problem: MoEProblem, per_expert: float) -> Sorted:
     """Return the plan whose tiles have won wherever they were measured."""
-    scaled = problem.quant.weight is not None
-    block_k = SCALE_GROUP if scaled else 64
+    p, scaled, gated = problem, problem.quant.weight is not None, problem.activation.gated
+    least = _COPIED_WIDTH_SPECIALIZED if specializable(p) else _COPIED_WIDTH
+    copied, columns = scaled or p.local_intermediate_size >= least, 128 if gated else 256
+    first = GemmTile(128, columns, 64, 8, 8, 4, tma=True, halves=gated)
+    if not specializable(p):
+        # With a gate registers are too few for persistence.
+        tiles = (
+            SortedTile(128, n, 64, persistent=n == 256, halves=n < 256) for n in (columns, 256)
+        )
+        return Copied(*tiles) if copied else Sorted(first, *list(tiles)[1:])
     group_m = 4 if scaled and per_expert < _GROUPS_OF_8_FROM else 8
-    first = GemmConfig(128, 128, block_k, group_m, 8, 4, tma=True, halves=True, specialized=True)
-    second = replace(first, block_n=256)
-    if not problem.activation.gated:
-        first = second
-    return _sorted_kind(problem, per_expert)(first, second)
-
-
-def _sorted_kind(problem: MoEProblem, per_expert: float) -> type[Sorted]:
-    if problem.quant.weight is not None:
-        return Copied
-    least = _COPIED_WIDTH_SPECIALIZED if specializable(problem) else _COPIED_WIDTH
-    if problem.local_intermediate_size < least:
-        return Sorted
-    return CopiedAhead if specializable(problem) and per_expert >= _AHEAD_FROM else Copied
+    tile = SpecializedTile(group_m, halves=True)
+    if not copied:
+        return Sorted(first, tile)
+    return (Copied if scaled or per_expert < _AHEAD_FROM else CopiedAhead)(tile, tile)
 
 
 # -- gathered rows ------------------------------------------------------------------------------
@@ -399,50 +389,34 @@ class _Case:
         assert not self.grouped or p.local_intermediate_size % SCALE_GROUP == 0
         self.whole_k_fp8 = swap_ab_pays(p) and not self.grouped
         self.wide = 2 if p.activation.gated else 1  # GEMM 1 with a gate holds two tiles of block_n
-        self.block_m = self._block_m()
+        self.block_m: int = next(rows for holds, rows in _ROWS if holds(self))
         self.busy = p.num_local_experts * max(1, math.ceil(per_expert / self.block_m))
         if self.w_bits == 4:  # experts without rows keep nothing busy
             self.busy = math.ceil(self.busy * min(1.0, per_expert))
 
-    def _block_m(self) -> int:
-        """Return twice the expected rows while weights bound the time, then large tiles."""
-        if self.w_bits == 4 and self.per_expert <= 4:
-            return 8
-        if streams_weights(self.problem, self.per_expert):
-            return 128
-        # Half tiles of 128 rows win where many experts have more than 64.
-        most_64 = 48 if self.plain or swap_ab_pays(self.problem) else 64
-        steps = ((16, 8), (32, 24), (64, most_64))
-        block_m = next((b for b, most in steps if self.per_expert <= most), 128)
-        if self.a_bits == 32:  # no tensor cores
-            block_m = min(block_m, 64)
-        return min(block_m, PACKED_BLOCK_M) if self.w_bits == 4 else block_m
+    def fills(self, n: int, columns: int, programs: float) -> bool:
+        """Return whether tiles of so many columns keep so many programs a multiprocessor busy."""
+        return bool(self.busy * math.ceil(n / columns) >= programs * self.sms)
 
-    def tile(self, n: int, k: int, wide: int) -> GemmConfig:
+    def tile(self, n: int, k: int, wide: int) -> GemmTile:
         """Return the tile for n output columns, each of ``wide`` weight rows of k columns."""
         if self.w_bits == 4:
             return self._packed_tile(n, wide)
-        block_m = self.block_m
-        block_n, warps, stages = next(sizes for holds, sizes in _TILES if holds(self))
+        rows, warps, stages = next(sizes for holds, sizes in _TILES if holds(self))
         block_k = 1024 // self.a_bits  # 128 bytes, the widest row that swizzled memory has
-        if block_m <= 32 and self.a_bits < 32:  # bound by reading weights: keep all SMs streaming
-            block_k = 128
-            block_n = 128 if self.busy * triton.cdiv(n, 128) >= 2 * self.sms else 64
-        block_n = min(max(32, block_n // wide), max(32, triton.next_power_of_2(n)))
+        if streaming := self.block_m <= 32 and self.a_bits < 32:
+            block_k, rows = 128, 128 if self.fills(n, 128, 2) else 64
+        block_n = min(max(32, rows // wide), max(32, triton.next_power_of_2(n)))
+        if streaming and hopper(self.problem) and (self.plain or self.grouped):
+            # Wider tiles, where Hopper has enough of them to read weights by.
+            wider = ((256 // wide, 3), (128 // wide, 4))
+            block_n, stages = next(
+                (each for each in wider if self.fills(n, each[0], 1.5)), (block_n, stages)
+            )
         block_k = min(block_k, max(32, triton.next_power_of_2(k)))
-        tile = GemmConfig(block_m, block_n, block_k, num_warps=warps, num_stages=stages)
-        return self._streaming(tile, n, wide) if block_m <= 32 else tile
+        return GemmTile(self.block_m, block_n, block_k, num_warps=warps, num_stages=stages)
 
-    def _streaming(self, tile: GemmConfig, n: int, wide: int) -> GemmConfig:
-        """Return a wider tile for few rows where Hopper has enough of them to read weights by."""
-        if not hopper(self.problem) or not (self.plain or self.grouped):
-            return tile
-        for rows, stages in ((256, 3), (128, 4)):
-            if 2 * self.busy * triton.cdiv(n, rows // wide) >= 3 * self.sms:
-                return replace(tile, block_n=rows // wide, num_stages=stages)
-        return tile
-
-    def _packed_tile(self, n: int, wide: int) -> GemmConfig:
+    def _packed_tile(self, n: int, wide: int) -> GemmTile:
         """Return a tile for 4-bit weights: a warp makes 16 weight rows, or 32; four warps and 64 or
         more rows form warp groups."""
         block_m, scheme = self.block_m, self.problem.quant.weight
@@ -451,14 +425,13 @@ class _Case:
         sizes = [b for b in (most, 64, 32, 16) if b <= max(16, triton.next_power_of_2(n))]
         block_n = sizes[0]
         if block_m <= 32 and not INTERPRETED:  # keep every multiprocessor streaming
-            fills = (b for b in sizes if self.busy * triton.cdiv(n, b) >= 3 * self.sms)
-            block_n = next(fills, sizes[-1])
+            block_n = next((b for b in sizes if self.fills(n, b, 3)), sizes[-1])
         if block_m == 8 and block_n == 64 and (wide == 1 or fp4):
-            return GemmConfig(block_m, block_n, CHUNK, num_warps=2, num_stages=2)
+            return GemmTile(block_m, block_n, CHUNK, num_warps=2, num_stages=2)
         stages = 3 if block_n >= 64 else 5
-        return GemmConfig(block_m, block_n, CHUNK, num_warps=block_n // 16, num_stages=stages)
+        return GemmTile(block_m, block_n, CHUNK, num_warps=block_n // 16, num_stages=stages)
 
-    def within(self, tile: GemmConfig, wide: int) -> GemmConfig:
+    def within(self, tile: GemmTile, wide: int) -> GemmTile:
         """Limit the stages to what shared memory holds, at least two."""
         columns = tile.block_n * wide * (2 if tile.wide else 1)
         stage = (tile.block_m * self.a_bits + columns * self.w_bits) * tile.block_k // 8
@@ -466,12 +439,26 @@ class _Case:
         return replace(tile, num_stages=max(2, stages))
 
 
-# Columns, warps and stages of a tile for gathered rows; the first condition that holds counts.
-_TILES: Sequence[tuple[Callable[[_Case], bool], tuple[int, int, int]]] = (
-    (lambda case: case.a_bits == 32, (64, 4, 3)),  # no tensor cores
-    (lambda case: case.block_m <= 64, (128, 4, 4)),
-    (lambda case: case.plain, (256, 8, 3)),
-    (lambda case: True, (128, 8, 4)),
+_Table = Sequence[tuple[Callable[[_Case], bool], Any]]
+
+# Rows of a tile; in all tables the first condition that holds counts. Twice the expected rows while
+# weights bound the time, then large tiles: half tiles of 128 rows win where many experts have more
+# than 64. Without tensor cores, and with 4-bit weights, 64 at most.
+_ROWS: _Table = (
+    (lambda c: c.w_bits == 4 and c.per_expert <= 4, 8),
+    (lambda c: streams_weights(c.problem, c.per_expert), 128),
+    (lambda c: c.per_expert <= 8, 16),
+    (lambda c: c.per_expert <= 24, 32),
+    (lambda c: c.a_bits == 32 or c.w_bits == 4, PACKED_BLOCK_M),
+    (lambda c: c.per_expert <= (48 if c.plain or swap_ab_pays(c.problem) else 64), 64),
+    (lambda c: True, 128),
+)
+# Weight rows, warps and stages of a tile.
+_TILES: _Table = (
+    (lambda c: c.a_bits == 32, (64, 4, 3)),  # no tensor cores
+    (lambda c: c.block_m <= 64, (128, 4, 4)),
+    (lambda c: c.plain, (256, 8, 3)),
+    (lambda c: True, (128, 8, 4)),
 )
 
 
@@ -499,63 +486,66 @@ def heuristic(problem: MoEProblem, per_expert: float) -> Gathered:
 
 
 def _large_tiles(
-    case: _Case, first: GemmConfig, second: GemmConfig, fused: bool
-) -> tuple[GemmConfig, GemmConfig]:
+    case: _Case, first: GemmTile, second: GemmTile, fused: bool
+) -> tuple[GemmTile, GemmTile]:
     """Adjust tiles of 128 rows."""
-    p = case.problem
+    p, many = case.problem, case.per_expert > _SORTED_FROM
     if streams_weights(p, case.per_expert):
-        first, second = (replace(t, group_m=1, num_warps=4, num_stages=3) for t in (first, second))
-        columns, block_k = min(first.block_n, 128 // case.wide), min(128, 2 * first.block_k)
-        first = replace(first, block_n=columns, block_k=block_k, tma=False)
-        return first, replace(second, block_n=min(second.block_n, 128))
-    if case.plain and hopper(p):
-        # Pointers to GEMM 1's weights, while rows are few.
-        tma = first.tma and case.per_expert > _SORTED_FROM
-        return replace(first, tma=tma, num_stages=4), replace(second, num_stages=4)
+        first, second = (
+            replace(t, block_n=min(t.block_n, 128 // wide), group_m=1, num_warps=4, num_stages=3)
+            for t, wide in ((first, case.wide), (second, 1))
+        )
+        return replace(first, block_k=min(128, 2 * first.block_k), tma=False), second
+    if case.plain and hopper(p):  # GEMM 1's weights by pointers, while rows are few
+        return replace(first, tma=first.tma and many, num_stages=4), replace(second, num_stages=4)
     if case.whole_k_fp8:
-        second = _large_fp8_tile(second, p.hidden_size, case.per_expert)
+        # Two programs per multiprocessor, until there are rows for the largest tile.
+        changes: list[dict[str, Any]] = [
+            {"block_n": 256, "num_warps": 8, "num_stages": 4} if many and n >= 256
+            else {"num_warps": 4, "num_stages": 3} for n in (p.w13_rows, p.hidden_size)
+        ]  # fmt: skip
+        second = replace(second, **changes[1])
         if not fused or case.wide == 1:
-            first = _large_fp8_tile(first, p.w13_rows, case.per_expert)
+            first = replace(first, **changes[0])
     if case.grouped and hopper(p):
         second = replace(second, tma=False, wide=True, num_stages=3)
     return first, second
 
 
-def _large_fp8_tile(tile: GemmConfig, n: int, per_expert: float) -> GemmConfig:
-    """Return the tile for fp8 whose scales serve all of K, n columns: two programs per
-    multiprocessor, until there are rows for the largest tile."""
-    if per_expert > _SORTED_FROM and n >= 256:
-        return replace(tile, block_n=256, num_warps=8, num_stages=4)
-    return replace(tile, num_warps=4, num_stages=3)
-
-
 # -- the rules ----------------------------------------------------------------------------------
 
 
-def _streamed_here(p: MoEProblem, per_expert: float, measured: Measured, own: bool) -> bool:
-    return own and streams_weights(p, measured[0])
+def _ordered(p: MoEProblem, rows: float, plan: TilePlan) -> bool:
+    return isinstance(plan, Sorted) or not sorted_wins(p, rows)
 
 
-def _tokens_here(p: MoEProblem, per_expert: float, measured: Measured, own: bool) -> bool:
-    """Return whether a plan has token tiles, or was timed against them."""
-    rows, plan = measured
-    timed = own and tokens_win(p, rows) and _not_gathered(p, per_expert, measured, own)
-    return timed or plan.first.token_tile or plan.second.token_tile
-
-
-def _not_gathered(p: MoEProblem, per_expert: float, measured: Measured, own: bool) -> bool:
-    return isinstance(measured[1], Sorted) or not sorted_wins(p, per_expert)
-
-
-def _serves_gathered_rows(p: MoEProblem, per_expert: float, measured: Measured, own: bool) -> bool:
-    """Return whether a plan's tiles do: tiles for 16-bit expert-sorted rows, none of fp8 blocks."""
-    return isinstance(measured[1], Gathered) or p.quant.weight is None
-
-
-# The first rule that holds counts.
+# The first rule that holds counts. Measured plans count instead: while weights are streamed, those
+# that were too; where token tiles win, plans with them or timed against them; and tiles for 16-bit
+# expert-sorted rows also serve gathered rows, tiles for fp8 blocks do not.
 RULES = (
-    Rule(lambda p, rows, sort: streams_weights(p, rows), heuristic, _streamed_here),
-    Rule(lambda p, rows, sort: sort and tokens_win(p, rows), token_plan, _tokens_here),
-    Rule(lambda p, rows, sort: sort, sorted_plan, _not_gathered),
-    Rule(lambda p, rows, sort: True, heuristic, _serves_gathered_rows),
+    Rule(
+        lambda p, rows, sort: streams_weights(p, rows),
+        heuristic,
+        lambda p, rows, near, plan, own: own and streams_weights(p, near),
+    ),
+    Rule(
+        lambda p, rows, sort: sort and tokens_win(p, rows),
+        token_plan,
+        lambda p, rows, near, plan, own: (
+            TokenTile in (type(plan.first), type(plan.second))
+            or own
+            and tokens_win(p, near)
+            and _ordered(p, rows, plan)
+        ),
+    ),
+    Rule(
+        lambda p, rows, sort: sort,
+        sorted_plan,
+        lambda p, rows, near, plan, own: _ordered(p, rows, plan),
+    ),
+    Rule(
+        lambda p, rows, sort: True,
+        heuristic,
+        lambda p, rows, near, plan, own: isinstance(plan, Gathered) or p.quant.weight is None,
+    ),
 )

@@ -18,24 +18,12 @@ from .capabilities import (
     specializable,
     tma_possible,
 )
-from .kernels.tiles import CHUNK, GemmConfig
-from .plans import (
-    KINDS,
-    Batched,
-    Copied,
-    CopiedAhead,
-    Direct,
-    DotProducts,
-    Gathered,
-    LaunchPlan,
-    Sorted,
-    plan_from_text,
-)
+from .kernels.tiles import CHUNK, GemmTile, SortedTile, SpecializedTile
+from .plans import KINDS, Batched, Direct, DotProducts, Gathered, LaunchPlan, Sorted, plan_from_text
 
 PLAN_VARIABLE = "MOEKIT_TRITON_PLAN"
 _EXAMPLES = (
-    "dot_products: 2 rows w4 | 4 rows w8",
-    "gathered: 64x64x64 w4 s4 | 64x128x64 w4 s4, fused",
+    "'dot_products: 2 rows w4 | 4 rows w8' or 'gathered: 64x64x64 w4 s4 | 64x128x64 w4 s4, fused'"
 )
 
 
@@ -49,14 +37,12 @@ def pinned_plan(problem: MoEProblem, *, batched: bool) -> LaunchPlan | None:
         return None
     try:
         plan = plan_from_text(text)
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         raise InvalidInput(
             f"{PLAN_VARIABLE}={text!r}: {error}; expected one of {', '.join(KINDS)} with its two "
-            f"tiles, as explain and the debug log print them, such as {_EXAMPLES[0]!r} or "
-            f"{_EXAMPLES[1]!r}"
+            f"tiles, as explain and the debug log print them, such as {_EXAMPLES}"
         ) from error
-    reasons = list(_misfits(plan, problem, batched))
-    if reasons:
+    if reasons := list(_misfits(plan, problem, batched)):
         raise InvalidInput(
             f"{PLAN_VARIABLE}={text!r} does not fit this problem: {'; '.join(reasons)}; choose a "
             "plan that explain prints for it, or unset the variable"
@@ -66,31 +52,40 @@ def pinned_plan(problem: MoEProblem, *, batched: bool) -> LaunchPlan | None:
 
 def _misfits(plan: LaunchPlan, p: MoEProblem, batched: bool) -> Iterator[str]:
     """Yield why ``plan`` cannot compute ``p``."""
+    packed = operand_bits(p)[1] == 4
     if batched != isinstance(plan, Batched):
         yield "triton_batched takes plans of kind batched, triton takes the other kinds"
     if p.batch_invariant and type(plan) not in (Gathered, Batched):
         yield "batch-invariant problems take plans of kind gathered or batched"
     if isinstance(plan, DotProducts):
-        if operand_bits(p)[1] == 4:
+        if packed:
             yield "dot products do not read 4-bit weights"
         return
     for tile in (plan.first, plan.second):
-        yield from _misfits_of_tile(tile, p)
+        if isinstance(tile, (GemmTile, SortedTile)):
+            yield from _misfits_of_tile(tile, p)
+        elif not specializable(p):
+            yield "specialized tiles need Hopper, Gluon, gated silu, no bias, 16 bits or fp8_block"
     if isinstance(plan, Sorted):
-        yield from _misfits_of_sorted(plan, p)
+        if p.dtype.itemsize != 2 or not tma_possible(p):
+            yield f"{plan.kind} needs 16-bit activations and weights that can come through tma"
+        if p.quant.weight is not None and (plan.kind != "copied" or _usual(plan)):
+            yield f"{p.quant.name} takes expert-sorted rows as copied with specialized tiles alone"
         return
-    if plan.first.specialized or plan.second.specialized:
-        yield "specialized tiles belong to plans of kind copied and ahead"
     if plan.fused and not fusable(p, plan.first.block_n):
         yield f"{p.quant.name} cannot be quantized in tiles of {plan.first.block_n} columns (fused)"
-    shared = p.batch_invariant or isinstance(plan, Batched) or operand_bits(p)[1] != 4
-    if plan.first.splits > 1 or shared and plan.second.splits > 1:
+    if plan.splits > 1 and (p.batch_invariant or isinstance(plan, Batched) or not packed):
         yield "programs share K (k2, k4) in GEMM 2 with 4-bit weights alone, in the default mode"
     if isinstance(plan, Direct) and plan.block_m > 16:
         yield "direct plans have tiles of 8 or 16 rows"
 
 
-def _misfits_of_tile(tile: GemmConfig, p: MoEProblem) -> Iterator[str]:
+def _usual(plan: Sorted) -> bool:
+    """Return whether a tile is not for `specialized_fp8`."""
+    return {type(plan.first), type(plan.second)} != {SpecializedTile}
+
+
+def _misfits_of_tile(tile: GemmTile | SortedTile, p: MoEProblem) -> Iterator[str]:
     packed = operand_bits(p)[1] == 4
     per_step = p.quant.name.endswith("_block") or (
         p.quant.activation is not None and p.quant.activation.group == (1, SCALE_GROUP)
@@ -101,27 +96,10 @@ def _misfits_of_tile(tile: GemmConfig, p: MoEProblem) -> Iterator[str]:
         yield f"4-bit weights take tiles of at most {PACKED_BLOCK_M} rows and {CHUNK} columns of K"
     if per_step and SCALE_GROUP % tile.block_k:
         yield f"a step of K ({tile.block_k}) must lie within a group of {SCALE_GROUP} columns"
-    if tile.tma and not tma_possible(p):
-        yield "tma needs Hopper or later, weights of 8 bits or more, and rows of whole 16 bytes"
     if tile.halves and tile.block_m < 128:
         yield "halves need tiles of 128 rows"
-    if tile.specialized and not specializable(p):
-        yield "specialized tiles need Hopper, Gluon, gated silu, no bias, 16 bits or fp8_block"
-
-
-def _misfits_of_sorted(plan: Sorted, p: MoEProblem) -> Iterator[str]:
-    scaled, wide = p.quant.weight is not None, 2 if p.activation.gated else 1
-    if p.dtype.itemsize != 2 or not tma_possible(p):
-        yield f"{plan.kind} needs 16-bit activations and weights that can come through tma"
-    if scaled and not (type(plan) is Copied and plan.first.specialized and plan.second.specialized):
-        yield f"{p.quant.name} takes expert-sorted rows as copied with specialized tiles alone"
-    if isinstance(plan, CopiedAhead) and not plan.first.specialized:
-        yield "ahead needs a specialized first tile"
-    for tile, columns in ((plan.first, 256 // wide), (plan.second, 256)):
-        size = 128, columns, SCALE_GROUP if scaled else 64
-        if tile.specialized and not tile.token_tile and tile.block_size != size:
-            yield f"expected a specialized tile {'x'.join(map(str, size))}, got {tile.describe()}"
-        if tile.token_tile and scaled:
-            yield "specialized swapped tiles are for 16 bits"
+    if isinstance(tile, SortedTile):
         if tile.halves and tile.persistent:
             yield "persistent tiles have no halves"
+    elif tile.tma and not tma_possible(p):
+        yield "tma needs Hopper or later, weights of 8 bits or more, and rows of whole 16 bytes"

@@ -21,8 +21,9 @@ included), L local experts, C capacity, H hidden size, I intermediate size, N = 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -50,14 +51,16 @@ from .kernels.gemv import gemv_down, gemv_up
 from .kernels.operands import Epilogue, Rows, Scales
 from .kernels.sorted_gemm import sorted_gemm
 from .kernels.tiles import (
-    GemmConfig,
-    GemvConfig,
-    gemm_config,
-    gemv_from_text,
+    DotTile,
+    GemmTile,
+    OrderedTile,
+    SortedTile,
+    SpecializedTile,
+    Tile,
+    TokenTile,
     tile_from_text,
-    token_tile,
 )
-from .kernels.token_tiles import list_both_token_tiles, tile_list_entries, tile_tokens
+from .kernels.token_tiles import list_token_tiles, tile_list_entries
 
 
 class _Plan:
@@ -65,28 +68,20 @@ class _Plan:
 
     kind: ClassVar[str]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the form that `plan_from_json` reads."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
-        return {"kind": self.kind} | {
-            name: value.to_json() if isinstance(value, (GemmConfig, GemvConfig)) else value
-            for name, value in values.items()
-        }
-
     def describe(self) -> str:
-        """Return for example ``gathered: 16x128x128 w4 s3 | 16x64x128 w4 s5, fused``."""
-        values = [getattr(self, f.name) for f in fields(self)]  # type: ignore[arg-type]
-        tiles = " | ".join(v.describe() for v in values if not isinstance(v, bool))
-        return f"{self.kind}: {tiles}" + (", fused" if True in values else "")
+        """Return for example ``gathered: 16x128x128 w4 s3 | 16x64x128 w4 s5, fused``, which
+        `plan_from_text` reads."""
+        first, second = (getattr(self, f.name) for f in fields(self)[:2])  # type: ignore[arg-type]
+        return f"{self.kind}: {first.describe()} | {second.describe()}"
 
 
 @dataclass(frozen=True)
 class DotProducts(_Plan):
     """Both GEMMs by dot products, one for each assignment: see `kernels.gemv`."""
 
-    kind: ClassVar[str] = "dot_products"
-    up: GemvConfig
-    down: GemvConfig
+    kind = "dot_products"
+    up: DotTile
+    down: DotTile
 
     def workspace(self, layer: Layer, rows: int, top_k: int) -> tuple[BufferSpec, ...]:
         return buffer_specs(layer, gemm_out=rows * top_k * layer.problem.local_intermediate_size)
@@ -108,6 +103,23 @@ class DotProducts(_Plan):
         )  # fmt: skip
 
 
+def _compute(plan: Gathered | Sorted, call: Call) -> Any:
+    """Run both GEMMs, and return the operands."""
+    operands: Any = plan.prepare(call)
+    plan.gemm_1(call, operands)
+    plan.gemm_2(call, operands)
+    return operands
+
+
+def _reduce(rows: Unreduced, call: Call) -> None:
+    """Sum the rows of all assignments, unless the dispatcher does (batch-invariant problems)."""
+    if not call.layer.problem.batch_invariant:
+        weighted_sum(
+            rows.rows_NH, call.weights_RK, call.ids_RK, call.y, rows.places_RK,
+            weight_before_applied=call.layer.split_weights,
+        )  # fmt: skip
+
+
 class _Operands(NamedTuple):
     """Inputs and outputs of the GEMMs of a plan that gathers rows; h None: fused activation."""
 
@@ -123,31 +135,27 @@ class _Operands(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Tiles(_Plan):
-    """A plan with a tile for each GEMM."""
+class _TwoGemms(_Plan):
+    """Both GEMMs by `kernels.gemm`.
 
-    first: GemmConfig
-    second: GemmConfig
+    fused: GEMM 1 applies the activation, and quantizes its result where groups or a static scale
+    allow it; otherwise another kernel does. splits: programs that share K in GEMM 2, of 4-bit
+    weights and few rows.
+    """
+
+    first: GemmTile
+    second: GemmTile
+    fused: bool
+    splits: int = 1
 
     @property
     def block_m(self) -> int:
         return self.first.block_m
 
-    def unspecialized(self) -> TilePlan:
-        """Return the plan with the nearest tiles that need no specialized warps."""
-        first, second = self.first.unspecialized(128), self.second.unspecialized(256)
-        return replace(self, first=first, second=second)  # type: ignore[return-value]
-
-
-@dataclass(frozen=True)
-class _TwoGemms(_Tiles):
-    """Both GEMMs by `kernels.gemm`.
-
-    fused: GEMM 1 applies the activation, and quantizes its result where groups or a static scale
-    allow it; otherwise another kernel does.
-    """
-
-    fused: bool
+    def describe(self) -> str:
+        """Return the text, with ``fused`` and the splits."""
+        splits = f", k{self.splits}" if self.splits > 1 else ""
+        return super().describe() + (", fused" if self.fused else "") + splits
 
     def gemm_1(self, call: Call | BatchedCall, operands: _Operands) -> None:
         """Compute GEMM 2's input from x: GEMM 1 and the activation."""
@@ -176,7 +184,7 @@ class _TwoGemms(_Tiles):
         grouped_gemm(
             o.a, w["w2"], o.y, o.second, self.second, a_scale=a_scale,
             w_scale=w.get("w2_scale"), w_offset=w.get("w2_offset"), bias_LN=w.get("w2_bias"),
-            weights_RK=call.early_weights if isinstance(call, Call) else None,
+            weights_RK=call.early_weights if isinstance(call, Call) else None, splits=self.splits,
         )  # fmt: skip
 
     def _a_scale(self, call: Call | BatchedCall, computed: Tensor) -> Tensor | None:
@@ -189,13 +197,13 @@ class _TwoGemms(_Tiles):
 class Gathered(_TwoGemms):
     """Assignments sorted by expert; GEMM 1 gathers tokens, GEMM 2 stores by assignment."""
 
-    kind: ClassVar[str] = "gathered"
+    kind = "gathered"
 
     def workspace(self, layer: Layer, rows: int, top_k: int) -> tuple[BufferSpec, ...]:
         count, experts = rows * top_k, layer.problem.num_local_experts
         capacity = align_capacity(count, experts, self.block_m)
         return self._workspace(
-            layer, rows, count, capacity=capacity, blocks=capacity // self.block_m,
+            layer, rows, count, assignments_S=capacity, experts_B=capacity // self.block_m,
             scratch=align_scratch(count, experts),
         )  # fmt: skip
 
@@ -203,7 +211,7 @@ class Gathered(_TwoGemms):
         self, layer: Layer, rows: int, count: int, **lists: int
     ) -> tuple[BufferSpec, ...]:
         p = layer.problem
-        gemm_out = 0 if p.batch_invariant else count * self.second.splits * p.hidden_size
+        gemm_out = 0 if p.batch_invariant else count * self.splits * p.hidden_size
         if not self.fused:
             gemm_out = max(gemm_out, count * p.w13_rows)
         return buffer_specs(
@@ -211,22 +219,10 @@ class Gathered(_TwoGemms):
         )
 
     def launch(self, call: Call) -> None:
-        rows = self._rows_of_experts(call)
-        if call.layer.problem.batch_invariant:
-            return
-        weighted_sum(
-            rows, call.weights_RK, call.ids_RK, call.y,
-            weight_before_applied=call.layer.split_weights,
-        )  # fmt: skip
+        _reduce(Unreduced(_compute(self, call).y), call)
 
     def unreduced(self, call: Call) -> Unreduced | None:
-        return None if self.second.splits > 1 else Unreduced(self._rows_of_experts(call))
-
-    def _rows_of_experts(self, call: Call) -> Tensor:
-        operands = self.prepare(call)
-        self.gemm_1(call, operands)
-        self.gemm_2(call, operands)
-        return operands.y
+        return None if self.splits > 1 else Unreduced(_compute(self, call).y)
 
     def prepare(self, call: Call) -> _Operands:
         """Quantize x if needed, sort the assignments, and divide the workspace."""
@@ -235,7 +231,7 @@ class Gathered(_TwoGemms):
         if x_scale is None and call.layer.quantized:
             x, x_scale = quantize_input(call)
         first, second = self._rows(call)
-        h, sums = None, count * self.second.splits
+        h, sums = None, count * self.splits
         if not self.fused:
             h = buffers.gemm_out[: count * p.w13_rows].view(count, p.w13_rows)
         y = call.y if p.batch_invariant else buffers.gemm_out[: sums * p.hidden_size]
@@ -253,7 +249,7 @@ class Gathered(_TwoGemms):
 class Direct(Gathered):
     """Each assignment is a row block: few assignments hardly share experts."""
 
-    kind: ClassVar[str] = "direct"
+    kind = "direct"
 
     def workspace(self, layer: Layer, rows: int, top_k: int) -> tuple[BufferSpec, ...]:
         return self._workspace(layer, rows, rows * top_k)
@@ -266,7 +262,7 @@ class Direct(Gathered):
 class Batched(_TwoGemms):
     """The BATCHED format: row blocks over the used rows of every expert."""
 
-    kind: ClassVar[str] = "batched"
+    kind = "batched"
 
     @staticmethod
     def workspace(layer: Layer, capacity: int) -> tuple[BufferSpec, ...]:
@@ -308,46 +304,50 @@ class _SortedOperands(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sorted(_Tiles):
+class Sorted(_Plan):
     """GEMM 1 gathers tokens and stores expert-sorted rows; GEMM 2 reads them by descriptors."""
 
-    kind: ClassVar[str] = "sorted"
-
-    def gathered(self) -> Gathered:
-        """Return the plan that gathers rows with these tiles, of 16 bits; token tiles, which need
-        expert-sorted rows, are replaced."""
-        of_tokens = self.first.token_tile or self.second.token_tile
-        plan = self.unspecialized() if of_tokens else self
-        return Gathered(plan.first, plan.second, True)
+    kind = "sorted"
+    first: Any  # GemmTile; OrderedTile where tokens are copied
+    second: OrderedTile
 
     @property
-    def specialized(self) -> bool:
-        """Return whether specialized warps, which need counters, compute a GEMM."""
-        return self.first.specialized or self.second.specialized
+    def block_m(self) -> int:
+        size: int = self.first.block_m
+        return size
+
+    def gathered(self) -> Gathered:
+        """Return the plan that gathers rows with these tiles, of 16 bits."""
+        of_tokens = isinstance(self.first, TokenTile) or isinstance(self.second, TokenTile)
+        plan = self.unspecialized() if of_tokens else self
+        return Gathered(_gemm_tile(plan.first, 128), _gemm_tile(plan.second, 256), True)
+
+    def unspecialized(self) -> Sorted:
+        """Return the plan with the nearest tiles that need no specialized warps."""
+        return Sorted(self.first, _sorted_tile(self.second, 256))
+
+    @property
+    def by_assignment(self) -> bool:
+        """Return whether GEMM 2 stores rows by assignment, not expert-sorted."""
+        return isinstance(self.second, SortedTile)
 
     def workspace(self, layer: Layer, rows: int, top_k: int) -> tuple[BufferSpec, ...]:
         count, experts = rows * top_k, layer.problem.num_local_experts
         capacity = align_capacity(count, experts, self.block_m)
         return buffer_specs(
-            layer, capacity=capacity, blocks=capacity // self.block_m,
+            layer, assignments_S=capacity, experts_B=capacity // self.block_m,
             counters=COUNTERS + capacity // max(BLOCKS_M), rows_A=count,
             scratch=sum(_list_entries(count, experts)) + align_scratch(count, experts),
             gemm_out=capacity * layer.problem.hidden_size, activated=capacity, x_scale=capacity,
         )  # fmt: skip
 
     def launch(self, call: Call) -> None:
-        rows = self.unreduced(call)
-        weighted_sum(
-            rows.rows_NH, call.weights_RK, call.ids_RK, call.y, rows.places_RK,
-            weight_before_applied=call.layer.split_weights,
-        )  # fmt: skip
+        _reduce(self.unreduced(call), call)
 
     def unreduced(self, call: Call) -> Unreduced:
         """Return the rows of all assignments, expert-sorted if GEMM 2 is specialized."""
-        operands = self.prepare(call)
-        self.gemm_1(call, operands)
-        self.gemm_2(call, operands)
-        rows = operands.aligned.rows_A if self.second.specialized else None
+        operands: _SortedOperands = _compute(self, call)
+        rows = None if self.by_assignment else operands.aligned.rows_A
         return Unreduced(operands.y_SH, None if rows is None else rows.view_as(call.ids_RK))
 
     def prepare(self, call: Call) -> _SortedOperands:
@@ -356,7 +356,7 @@ class Sorted(_Tiles):
         hidden = layer.problem.hidden_size
         aligned, tiles = self._sort(call)
         capacity = aligned.capacity
-        rows = capacity if self.second.specialized else count
+        rows = count if self.by_assignment else capacity
         first = second = None
         if layer.quantized:
             x_scale_GS, a_scale_GS = (
@@ -377,20 +377,26 @@ class Sorted(_Tiles):
         )  # fmt: skip
 
     def _sort(self, call: Call) -> tuple[SortedAssignments, tuple[Tensor | None, Tensor | None]]:
-        """Sort the assignments, and list the token tiles of swapped GEMMs."""
-        experts = call.layer.problem.num_local_experts
-        gated = call.layer.problem.activation.gated
-        tokens = tile_tokens(self.first, gated), tile_tokens(self.second)
-        if tokens == (None, None):
-            counters = self.specialized
+        """Sort the assignments, and list the token tiles of each GEMM."""
+        tiles = self.first, self.second
+        sizes = dict.fromkeys(tile.tokens for tile in tiles if isinstance(tile, TokenTile))
+        if not sizes:
+            counters = SpecializedTile in map(type, tiles)
             aligned = sort_assignments(call, self.block_m, rows_A=True, counters=counters)
             return aligned, (None, None)
-        entries = _list_entries(call.ids_RK.numel(), experts)
-        ends_L, *lists = torch.split(call.buffers.scratch[: sum(entries)], entries)
+        entries = _list_entries(call.ids_RK.numel(), call.layer.problem.num_local_experts)
+        ends_L, *memory = torch.split(call.buffers.scratch[: sum(entries)], entries)
         aligned = sort_assignments(
             call, self.block_m, rows_A=True, counters=True, ends_L=ends_L, reserved=sum(entries)
         )
-        return aligned, list_both_token_tiles(aligned, lists, tokens)
+        lists: dict[int, Tensor] = {}
+        for tokens, own in zip(sizes, memory, strict=False):  # equal tiles share a list
+            list_token_tiles(aligned, own, tokens)
+            lists[tokens] = own
+        first, second = (
+            lists[tile.tokens] if isinstance(tile, TokenTile) else None for tile in tiles
+        )
+        return aligned, (first, second)
 
     def gemm_1(self, call: Call, operands: _SortedOperands) -> None:
         """Compute GEMM 2's input from x: GEMM 1 with the activation."""
@@ -406,7 +412,7 @@ class Sorted(_Tiles):
         sorted_gemm(
             o.a_SI, call.weights["w2"], o.y_SH, o.aligned, self.second, call.ids_RK.numel(),
             o.num_sms, bias_LN=call.weights.get("w2_bias"), weights_RK=call.early_weights,
-            by_assignment=not self.second.specialized, scales=o.second, token_tiles=o.tiles[1],
+            by_assignment=self.by_assignment, scales=o.second, token_tiles=o.tiles[1],
         )  # fmt: skip
 
 
@@ -415,16 +421,37 @@ def _list_entries(count: int, experts: int) -> list[int]:
     return [experts] + 2 * [tile_list_entries(count, experts)]
 
 
+def _sorted_tile(tile: GemmTile | OrderedTile, columns: int) -> SortedTile:
+    """Return the nearest tile without specialized warps, whose ``columns`` are 128 with a gate:
+    then registers are too few for persistence."""
+    assert not isinstance(tile, GemmTile)
+    if isinstance(tile, SortedTile):
+        return tile
+    group_m, wide = tile.group_m if isinstance(tile, SpecializedTile) else 8, columns == 256
+    return SortedTile(128, columns, 64, group_m, persistent=wide, halves=not wide)
+
+
+def _gemm_tile(tile: GemmTile | OrderedTile, columns: int) -> GemmTile:
+    """Return the tile that gathers rows as ``tile`` takes them in order."""
+    if isinstance(tile, GemmTile):
+        return tile
+    assert not isinstance(tile, TokenTile)
+    if isinstance(tile, SpecializedTile):
+        return GemmTile(128, columns, 64, tile.group_m, 8, 4, tma=True, halves=tile.halves)
+    sizes = tile.block_m, tile.block_n, tile.block_k, tile.group_m
+    return GemmTile(*sizes, tile.num_warps, tile.num_stages, tma=True, halves=tile.halves)
+
+
 @dataclass(frozen=True)
 class Copied(Sorted):
     """Tokens are copied to expert-sorted rows, quantized if the scheme says so, before GEMM 1."""
 
-    kind: ClassVar[str] = "copied"
+    kind = "copied"
 
     def unspecialized(self) -> Copied:
         """Return the plan with the nearest tiles that need no specialized warps, in two launches
         after the copy."""
-        return Copied(self.first.unspecialized(128), self.second.unspecialized(256))
+        return Copied(_sorted_tile(self.first, 128), _sorted_tile(self.second, 256))
 
     def gemm_1(self, call: Call, operands: _SortedOperands) -> None:
         """Copy x, then compute GEMM 2's input."""
@@ -448,7 +475,7 @@ class CopiedAhead(Copied):
     """GEMM 1 copies tokens to expert-sorted rows ahead of the tiles that read them; 16 bits, by
     specialized warps."""
 
-    kind: ClassVar[str] = "ahead"
+    kind = "ahead"
 
     def gemm_1(self, call: Call, operands: _SortedOperands) -> None:
         """Compute GEMM 2's input, copying x on the way."""
@@ -458,56 +485,40 @@ class CopiedAhead(Copied):
 StandardPlan = DotProducts | Direct | Gathered | Sorted | Copied | CopiedAhead
 LaunchPlan = StandardPlan | Batched
 TilePlan = Gathered | Sorted
-"""A plan whose two GEMMs have a tile each."""
+"""The plans that a tuned table holds."""
 
 KINDS: Mapping[str, type[LaunchPlan]] = {
     plan.kind: plan
     for plan in (DotProducts, Direct, Gathered, Sorted, Copied, CopiedAhead, Batched)
 }
 """The plans by the name of their kind."""
-_TUNED = [plan.kind for plan in (Gathered, Sorted, Copied, CopiedAhead)]
+_GEMM, _USUAL = (GemmTile,), (SortedTile, SpecializedTile)
+_TILES: Mapping[str, Sequence[Sequence[type[Tile]]]] = {
+    "dot_products": ((DotTile,), (DotTile,)),
+    "direct": (_GEMM, _GEMM),
+    "gathered": (_GEMM, _GEMM),
+    "batched": (_GEMM, _GEMM),
+    "sorted": (_GEMM, _USUAL),
+    "copied": ((*_USUAL, TokenTile), (*_USUAL, TokenTile)),
+    "ahead": ((SpecializedTile,), _USUAL),
+}
+"""The types of GEMM 1's and GEMM 2's tiles, a plan's first two fields, by kind."""
 
 
 def plan_from_text(text: str) -> LaunchPlan:
-    """Make a plan of what its `describe` returns. Raises ValueError or TypeError for other text."""
-    kind, _, rest = text.partition(":")
-    if kind not in KINDS:
-        raise ValueError(f"unknown kind of plan {kind!r}")
-    tiles, fused, after = rest.partition(", fused")
-    first, bar, second = tiles.partition("|")
-    if not bar or after:
-        raise ValueError(f"{rest.strip()!r} is not a pair of tiles")
-    if kind == DotProducts.kind:
-        return DotProducts(gemv_from_text(first), gemv_from_text(second))
-    parts = tile_from_text(first), tile_from_text(second)
-    _check_pair(kind, *parts)
-    made: Any = KINDS[kind]
-    plan: LaunchPlan = made(*parts) if issubclass(made, Sorted) else made(*parts, bool(fused))
+    """Make a plan of what its `describe` returns. Raises ValueError for other text."""
+    match = re.fullmatch(r"(\w+):([^|,]+)\|([^|,]+)(, fused)?(?:, k([24]))?", text)
+    made: Any = KINDS.get(match[1]) if match else None
+    if match is None or made is None:
+        raise ValueError("not a kind of plan and its two tiles")
+    first, second = (tile_from_text(match[2 + i], _TILES[made.kind][i]) for i in (0, 1))
+    rows = {getattr(tile, "block_m", 0) for tile in (first, second)}
+    if len(rows) > 1:
+        raise ValueError(f"the tiles have different numbers of rows: {rows}")
+    more = bool(match[4]), int(match[5] or 1)
+    if not issubclass(made, _TwoGemms) and more != (False, 1):
+        raise ValueError(f"plans of kind {made.kind} have nothing after the tiles")
+    plan: LaunchPlan = (
+        made(first, second, *more) if issubclass(made, _TwoGemms) else made(first, second)
+    )
     return plan
-
-
-def plan_from_json(values: Mapping[str, Any]) -> TilePlan:
-    """Make a plan of a tuned table's record. Raises ValueError for one that cannot be read."""
-    kind = values["kind"]
-    if kind not in _TUNED:
-        raise ValueError(f"kind={kind!r} is not one of {', '.join(_TUNED)}")
-    first, second = gemm_config(values["first"]), gemm_config(values["second"])
-    _check_pair(kind, first, second)
-    made: Any = KINDS[kind]
-    fused = [bool(values["fused"])] if kind == Gathered.kind else []
-    plan: TilePlan = made(first, second, *fused)
-    return plan
-
-
-def _check_pair(kind: str, first: GemmConfig, second: GemmConfig) -> None:
-    """Raise ValueError for two tiles that no plan of ``kind`` can have."""
-    if first.block_m != second.block_m:
-        raise ValueError(f"block_m differs: {first.block_m} and {second.block_m}")
-    if (first.token_tile or second.token_tile) and kind != Copied.kind:
-        raise ValueError(f"specialized swapped tiles are for kind='copied', not {kind!r}")
-    for name, tile, sizes in (("first", first, (64, 128)), ("second", second, (128, 256))):
-        known = [token_tile(block_n, tile.group_m) for block_n in sizes]
-        if tile.token_tile and tile not in known:
-            words = " or ".join(each.describe() for each in known)
-            raise ValueError(f"{name}: expected a specialized swapped tile {words}, "
-                             f"got {tile.describe()}")  # fmt: skip

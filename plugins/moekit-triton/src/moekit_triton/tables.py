@@ -16,7 +16,7 @@ import triton
 
 from moekit.plugin import MoEProblem, TableFiles, nearest, size_distance
 
-from .plans import TilePlan, plan_from_json
+from .plans import Direct, Gathered, Sorted, TilePlan, plan_from_text
 
 _SIZES = ("experts", "hidden", "intermediate")
 # Schemes that another one's tiles serve: the same operands, scales that serve all of K, activations
@@ -71,10 +71,17 @@ def _entry(values: Mapping[str, Any]) -> Entry:
         if type(key[name]) is not kind or kind is int and key[name] < 1:
             above = ", at least 1" if kind is int else ""
             raise ValueError(f"{name}={key[name]!r} must be of type {kind.__name__}{above}")
-    plans = [(float(plan["rows_per_expert"]), plan_from_json(plan)) for plan in values["plans"]]
+    plans = [(float(each["rows_per_expert"]), _plan(each["plan"])) for each in values["plans"]]
     if not plans or min(rows for rows, _ in plans) <= 0:
         raise ValueError("plans need a positive rows_per_expert each, and there must be one")
     return Entry(key, plans)
+
+
+def _plan(text: str) -> TilePlan:
+    plan = plan_from_text(text)
+    if isinstance(plan, Direct) or not isinstance(plan, (Gathered, Sorted)):
+        raise ValueError(f"plan={text!r} is not of a kind that is tuned")
+    return plan
 
 
 def _merge(tables: Iterable[list[Entry]]) -> list[Entry]:

@@ -5,8 +5,8 @@
 A pool of processes first compiles every candidate into Triton's cache; then each is timed in a CUDA
 graph over several routings, one shape, scheme and number of rows per GPU at a time. Each plan is
 written when it is found, atomically. Numbers of rows that the file already has are skipped, so a
-run that was stopped, or whose --seconds were over, is continued by the same command, and --rows
-adds to what is there. Only GPUs of one kind, that of the current device, are timed.
+run that was stopped is continued by the same command, and --rows adds to what is there. All GPUs of
+the current device's kind are used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from moekit_bench import random_weights, shape
-from moekit_bench.options import positive
 
 from moekit.errors import MoekitError
 from moekit.plugin import (
@@ -41,9 +40,8 @@ from moekit.plugin import (
 )
 
 from . import moekit_experts
-from .candidates import Attempt, attempts
 from .packing import pack_weights
-from .search import Case, compile_attempts, fastest_plan
+from .search import Attempt, Case, attempts, compile_attempts, fastest_plan
 from .tables import FILES, table_key
 
 ROWS_PER_EXPERT = (0.25, 1, 4, 16, 64, 256, 1024, 4096)
@@ -53,7 +51,7 @@ _MOST_TOKENS = 32768
 _TINY_ROWS = 128
 
 Plans = dict[float, dict[str, Any]]
-"""The JSON of plans, by rows per expert."""
+"""A table's records of plans, by rows per expert."""
 Table = dict[str, Plans]
 """The plans of a table's entries, by the JSON of what identifies an entry."""
 
@@ -91,22 +89,12 @@ def _tiny(problem: MoEProblem) -> MoEProblem:
     return replace(problem, num_experts=2, top_k=2, hidden_size=hidden, intermediate_size=inner)
 
 
-def _compile(job: tuple[MoEProblem, list[Attempt]], end: float) -> int:
-    """Compile, and return how many candidates; none after ``end``, by `time.monotonic`."""
-    problem, wanted = job
-    if time.monotonic() > end:
-        return 0
+def _compile(problem: MoEProblem, wanted: list[Attempt]) -> None:
     compile_attempts(make_case(problem, _TINY_ROWS, 1), wanted)
-    return len(wanted)
 
 
-def compile_all(
-    wanted: Iterable[tuple[MoEProblem, Iterable[Attempt]]], end: float = math.inf
-) -> None:
-    """Compile attempts of problems by as many processes as there are cores, up to 48.
-
-    What is not compiled at ``end``, by `time.monotonic`, is left to its first launch.
-    """
+def compile_all(wanted: Iterable[tuple[MoEProblem, Iterable[Attempt]]]) -> None:
+    """Compile attempts of problems by as many processes as there are cores, up to 48."""
     small: dict[MoEProblem, dict[Attempt, None]] = {}
     for problem, found in wanted:
         small.setdefault(_tiny(problem), {}).update(dict.fromkeys(found))
@@ -116,19 +104,17 @@ def compile_all(
         for i in range(0, len(found), 3)
     ]
     begin, count = time.monotonic(), sum(len(found) for found in small.values())
-    with _pool(min(48, os.cpu_count() or 1), _devices(torch.cuda.device_count())) as pool:
-        done = sum(pool.map(_compile, jobs, itertools.repeat(end)))
-    print(
-        f"compiled {done} of {count} candidates in {time.monotonic() - begin:.0f} s",
-        file=sys.stderr,
-    )
+    with _pool(min(48, os.cpu_count() or 1), _devices()) as pool:
+        for done in [pool.submit(_compile, *job) for job in jobs]:
+            done.result()
+    print(f"compiled {count} candidates in {time.monotonic() - begin:.0f} s", file=sys.stderr)
 
 
-def _devices(most: int) -> list[int]:
-    """Return up to ``most`` devices of the current one's kind, beginning with it."""
+def _devices() -> list[int]:
+    """Return the devices of the current one's kind, beginning with it."""
     current, name = torch.cuda.current_device(), torch.cuda.get_device_name()
     others = [i for i in range(torch.cuda.device_count()) if i != current]
-    return [current, *(i for i in others if torch.cuda.get_device_name(i) == name)][:most]
+    return [current, *(i for i in others if torch.cuda.get_device_name(i) == name)]
 
 
 def _pool(workers: int, devices: Sequence[int]) -> concurrent.futures.ProcessPoolExecutor:
@@ -163,32 +149,21 @@ class Job(NamedTuple):
 _packed: dict[tuple[str, str], PackedWeights] = {}  # of a worker's last job alone
 
 
-def _weights(job: Job) -> PackedWeights:
-    """Return a job's packed weights; the worker keeps its last job's, which most often serve."""
-    key = (job.shape, job.scheme)
+def _tune(job: Job) -> tuple[str, Plans]:
+    """Return the key of a job's entry and its plan, or no plan if no tile runs here."""
+    problem, key = job.problem, (job.shape, job.scheme)
     if key not in _packed:
         _packed.clear()
         torch.cuda.empty_cache()
-        _packed[key] = _random_packed(job.problem)
-    return _packed[key]
-
-
-def _tune(job: Job, end: float) -> tuple[str, Plans] | None:
-    """Return the key of a job's entry and its plan, or no plan if no tile runs here; None after
-    ``end``, by `time.monotonic`."""
-    if time.monotonic() > end:
-        return None
-    problem = job.problem
+        _packed[key] = _random_packed(problem)
     rows, plans = token_count(problem, job.rows), Plans()
     routings = 8 if rows <= 64 else 3 if rows < 4096 else 2
-    case = make_case(problem, rows, routings, _weights(job))
-    found = fastest_plan(case, rows)
-    del case
+    found = fastest_plan(make_case(problem, rows, routings, _packed[key]), rows)
     if found is not None:
         plan, first, second = found
         us = [round(first.us, 1), round(second.us, 1)]
         per_expert = rows_per_expert(problem, rows)
-        plans[per_expert] = {"rows_per_expert": per_expert, "us": us} | plan.to_json()
+        plans[per_expert] = {"rows_per_expert": per_expert, "us": us, "plan": plan.describe()}
     torch.cuda.empty_cache()
     return _key(problem), plans
 
@@ -229,16 +204,6 @@ def dumps(table: Table) -> str:
     return '{"entries": [\n ' + ",\n ".join(entries) + "\n]}\n"
 
 
-def _table(out: Path) -> Table:
-    """Return the table in ``out``, an empty one if there is none. Raises MoekitError if it cannot
-    be read or written, before hours are spent."""
-    check_writable(out, "name another file with --out, or a folder of yours in MOEKIT_TUNED")
-    if not out.exists():
-        return {}
-    FILES.read(out)
-    return loads(out.read_text())
-
-
 # -- the command --------------------------------------------------------------------------------
 
 
@@ -251,13 +216,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     rows = ",".join(map(str, ROWS_PER_EXPERT))
     parser.add_argument("--shapes", default="mixtral,qwen3-30b,dsv3-ep8", help="names or E:K:H:I")
     parser.add_argument("--quant", default="none,fp8_block", help="quantization schemes")
-    parser.add_argument("--rows", type=_positive, default=rows, help="per expert")
-    parser.add_argument("--gpus", type=positive, default=torch.cuda.device_count())
+    parser.add_argument("--rows", type=numbers_above_0, default=rows, help="per expert")
     parser.add_argument(
         "--out", type=Path, help="a file, or a folder; default: the table that moekit reads"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="begin no plan after this time"
     )
     args = parser.parse_args(argv)
     args.problems = {
@@ -269,41 +230,25 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def _positive(text: str) -> list[float]:
+def numbers_above_0(text: str) -> list[float]:
     """Read a list of numbers above 0."""
-    try:
-        found = [float(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or not all(0 < number < math.inf for number in found):
-        raise argparse.ArgumentTypeError(
-            f"expected numbers above 0, such as 1,16,64 (got {text!r})"
-        )
-    return found
-
-
-def _runnable(
-    problems: Mapping[tuple[str, str], MoEProblem],
-) -> dict[tuple[str, str], MoEProblem]:
-    """Return the problems that this device supports, and say which it does not."""
-    device, spec, found = DeviceSpec.of(torch.device("cuda")), moekit_experts()[0], {}
-    for (name, scheme), problem in problems.items():
-        if reasons := spec.unsupported(problem.replace(device=device)):
-            print(f"{name} {scheme} is left out: {'; '.join(reasons)}", file=sys.stderr)
-        else:
-            found[name, scheme] = problem
+    found = [float(part) for part in text.split(",")]
+    if not all(0 < number < math.inf for number in found):
+        raise ValueError
     return found
 
 
 def _jobs(
     table: Table, problems: Mapping[tuple[str, str], MoEProblem], sizes: list[float]
-) -> list[Job]:
-    """Return what is missing, once for shapes that share an entry."""
-    first: dict[str, list[Job]] = {}
+) -> Iterator[Job]:
+    """Yield what is missing and runs here, once for shapes that share an entry."""
+    device, spec, seen = DeviceSpec.of(torch.device("cuda")), moekit_experts()[0], set()
     for (name, scheme), problem in problems.items():
-        found = [Job(name, scheme, rows) for rows in missing(table, problem, sizes)]
-        first.setdefault(_key(problem), found)
-    return [job for found in first.values() for job in found]
+        if reasons := spec.unsupported(problem.replace(device=device)):
+            print(f"{name} {scheme} is left out: {'; '.join(reasons)}", file=sys.stderr)
+        elif _key(problem) not in seen:
+            seen.add(_key(problem))
+            yield from (Job(name, scheme, rows) for rows in missing(table, problem, sizes))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -312,28 +257,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         MoekitError: The table cannot be read or written, or a worker process died.
     """
-    begin = time.monotonic()
     args = _arguments(argv)
-    name = torch.cuda.get_device_name()
-    out = args.out or FILES.user_folder() / device_file(name)
+    file = device_file(torch.cuda.get_device_name())
+    out = args.out or FILES.user_folder() / file
     if out.is_dir():
-        out /= device_file(name)
-    table = _table(out)
-    jobs = _jobs(table, _runnable(args.problems), args.rows)
+        out /= file
+    check_writable(out, "name another file with --out, or a folder of yours in MOEKIT_TUNED")
+    table: Table = {}
+    if out.exists():
+        FILES.read(out)  # raises for a wrong table, before hours are spent
+        table = loads(out.read_text())
+    jobs = list(_jobs(table, args.problems, args.rows))
     if not jobs:
         print(f"{out} already has all of them", file=sys.stderr)
         return 0
-    devices = _devices(args.gpus)
-    if len(devices) < args.gpus:
-        print(f"{len(devices)} of {args.gpus} GPUs are of the kind {name}", file=sys.stderr)
-    problems = [(job.problem, job.rows) for job in jobs]
-    wanted = [(p, attempts(p, token_count(p, rows))) for p, rows in problems]
     try:
-        # Compilation may take half of the time, because the timings need the rest.
-        compile_all(wanted, begin + args.seconds / 2)
+        problems = [(job.problem, job.rows) for job in jobs]
+        compile_all((p, attempts(p, token_count(p, rows))) for p, rows in problems)
+        devices = _devices()
         with _pool(min(len(devices), len(jobs)), devices) as pool:
-            end = begin + args.seconds
-            running = {pool.submit(_tune, job, end): job for job in jobs}
+            running = {pool.submit(_tune, job): job for job in jobs}
             try:
                 left = _collect(running, table, out)
             except BaseException:
@@ -353,30 +296,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _collect(
-    running: Mapping[concurrent.futures.Future[tuple[str, Plans] | None], Job],
-    table: Table,
-    out: Path,
+    running: Mapping[concurrent.futures.Future[tuple[str, Plans]], Job], table: Table, out: Path
 ) -> int:
     """Write each plan when it is found, and return how many jobs found none."""
-    began, left = time.monotonic(), 0
+    left = 0
     for done, future in enumerate(concurrent.futures.as_completed(running), 1):
-        why = "no tile compiles and runs on this GPU"
+        text = "no plan, no tile compiles and runs on this GPU"
         try:
-            found = future.result()
+            key, plans = future.result()
         except torch.OutOfMemoryError:
-            found, why = ("", {}), "it needs more memory than the GPU has"
-        if found is None:  # the time was over
-            left += 1
-            continue
-        key, plans = found
+            key, plans, text = "", {}, "no plan, it needs more memory than the GPU has"
         if plans:
             table.setdefault(key, {}).update(plans)
             replace_file(out, dumps(table))
-            to_go = (time.monotonic() - began) / done * (len(running) - done)
-            text = f"about {to_go:.0f} s left"
-        else:
-            left += 1
-            text = f"no plan, {why}"
+            text = "done"
+        left += not plans
         print(f"[{done}/{len(running)}] {running[future]}: {text}", file=sys.stderr, flush=True)
     return left
 

@@ -30,7 +30,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .operands import Epilogue, Rows
 from .order import tile_at
 from .packed import packed_products
-from .tiles import CHUNK, GemmConfig
+from .tiles import CHUNK, GemmTile
 
 _STORE = Epilogue(NO_ACTIVATION)
 _GROUP = tl.constexpr(SCALE_GROUP)
@@ -95,8 +95,8 @@ class _Finish:
 
 @dataclass(frozen=True, eq=False)
 class _Tile:
-    """The tile, see `GemmConfig`; one_scale: its weights have one scale in a step; even_n, even_k:
-    it divides N and K."""
+    """The tile, see `GemmTile`; splits: programs that share K; one_scale: its weights have one
+    scale in a step; even_n, even_k: it divides N and K."""
 
     n: int
     k: int
@@ -118,7 +118,7 @@ def grouped_gemm(
     w_LNK: torch.Tensor,
     out: torch.Tensor,
     rows: Rows,
-    config: GemmConfig,
+    tile: GemmTile,
     *,
     a_scale: torch.Tensor | None = None,
     w_scale: torch.Tensor | None = None,
@@ -126,6 +126,7 @@ def grouped_gemm(
     bias_LN: torch.Tensor | None = None,
     weights_RK: torch.Tensor | None = None,
     epilogue: Epilogue | None = None,
+    splits: int = 1,
 ) -> None:
     """Compute out[row] = epilogue(a[row] @ w[expert of row].T + bias) for the rows in ``rows``.
 
@@ -134,20 +135,17 @@ def grouped_gemm(
         w_LNK: (L, N, K) of a's dtype, or e4m3 or int8 with a of 16 bits; or 4-bit, int16 as
             `moekit_triton.packing` lays it out, with a of 16 bits.
         out: STANDARD (A, N) by assignment or expert-sorted, BATCHED (L, C, N); any float dtype or
-            the epilogue's quantized one, unit stride along N. N is half of w's rows with a gated
-            epilogue. Other rows stay untouched. With config.splits = S, (S * A, N): S addends in
-            consecutive rows, as `weighted_sum` takes them, without epilogue.
-        rows: the rows.
-        config: the tile.
+            the epilogue's quantized one. N is half of w's rows with a gated epilogue. Other rows
+            stay untouched. With splits = S, (S * A, N): S addends in consecutive rows.
         a_scale: fp32: one value, (rows, 1) or (rows or 1, ceil(K / 128)); BATCHED with L and C in
             front, which may be 1.
         w_scale: fp32 (L,), (L, N) or (L, ceil(N / 128), ceil(K / 128)); 4-bit: as laid out, uint8
             for e2m1.
         w_offset: 4-bit zero points, as laid out.
-        bias_LN: (L, N).
-        weights_RK: fp32 router weights, contiguous: multiply each row by `weight_before` of its
-            weight. STANDARD, by assignment.
+        weights_RK: fp32 router weights: multiply each row by `weight_before` of its weight.
+            STANDARD, by assignment.
         epilogue: None = store the sums.
+        splits: programs that share K, of 4-bit weights.
     """
     if rows.blocks == 0:
         return
@@ -157,55 +155,55 @@ def grouped_gemm(
     act, out_scale = epilogue.activation, epilogue.scale
     w_rows, k = w_LNK.shape[-2], a.shape[1]
     n = w_rows // 2 if act.gated else w_rows
-    _check_gemm(a, w_LNK, out, rows, config, n, plain, weights_RK)
+    _check_gemm(a, w_LNK, out, rows, tile, n, weights_RK)
+    assert splits == 1 or (w_LNK.dtype == torch.int16 and plain and rows.kind != "batched")
     a_kind, scale_strides = _a_scale_layout(a_scale)
     # Hopper's fp8 tensor cores accumulate with about 14 bits. Where scales change with K, and where
     # it costs nothing, sums per step are added up in fp32; large tiles would wait for it.
-    promote = a.dtype == torch.float8_e4m3fn and not (config.block_m >= 64 and _hopper(a.device))
+    promote = a.dtype == torch.float8_e4m3fn and not (tile.block_m >= 64 and _hopper(a.device))
     scheme = _scheme(
         a_kind, *_weight_layout(w_LNK, w_scale, w_offset), a.dtype == torch.int8, promote
     )
     if scheme.w_scale == "block" or a_kind == "group":
-        assert SCALE_GROUP % config.block_k == 0, "a step of K must lie within one scale group"
-    assert epilogue.quantize != "group" or config.block_n == SCALE_GROUP, "tiles hold whole groups"
-    tile = _tile(
-        config.block_n, config.block_k, config.tma, config.halves and rows.kind != "direct",
-        config.wide and plain and n % (2 * config.block_n) == 0, config.swapped, config.splits,
+        assert SCALE_GROUP % tile.block_k == 0, "a step of K must lie within one scale group"
+    assert epilogue.quantize != "group" or tile.block_n == SCALE_GROUP, "tiles hold whole groups"
+    constants = _tile(
+        tile.block_n, tile.block_k, tile.tma, tile.halves and rows.kind != "direct",
+        tile.wide and plain and n % (2 * tile.block_n) == 0, tile.swapped, splits,
         # A tile has one scale if scale blocks begin where tiles do, for gate and for up.
-        SCALE_GROUP % config.block_n == 0 and n % (SCALE_GROUP if act.gated else 1) == 0,
-        n % config.block_n == 0, k % config.block_k == 0,
+        SCALE_GROUP % tile.block_n == 0 and n % (SCALE_GROUP if act.gated else 1) == 0,
+        n % tile.block_n == 0, k % tile.block_k == 0,
     )  # fmt: skip
     _launch_gemm(
-        (rows.blocks * triton.cdiv(n, config.block_n * (2 if tile.wide else 1)), config.splits),
-        a, _weight_tiles(w_LNK, config),
+        (rows.blocks * triton.cdiv(n, tile.block_n * (2 if constants.wide else 1)), splits),
+        a, _weight_tiles(w_LNK, tile),
         _Pointers(out, rows.assignments, rows.experts, a_scale, w_scale, w_offset, bias_LN,
                   weights_RK, out_scale),
-        n, k, a.shape[0] * rows.top_k, rows.blocks, triton.cdiv(rows.capacity, config.block_m),
-        rows.capacity, config.group_m,
+        n, k, a.shape[0] * rows.top_k, rows.blocks, triton.cdiv(rows.capacity, tile.block_m),
+        rows.capacity, tile.group_m,
         _Strides(a.stride(0), out.stride(0), *scale_strides,
                  0 if out_scale is None else out_scale.stride(0)),
         act.alpha, act.limit or 0.0,
         TOP_K=rows.top_k, ROWS=rows.kind, IN_ORDER=rows.in_order, SCHEME=scheme,
         FINISH=_finish(bias_LN is not None, act.name, act.gated, act.limit is not None,
                        epilogue.quantize, QMAX.get(out.dtype, 0.0)),
-        TILE=tile, BLOCK_M=config.block_m,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        TILE=constants, BLOCK_M=tile.block_m, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 
 
 def _check_gemm(
-    a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, rows: Rows, config: GemmConfig, n: int,
-    plain: bool, weights_RK: torch.Tensor | None,
+    a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, rows: Rows, tile: GemmTile, n: int,
+    weights_RK: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """Assert what `grouped_gemm` promises about shapes and combinations; plain: no epilogue."""
-    packed, k = w.dtype == torch.int16, a.shape[1]
-    if packed:
-        assert triton.cdiv(k, CHUNK) == w.shape[1] and config.block_k == CHUNK and not config.tma
-    assert packed or w.shape[2] == k
+    """Assert what `grouped_gemm` promises about shapes and combinations."""
+    k = a.shape[1]
+    if w.dtype == torch.int16:  # 4 bits
+        assert triton.cdiv(k, CHUNK) == w.shape[1] and tile.block_k == CHUNK and not tile.tma
+    else:
+        assert w.shape[2] == k
     if weights_RK is not None:
         assert rows.kind != "batched" and rows.top_k == 1 and weights_RK.is_contiguous()
-    assert config.splits == 1 or (packed and plain and rows.kind != "batched")
-    assert not config.halves or config.block_m >= 128 or INTERPRETED, "wgmma takes 64 rows"
+    assert not tile.halves or tile.block_m >= 128 or INTERPRETED, "wgmma takes 64 rows"
     assert out.shape[1] == n and w.is_contiguous()
     assert a.stride(1) == 1 and out.stride(1) == 1
 
@@ -223,12 +221,12 @@ def _weight_layout(
     return kind, packed, group, w_offset is not None, e2m1
 
 
-def _weight_tiles(w_LNK: torch.Tensor, config: GemmConfig) -> "torch.Tensor | TensorDescriptor":
+def _weight_tiles(w_LNK: torch.Tensor, tile: GemmTile) -> "torch.Tensor | TensorDescriptor":
     """Return the weights as the kernel loads them."""
-    if not config.tma:
+    if not tile.tma:
         return w_LNK
     num_experts, w_rows, k = w_LNK.shape
-    box = [config.block_n, config.block_k]
+    box = [tile.block_n, tile.block_k]
     return TensorDescriptor(w_LNK, [num_experts * w_rows, k], [k, 1], box)
 
 

@@ -22,7 +22,7 @@ import triton.language as tl
 from moekit_kernels.launch import Launcher, wait_then_launch_dependents
 from moekit_kernels.numerics import SCALE_GROUP, Activation, activate, activate_gated, convert
 
-from .tiles import GemvConfig
+from .tiles import DotTile
 
 
 def gemv_up(
@@ -31,7 +31,7 @@ def gemv_up(
     out: torch.Tensor,
     ids_RK: torch.Tensor,
     activation: Activation,
-    config: GemvConfig,
+    tile: DotTile,
     *,
     x_scale: torch.Tensor | None = None,
     w_scale: torch.Tensor | None = None,
@@ -41,16 +41,8 @@ def gemv_up(
 
     Assignments without expert stay untouched.
 
-    Args:
-        x: (R, H), any dtype.
-        w_LNK: (L, 2I if gated else I, H).
-        out: (R * K, I), a float dtype.
-        ids_RK: integers (R, K), contiguous.
-        activation: the activation.
-        config: launch parameters.
-        x_scale: fp32 as `grouped_gemm` takes it.
-        w_scale: fp32 as `grouped_gemm` takes it.
-        bias_LN: (L, rows of w).
+    x (R, H), any dtype; w (L, 2I if gated else I, H); out (R * K, I), a float dtype; ids (R, K),
+    contiguous; scales as `grouped_gemm` takes them.
     """
     count, top_k = ids_RK.numel(), ids_RK.shape[1]
     _, w_rows, k = w_LNK.shape
@@ -61,15 +53,15 @@ def gemv_up(
         return
     x_kind, x_row_stride, x_group_stride = _x_scale_layout(x_scale)
     _launch_up(
-        (count, triton.cdiv(n, config.rows)),
+        (count, triton.cdiv(n, tile.rows)),
         x, w_LNK, out, ids_RK, x_scale, w_scale, bias_LN,
         x.stride(0), out.stride(0), x_row_stride, x_group_stride,
         activation.alpha, 0.0 if activation.limit is None else activation.limit,
         TOP_K=top_k, ACTIVATION=activation.name, GATED=activation.gated,
         CLAMP=activation.limit is not None,
-        **_constants(x, w_LNK, n, x_kind, w_scale, bias_LN, config),
-        CHUNKS=32 * config.num_warps,
-        num_warps=config.num_warps,
+        **_constants(x, w_LNK, n, x_kind, w_scale, bias_LN, tile),
+        CHUNKS=32 * tile.num_warps,
+        num_warps=tile.num_warps,
     )  # fmt: skip
 
 
@@ -79,7 +71,7 @@ def gemv_down(
     out: torch.Tensor,
     ids_RK: torch.Tensor,
     weights_RK: torch.Tensor,
-    config: GemvConfig,
+    tile: DotTile,
     *,
     w_scale: torch.Tensor | None = None,
     bias_LN: torch.Tensor | None = None,
@@ -89,15 +81,7 @@ def gemv_down(
     Sums are fp32. Assignments with a negative id are skipped, so x and weights may hold anything
     there; rows without other assignments become 0.
 
-    Args:
-        x: (R * K, I), a float dtype.
-        w_LNK: (L, H, I).
-        out: (R, H), a float dtype.
-        ids_RK: integers (R, K), contiguous.
-        weights_RK: fp32 (R, K), contiguous.
-        config: launch parameters.
-        w_scale: fp32 as `grouped_gemm` takes it.
-        bias_LN: (L, H).
+    x (R * K, I) and out (R, H), float dtypes; w (L, H, I); ids and weights (R, K), contiguous.
     """
     rows, top_k = ids_RK.shape
     _, n, k = w_LNK.shape
@@ -108,24 +92,24 @@ def gemv_down(
         return
     parts = triton.next_power_of_2(top_k)
     _launch_down(
-        (rows, triton.cdiv(n, config.rows)),
+        (rows, triton.cdiv(n, tile.rows)),
         x, w_LNK, out, ids_RK, weights_RK, w_scale, bias_LN, x.stride(0), out.stride(0),
-        TOP_K=top_k, PARTS=parts, **_constants(x, w_LNK, n, "none", w_scale, bias_LN, config),
-        CHUNKS=32 * max(1, config.num_warps // parts),
-        num_warps=config.num_warps,
+        TOP_K=top_k, PARTS=parts, **_constants(x, w_LNK, n, "none", w_scale, bias_LN, tile),
+        CHUNKS=32 * max(1, tile.num_warps // parts),
+        num_warps=tile.num_warps,
     )  # fmt: skip
 
 
 def _constants(
     x: torch.Tensor, w: torch.Tensor, n: int, x_kind: str, w_scale: torch.Tensor | None,
-    bias: torch.Tensor | None, config: GemvConfig,
+    bias: torch.Tensor | None, tile: DotTile,
 ) -> dict[str, Any]:  # fmt: skip
     k, values = w.shape[2], 16 // max(x.itemsize, w.itemsize)
     w_kind = "none" if w_scale is None else ("tensor", "channel", "block")[w_scale.dim() - 1]
     return {
         "N": n, "W_ROWS": w.shape[1], "K": k, "X_SCALE": x_kind, "W_SCALE": w_kind,
-        "GROUP": SCALE_GROUP, "BIAS": bias is not None, "EVEN_N": n % config.rows == 0,
-        "ROWS": config.rows, "VALUES": values,
+        "GROUP": SCALE_GROUP, "BIAS": bias is not None, "EVEN_N": n % tile.rows == 0,
+        "ROWS": tile.rows, "VALUES": values,
     }  # fmt: skip
 
 

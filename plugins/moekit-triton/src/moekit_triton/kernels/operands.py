@@ -10,18 +10,15 @@ import triton
 from moekit_kernels.align import SortedAssignments
 from moekit_kernels.numerics import SCALE_GROUP, Activation
 
-from .tiles import GemmConfig
+from .tiles import SpecializedTile, TokenTile
 
 
 @dataclass(frozen=True)
 class Epilogue:
     """The steps that GEMM 1 applies to its fp32 sums before it stores them.
 
-    Args:
-        activation: the activation to apply.
-        quantize: "none", "group" (one scale per row and 128 columns, written to ``scale``) or
-            "tensor" (by the one value in ``scale``).
-        scale: fp32; see ``quantize``.
+    quantize: "none", "group" (one fp32 scale per row and 128 columns, written to ``scale``) or
+    "tensor" (by the one value in ``scale``).
     """
 
     activation: Activation
@@ -31,18 +28,12 @@ class Epilogue:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows that a launch multiplies, in row blocks of the config's block_m.
+    """The rows that a launch multiplies, in row blocks of the tile's block_m.
 
-    Args:
-        kind: "aligned": `SortedAssignments` lists them; "direct": ``experts`` are the ids (R, K),
-            and each assignment is a block; "batched": ``experts`` are the used rows of
-            each expert, of ``capacity`` rows.
-        experts: int32 or int64.
-        blocks: row blocks.
-        assignments: int32, of "aligned".
-        top_k: assignments that share a row of the input.
-        capacity: rows of each expert in the batched layout.
-        in_order: the output is expert-sorted, not by assignment.
+    kind: "aligned": `SortedAssignments` lists them; "direct": ``experts`` are the ids (R, K), and
+    each assignment is a block; "batched": ``experts`` are the used rows of each expert, of
+    ``capacity`` rows. top_k: assignments that share a row of the input. in_order: the output is
+    expert-sorted, not by assignment.
     """
 
     kind: str
@@ -55,32 +46,24 @@ class Rows:
 
     @classmethod
     def aligned(cls, aligned: SortedAssignments, top_k: int = 1, *, in_order: bool = False) -> Rows:
-        """Take the blocks of ``aligned``."""
         experts, assignments = aligned.experts_B, aligned.assignments_S
         assert experts is not None
         return cls("aligned", experts, experts.numel(), assignments, top_k, in_order=in_order)
 
     @classmethod
     def direct(cls, ids_RK: torch.Tensor, top_k: int = 1) -> Rows:
-        """Make each assignment of ``ids_RK`` a block."""
         return cls("direct", ids_RK, ids_RK.numel(), None, top_k)
 
     @classmethod
     def batched(cls, counts_L: torch.Tensor, capacity: int, block_m: int) -> Rows:
-        """Take the first counts_L[l] rows of every expert."""
         blocks = counts_L.numel() * triton.cdiv(capacity, block_m)
         return cls("batched", counts_L, blocks, capacity=capacity)
 
 
 @dataclass(frozen=True)
 class Scales:
-    """fp32 scales of fp8 blocks.
-
-    Args:
-        w: (L, ceil(rows / 128), ceil(K / 128)), of blocks of 128 x 128 weights.
-        a_GS: (ceil(K / 128), capacity), of groups of 128 columns of a.
-        out_GS: (N / 128, capacity), written: of the activation's result.
-    """
+    """fp32 scales of fp8 blocks: of blocks of 128 x 128 weights, of groups of 128 columns of a
+    (ceil(K / 128), capacity), and of the activation's result (N / 128, capacity), written."""
 
     w: torch.Tensor
     a_GS: torch.Tensor
@@ -95,7 +78,7 @@ class SortedLaunch(NamedTuple):
     w_LNK: torch.Tensor
     out: torch.Tensor
     aligned: SortedAssignments
-    config: GemmConfig
+    tile: SpecializedTile | TokenTile
     num_assignments: int
     num_sms: int
     gated: bool

@@ -72,48 +72,42 @@ def _value(w, offset, QUARTER: tl.constexpr, E2M1: tl.constexpr, DTYPE: tl.const
 
 
 @triton.jit
-def _values(w, o0, o1, o2, o3, E2M1: tl.constexpr, DTYPE: tl.constexpr):
+def _values(w, offsets, E2M1: tl.constexpr, DTYPE: tl.constexpr):
     """Return the four quarters' values, DTYPE (BLOCK_N, 32), of int16 (BLOCK_N, 32)."""
+    values = ()
     if _INTERPRETED:
-        w0, w1 = _value(w, o0, 0, E2M1, DTYPE), _value(w, o1, 1, E2M1, DTYPE)
-        w2, w3 = _value(w, o2, 2, E2M1, DTYPE), _value(w, o3, 3, E2M1, DTYPE)
+        for q in tl.static_range(4):
+            values += (_value(w, offsets[q], q, E2M1, DTYPE),)
     else:
         if E2M1:
             ASM: tl.constexpr = _E2M1_BF16 if DTYPE == tl.bfloat16 else _E2M1_FP16
-            w0, w1, w2, w3 = tl.inline_asm_elementwise(
+            made = tl.inline_asm_elementwise(
                 ASM, "=&r,=&r,=&r,=&r,r", [w],
                 dtype=(tl.int16, tl.int16, tl.int16, tl.int16), is_pure=True, pack=2,
             )  # fmt: skip
         else:
             ASM: tl.constexpr = _INT4_BF16 if DTYPE == tl.bfloat16 else _INT4_FP16
-            w0, w1, w2, w3 = tl.inline_asm_elementwise(
-                ASM, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [w, o0, o1, o2, o3],
+            made = tl.inline_asm_elementwise(
+                ASM, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",
+                [w, offsets[0], offsets[1], offsets[2], offsets[3]],
                 dtype=(tl.int16, tl.int16, tl.int16, tl.int16), is_pure=True, pack=2,
             )  # fmt: skip
-        w0, w1 = w0.to(DTYPE, bitcast=True), w1.to(DTYPE, bitcast=True)
-        w2, w3 = w2.to(DTYPE, bitcast=True), w3.to(DTYPE, bitcast=True)
-    return w0, w1, w2, w3
+        for q in tl.static_range(4):
+            values += (made[q].to(DTYPE, bitcast=True),)
+    return values
 
 
 @triton.jit
 def _terms(ptr, step, rows, ok, GROUP: tl.constexpr):
     """Return four vectors of a step's scales or offsets, one per quarter. ptr: (BLOCK_N,)."""
-    if GROUP == 32:
-        p = ptr + (4 * step) * rows
-        return (
-            tl.load(p, mask=ok, other=0.0),
-            tl.load(p + rows, mask=ok, other=0.0),
-            tl.load(p + 2 * rows, mask=ok, other=0.0),
-            tl.load(p + 3 * rows, mask=ok, other=0.0),
-        )
-    elif GROUP == 64:
-        p = ptr + (2 * step) * rows
-        first = tl.load(p, mask=ok, other=0.0)
-        second = tl.load(p + rows, mask=ok, other=0.0)
-        return first, first, second, second
-    else:
-        t = tl.load(ptr + step * rows, mask=ok, other=0.0)
-        return t, t, t, t
+    EACH: tl.constexpr = GROUP if (GROUP == 32) or (GROUP == 64) else _CHUNK
+    p = ptr + (_CHUNK // EACH * step) * rows
+    terms = ()
+    for q in tl.static_range(4):
+        if q * _PART % EACH == 0:
+            term = tl.load(p + q * _PART // EACH * rows, mask=ok, other=0.0)
+        terms += (term,)
+    return terms
 
 
 @triton.jit
@@ -125,46 +119,37 @@ def _scaled(acc, sums, scale, E2M1: tl.constexpr):
 
 
 @triton.jit
-def _chunk_product(acc, w, a0, a1, a2, a3, scales, offsets, GROUP: tl.constexpr,
-                   E2M1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Return acc + w @ a of one chunk (BLOCK_N, BLOCK_M); a0 ... a3: its quarters (32, BLOCK_M)."""
-    SHAPE: tl.constexpr = (BLOCK_N, _PART)
-    w0, w1, w2, w3 = _values(
-        w, tl.broadcast_to(offsets[0][:, None], SHAPE), tl.broadcast_to(offsets[1][:, None], SHAPE),
-        tl.broadcast_to(offsets[2][:, None], SHAPE), tl.broadcast_to(offsets[3][:, None], SHAPE),
-        E2M1, a0.dtype,
-    )  # fmt: skip
+def _chunk_product(acc, w, a, scales, offsets, GROUP: tl.constexpr, E2M1: tl.constexpr,
+                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """Return acc + w @ a of one chunk (BLOCK_N, BLOCK_M); a: its quarters (32, BLOCK_M)."""
+    wide = ()
+    for q in tl.static_range(4):
+        wide += (tl.broadcast_to(offsets[q][:, None], (BLOCK_N, _PART)),)
+    values = _values(w, wide, E2M1, a[0].dtype)
     if GROUP == 0:
-        acc = dot(w0, a0, acc, "ieee")
-        acc = dot(w1, a1, acc, "ieee")
-        acc = dot(w2, a2, acc, "ieee")
-        acc = dot(w3, a3, acc, "ieee")
+        for q in tl.static_range(4):
+            acc = dot(values[q], a[q], acc, "ieee")
     else:
         zeros = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-        sums = dot(w0, a0, zeros, "ieee")
-        if GROUP == 32:
-            acc = _scaled(acc, sums, scales[0], E2M1)
-            sums = zeros
-        sums = dot(w1, a1, sums, "ieee")
-        if GROUP <= 64:
-            acc = _scaled(acc, sums, scales[1], E2M1)
-            sums = zeros
-        sums = dot(w2, a2, sums, "ieee")
-        if GROUP == 32:
-            acc = _scaled(acc, sums, scales[2], E2M1)
-            sums = zeros
-        sums = dot(w3, a3, sums, "ieee")
-        acc = _scaled(acc, sums, scales[3], E2M1)
+        sums = zeros
+        for q in tl.static_range(4):
+            sums = dot(values[q], a[q], sums, "ieee")
+            if (q + 1) * _PART % GROUP == 0:  # the group's last quarter
+                acc = _scaled(acc, sums, scales[q], E2M1)
+                sums = zeros
     return acc
 
 
 @triton.jit
-def _quarter(a_ptrs, row_ok, left, QUARTER: tl.constexpr, EVEN_K: tl.constexpr):
-    """Load A's columns of one quarter, (32, BLOCK_M). left: columns from the chunk's first on."""
-    mask = row_ok[:, None]
-    if not EVEN_K:
-        mask = mask & (tl.arange(0, _PART) < left - QUARTER * _PART)[None, :]
-    return tl.trans(tl.load(a_ptrs + QUARTER * _PART, mask=mask, other=0.0))
+def _quarters(a_ptrs, row_ok, left, EVEN_K: tl.constexpr):
+    """Load A's columns of a chunk as quarters, (32, BLOCK_M). left: columns from the chunk on."""
+    found = ()
+    for q in tl.static_range(4):
+        mask = row_ok[:, None]
+        if not EVEN_K:
+            mask = mask & (tl.arange(0, _PART) < left - q * _PART)[None, :]
+        found += (tl.trans(tl.load(a_ptrs + q * _PART, mask=mask, other=0.0)),)
+    return found
 
 
 @triton.jit
@@ -213,22 +198,17 @@ def packed_products(
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for step in range(begin, end):
-        left = K - step * _CHUNK
-        a0 = _quarter(a_ptrs, row_ok, left, 0, EVEN_K)
-        a1 = _quarter(a_ptrs, row_ok, left, 1, EVEN_K)
-        a2 = _quarter(a_ptrs, row_ok, left, 2, EVEN_K)
-        a3 = _quarter(a_ptrs, row_ok, left, 3, EVEN_K)
+        a = _quarters(a_ptrs, row_ok, K - step * _CHUNK, EVEN_K)
         w = tl.load(w_ptrs, mask=n_ok[:, None], other=0)
         if OFFSETS and GROUP > 0:
             offsets = _terms(offset_ptrs, step, rows, n_ok, GROUP)
-        acc = _chunk_product(acc, w, a0, a1, a2, a3, scales, offsets, GROUP, E2M1,
-                             BLOCK_M, BLOCK_N)  # fmt: skip
+        acc = _chunk_product(acc, w, a, scales, offsets, GROUP, E2M1, BLOCK_M, BLOCK_N)
         if GATED:
             w = tl.load(w_ptrs + up_rows * _PART, mask=n_ok[:, None], other=0)
             if OFFSETS and GROUP > 0:
                 up_offsets = _terms(offset_ptrs + up_rows, step, rows, n_ok, GROUP)
-            up = _chunk_product(up, w, a0, a1, a2, a3, up_scales, up_offsets, GROUP, E2M1,
-                                BLOCK_M, BLOCK_N)  # fmt: skip
+            up = _chunk_product(up, w, a, up_scales, up_offsets, GROUP, E2M1, BLOCK_M,
+                                BLOCK_N)  # fmt: skip
         if GROUP > 0:  # a step ahead: the compiler loads early only what a product needs
             following = tl.minimum(step + 1, chunks - 1)
             scales = _terms(scale_ptrs, following, rows, n_ok, GROUP)

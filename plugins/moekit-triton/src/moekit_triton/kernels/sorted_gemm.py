@@ -31,7 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .operands import Scales, SortedLaunch
 from .order import tile_at
-from .tiles import GemmConfig
+from .tiles import OrderedTile, SortedTile, TokenTile
 
 
 class _Pointers(NamedTuple):
@@ -68,7 +68,7 @@ def sorted_gemm(
     w_LNK: torch.Tensor,
     out: torch.Tensor,
     aligned: SortedAssignments,
-    config: GemmConfig,
+    tile: OrderedTile,
     num_assignments: int,
     num_sms: int,
     *,
@@ -89,28 +89,32 @@ def sorted_gemm(
         a_SK: (capacity, K), 16 bits with rows of whole 16 bytes; e4m3 with ``scales``.
         w_LNK: (L, rows of w, K), a's dtype; N is half of its rows with a gate.
         out: (capacity, N) expert-sorted, or (assignments, N); any float dtype.
-        aligned: the sorted assignments; with counters for halves, token tiles and ``x_RK``.
-        config: the tile. Specialized tiles are BLOCK_M x COLUMNS or `tile_tokens`; their kernels
-            read only group_m and halves of the other fields.
+        aligned: with counters for halves, token tiles and ``x_RK``.
         num_assignments: the entry of padding rows in ``aligned.assignments_S``.
         num_sms: programs of a persistent or specialized tile.
-        bias_LN: (L, rows of w).
         weights_RK: fp32 router weights; each row is multiplied by `weight_before` of its weight.
             Without activation, and by assignment or specialized.
-        activation: applied to the sums.
-        by_assignment: store by assignment.
-        scales: of e4m3, specialized only.
         x_RK: (R, K): copied to ``a_SK`` on the way, as `copy_rows` does; specialized 16 bits only.
-        token_tiles: the list of `list_token_tiles` for a token tile, with ``aligned.ends_L``.
+        token_tiles: the list of `list_token_tiles` for a token tile.
     """
-    assert weights_RK is None or (activation is None and (by_assignment or config.specialized))
+    usual = isinstance(tile, SortedTile)
+    assert weights_RK is None or (activation is None and by_assignment == usual)
     assert weights_RK is None or weights_RK.is_contiguous()
-    if config.specialized:
+    if not isinstance(tile, SortedTile):
+        act = activation or Activation("silu")
+        assert act.name == "silu" and act.gated and act.limit is None
         assert bias_LN is None and not by_assignment
-        assert activation is None or (activation.name == "silu" and activation.gated)
-        assert activation is None or activation.limit is None
-        _launch_specialized(SortedLaunch(
-            a_SK, w_LNK, out, aligned, config, num_assignments, num_sms, activation is not None,
+        # These modules need the Gluon of newer versions of triton.
+        if isinstance(tile, TokenTile):
+            assert x_RK is None and token_tiles is not None
+            from .specialized_tokens import specialized_tokens_gemm as gemm
+        elif scales is None:
+            from .specialized import specialized_gemm as gemm
+        else:
+            assert x_RK is None
+            from .specialized_fp8 import specialized_fp8_gemm as gemm
+        gemm(SortedLaunch(
+            a_SK, w_LNK, out, aligned, tile, num_assignments, num_sms, activation is not None,
             weights_RK, scales, x_RK, token_tiles,
         ))  # fmt: skip
         return
@@ -120,42 +124,26 @@ def sorted_gemm(
     n = w_rows // 2 if activation.gated else w_rows
     capacity = aligned.capacity
     assert a_SK.shape == (capacity, k) and out.shape[1] == n and w_LNK.is_contiguous()
-    assert a_SK.is_contiguous() and out.stride(1) == 1 and aligned.block_m == config.block_m
+    assert a_SK.is_contiguous() and out.stride(1) == 1 and aligned.block_m == tile.block_m
     assert len(out) == (num_assignments if by_assignment else capacity)
-    assert not (config.halves and config.persistent), "persistent tiles have one size"
-    tiles = capacity // config.block_m * triton.cdiv(n, config.block_n)
+    assert not (tile.halves and tile.persistent), "persistent tiles have one size"
+    tiles = capacity // tile.block_m * triton.cdiv(n, tile.block_n)
     a_box, half_box, w_box = (
-        [rows, config.block_k] for rows in (config.block_m, config.block_m // 2, config.block_n)
+        [rows, tile.block_k] for rows in (tile.block_m, tile.block_m // 2, tile.block_n)
     )
     limit = activation.limit
     _launch_gemm(
-        (min(tiles, num_sms) if config.persistent else tiles,),
+        (min(tiles, num_sms) if tile.persistent else tiles,),
         TensorDescriptor(a_SK, [capacity, k], [k, 1], a_box),
-        TensorDescriptor(a_SK, [capacity, k], [k, 1], half_box) if config.halves else None,
+        TensorDescriptor(a_SK, [capacity, k], [k, 1], half_box) if tile.halves else None,
         TensorDescriptor(w_LNK, [num_experts * w_rows, k], [k, 1], w_box),
         _Pointers(out, aligned.assignments_S, aligned.experts_B, aligned.num_rows, bias_LN,
                   weights_RK),
-        n, k, num_assignments, config.group_m, out.stride(0), activation.alpha, limit or 0.0,
-        TILE=_tile(config.block_n, config.block_k, config.persistent, config.halves, by_assignment,
+        n, k, num_assignments, tile.group_m, out.stride(0), activation.alpha, limit or 0.0,
+        TILE=_tile(tile.block_n, tile.block_k, tile.persistent, tile.halves, by_assignment,
                    bias_LN is not None, activation.name, activation.gated, limit is not None),
-        BLOCK_M=config.block_m, num_warps=config.num_warps, num_stages=config.num_stages,
+        BLOCK_M=tile.block_m, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
-
-
-def _launch_specialized(g: SortedLaunch) -> None:
-    """Launch the kernel that serves the tile and the scales.
-
-    It is imported late, because not every Triton has the Gluon that it needs.
-    """
-    if g.config.token_tile:
-        assert g.x_RK is None and g.token_tiles is not None
-        from .specialized_tokens import specialized_tokens_gemm as gemm
-    elif g.scales is None:
-        from .specialized import specialized_gemm as gemm
-    else:
-        assert g.x_RK is None
-        from .specialized_fp8 import specialized_fp8_gemm as gemm
-    gemm(g)
 
 
 @triton.jit

@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .operands import SortedLaunch
+from .tiles import SpecializedTile
 from .warps import (
     BLOCK_M,
     COLUMNS,
@@ -73,9 +74,10 @@ def specialized_gemm(g: SortedLaunch) -> None:
     With ``x_RK``, copy x to a first: a[s] = x[assignment of s // K].
     """
     num_experts, w_rows, n, k = g.sizes()
-    aligned, config, x_RK, wide = g.aligned, g.config, g.x_RK, 2 if g.gated else 1
+    aligned, tile, x_RK, wide = g.aligned, g.tile, g.x_RK, 2 if g.gated else 1
+    assert isinstance(tile, SpecializedTile)
     assert aligned.block_m == BLOCK_M
-    assert aligned.counters is not None or not config.halves and x_RK is None
+    assert aligned.counters is not None or not tile.halves and x_RK is None
     assert x_RK is None or x_RK.shape[1] == k and x_RK.stride(1) == 1
     tiles = aligned.capacity // BLOCK_M * triton.cdiv(n, COLUMNS // wide)
     _launch_gemm(
@@ -84,20 +86,10 @@ def specialized_gemm(g: SortedLaunch) -> None:
         descriptor(g.w_LNK.view(num_experts * w_rows, k), COLUMNS // wide, 64),
         descriptor(g.out, BLOCK_M // 2, COLUMNS // 2),
         x_RK, None if x_RK is None else g.a_SK, aligned.experts_B, aligned.assignments_S,
-        aligned.num_rows, aligned.counters, g.weights_RK, n, k, g.num_assignments, config.group_m,
+        aligned.num_rows, aligned.counters, g.weights_RK, n, k, g.num_assignments, tile.group_m,
         *((1, 0) if x_RK is None else (g.num_assignments // len(x_RK), x_RK.stride(0))),
-        GATED=g.gated, HALVES=config.halves, COPY=x_RK is not None, num_warps=4,
+        GATED=g.gated, HALVES=tile.halves, COPY=x_RK is not None, num_warps=4,
     )  # fmt: skip
-
-
-@gluon.jit
-def _stages(a, w, out):
-    """Allocate the ring of both operands' tiles, a result buffer for each consumer group, and the
-    ring's barriers. Fence before use."""
-    a_s = gl.allocate_shared_memory(a.dtype, [STAGES, 2 * ROWS, STEP], a.layout)
-    w_s = gl.allocate_shared_memory(w.dtype, [STAGES, WIDE, STEP], w.layout)
-    buffers = gl.allocate_shared_memory(out.dtype, [2] + out.block_shape, out.layout)
-    return a_s, w_s, buffers, ring_barriers(1)
 
 
 @gluon.jit
@@ -122,17 +114,6 @@ def _multiply(WHICH: gl.constexpr, half_blocks, w_s, barriers, slot, phase, step
 
 
 @gluon.jit
-def _release_stages(barriers, slot, phase, steps):
-    """Release the stages of a tile without reading them."""
-    full, empty = barriers
-    for _ in range(steps):
-        mbarrier.wait(full.index(slot), phase)
-        mbarrier.arrive(empty.index(slot), count=1)
-        slot, phase = next_slot(slot, phase)
-    return slot, phase
-
-
-@gluon.jit
 def _consume(
     WHICH: gl.constexpr, results, sizes, memory, barriers, mail, GATED: gl.constexpr
 ):  # fmt: skip
@@ -141,6 +122,7 @@ def _consume(
     out, sorted_ptr, num_rows_ptr, weights_ptr = results
     N, K, padding, group_m = sizes
     a_s, w_s, buffers = memory
+    full, empty = barriers
     half_blocks = reinterpret(a_s, a_s.dtype, [2 * STAGES, ROWS, STEP], a_s.layout)
     row_blocks = gl.load(num_rows_ptr) // (2 * ROWS)
     col_blocks = gl.cdiv(N, OUT)
@@ -162,8 +144,11 @@ def _consume(
                 left, right = halves_of(acc)
                 store_tile(left, buffers, WHICH, out, row, col, 1)
                 store_tile(right, buffers, WHICH, out, row, col + WIDE // 2, 1)
-        else:
-            slot, phase = _release_stages(barriers, slot, phase, steps)
+        else:  # release the stages unread
+            for _ in range(steps):
+                mbarrier.wait(full.index(slot), phase)
+                mbarrier.arrive(empty.index(slot), count=1)
+                slot, phase = next_slot(slot, phase)
         count += 1
         tile, halves = wait_message(mail, count)
     tma.store_wait(0)
@@ -293,7 +278,11 @@ def _gemm(
 ):  # fmt: skip
     if PDL:  # for all warps: the others start after this
         wait_then_launch_dependents()
-    a_s, w_s, buffers, barriers = _stages(a, w, out)
+    # The ring of both operands' tiles, and a result buffer for each consumer group.
+    a_s = gl.allocate_shared_memory(a.dtype, [STAGES, 2 * ROWS, STEP], a.layout)
+    w_s = gl.allocate_shared_memory(w.dtype, [STAGES, WIDE, STEP], w.layout)
+    buffers = gl.allocate_shared_memory(out.dtype, [2] + out.block_shape, out.layout)
+    barriers = ring_barriers(1)
     mail = messages(2)
     fence_async_shared()
     if GATED:

@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .operands import SortedLaunch
+from .tiles import SpecializedTile
 from .warps import (
     BLOCK_M,
     COLUMNS,
@@ -63,7 +64,8 @@ def specialized_fp8_gemm(g: SortedLaunch) -> None:
     num_experts, w_rows, n, k = g.sizes()
     aligned, scales, capacity = g.aligned, g.scales, g.aligned.capacity
     assert scales is not None and aligned.block_m == BLOCK_M
-    assert aligned.counters is not None or not g.config.halves
+    assert isinstance(g.tile, SpecializedTile)
+    assert aligned.counters is not None or not g.tile.halves
     tiles = capacity // BLOCK_M * triton.cdiv(n, COLUMNS // (2 if g.gated else 1))
     _launch_gemm(
         (min(tiles, g.num_sms),),
@@ -72,7 +74,7 @@ def specialized_fp8_gemm(g: SortedLaunch) -> None:
         descriptor(g.out, BLOCK_M // 2, COLUMNS // 4),
         scales.out_GS if g.gated else None, scales.a_GS, scales.w, aligned.experts_B,
         aligned.assignments_S, aligned.num_rows, aligned.counters, g.weights_RK, n, k, capacity,
-        g.num_assignments, g.config.group_m, GATED=g.gated, HALVES=g.config.halves, num_warps=4,
+        g.num_assignments, g.tile.group_m, GATED=g.gated, HALVES=g.tile.halves, num_warps=4,
     )  # fmt: skip
 
 

@@ -28,22 +28,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .operands import SortedLaunch
+from .order import tile_at
 from .specialized import STEP
-from .token_tiles import PIECE, REST, most_tiles, tile_tokens
-from .token_warps import BOX, load_tiles, on_least_tokens, token_stages
+from .tiles import TokenTile
+from .token_tiles import MOST_PIECES, PIECE, REST, most_tiles
 from .warps import (
     STAGES,
     apply_weight_before,
+    async_load,
+    commit_message,
     descriptor,
     halves_of,
     messages,
     next_slot,
+    reinterpret,
+    renamed,
     ring_barriers,
+    schedule,
     silu_mul,
     store_tile,
     wait_message,
 )
 
+_BOX = gl.constexpr(64)  # tokens of a load
+_ROW = gl.constexpr(128)  # bytes of a row in a step
 _PART = gl.constexpr(32)  # tokens of a store
 
 
@@ -53,21 +61,21 @@ def specialized_tokens_gemm(g: SortedLaunch) -> None:
     N is a multiple of 8.
     """
     num_experts, w_rows, n, k = g.sizes()
-    aligned, config, tokens = g.aligned, g.config, tile_tokens(g.config, g.gated)
-    weights = config.block_n * (2 if g.gated else 1)
-    assert tokens in (128, 256) and g.scales is None
-    assert aligned.block_m % BOX.value == 0 and aligned.counters is not None and n % 8 == 0
-    most = most_tiles(g.num_assignments, num_experts, tokens)
+    aligned, tile = g.aligned, g.tile
+    assert isinstance(tile, TokenTile) and g.scales is None
+    weights, columns = tile.weights, tile.weights // (2 if g.gated else 1)
+    assert aligned.block_m % _BOX.value == 0 and aligned.counters is not None and n % 8 == 0
+    most = most_tiles(g.num_assignments, num_experts, tile.tokens)
     if g.gated:
         w = alternating(g.w_LNK, weights)
     else:
         w = descriptor(g.w_LNK.view(num_experts * w_rows, k), weights, 64)
     _launch_gemm(
-        (min(most * triton.cdiv(n, config.block_n), g.num_sms),),
-        descriptor(g.a_SK, BOX.value, 64), descriptor(g.a_SK, REST.value, 64), w,
-        descriptor(g.out, _PART.value, config.block_n // 2),
+        (min(most * triton.cdiv(n, columns), g.num_sms),),
+        descriptor(g.a_SK, _BOX.value, 64), descriptor(g.a_SK, REST.value, 64), w,
+        descriptor(g.out, _PART.value, columns // 2),
         g.token_tiles, aligned.assignments_S, aligned.counters, g.weights_RK, n, k,
-        g.num_assignments, config.group_m, GATED=g.gated, WEIGHTS=weights, TOKENS=tokens,
+        g.num_assignments, tile.group_m, GATED=g.gated, WEIGHTS=weights, TOKENS=tile.tokens,
         num_warps=4,
     )  # fmt: skip
 
@@ -185,47 +193,135 @@ def _tile(
     return slot, phase, count
 
 
+@gluon.constexpr_function
+def _narrower(tokens, rest, most):
+    """Return the next smaller size (tokens, rest) of a tile, down to a quarter of ``most``."""
+    if rest > 0:
+        return tokens, 16 if rest > 16 and tokens == most else 0
+    return tokens // 2, most // 4 if tokens == most else 0
+
+
 @gluon.jit
-def _compute_tile(
-    WHICH: gl.constexpr, results, tile, memory, barriers, state, GATED: gl.constexpr
+def _on_least_tokens(
+    COMPUTE: gl.constexpr, WHICH: gl.constexpr, GATED: gl.constexpr, pieces, given, state,
+    TOKENS: gl.constexpr, REST: gl.constexpr, MOST: gl.constexpr,
 ):  # fmt: skip
-    """Compute and store this warp group's half of a tile, on wgmmas as wide as its tokens need.
-
-    Args:
-        WHICH: the warp group.
-        results: (out, sorted_ptr, weights_ptr, padding, buffers).
-        tile: (row, column, pieces, steps of K).
-        memory: (weights, tokens, rest).
-        barriers: the ring's.
-        state: (slot, phase, number of parts stored).
-        GATED: whether weight rows are of gate and up.
-
-    Returns:
-        The next state.
-    """
-    w_s, x_s, rest_s = memory
-    row, col, pieces, steps = tile
-    col += WHICH * (w_s.shape[1] // 2 if GATED else w_s.shape[1])
-    given = (results, (row, col, pieces, steps), memory, barriers)
-    TOKENS: gl.constexpr = x_s.shape[1]
-    return on_least_tokens(_tile, WHICH, GATED, pieces, given, state, TOKENS, REST, TOKENS)
+    """Return COMPUTE(WHICH, GATED, given, state, tokens, rest) with the smallest tokens + rest, at
+    most TOKENS + REST, that hold ``pieces``."""
+    LESS: gl.constexpr = _narrower(TOKENS, REST, MOST)
+    if LESS[0] < MOST // 4:
+        state = COMPUTE(WHICH, GATED, given, state, TOKENS, REST)
+    elif pieces * PIECE > LESS[0] + LESS[1]:
+        state = COMPUTE(WHICH, GATED, given, state, TOKENS, REST)
+    else:
+        state = _on_least_tokens(COMPUTE, WHICH, GATED, pieces, given, state, LESS[0], LESS[1],
+                                MOST)  # fmt: skip
+    return state
 
 
 @gluon.jit
 def _consume(
     WHICH: gl.constexpr, results, K, memory, barriers, mail, GATED: gl.constexpr
 ):  # fmt: skip
-    """Compute half the weight rows of every tile (a consumer warp group)."""
+    """Compute half the weight rows of every tile (a consumer warp group), on wgmmas as wide as its
+    tokens need."""
+    w_s, x_s, rest_s = memory
+    TOKENS: gl.constexpr = x_s.shape[1]
     steps = gl.cdiv(K, STEP)
-    state = (0, 0, 0)
+    state = (0, 0, 0)  # slot, phase, number of parts stored
     taken = 0
     row, col, _, pieces = wait_message(mail, taken)
     while pieces > 0:
-        tile = (row, col, pieces, steps)
-        state = _compute_tile(WHICH, results, tile, memory, barriers, state, GATED)
+        col += WHICH * (w_s.shape[1] // 2 if GATED else w_s.shape[1])
+        given = (results, (row, col, pieces, steps), memory, barriers)
+        state = _on_least_tokens(_tile, WHICH, GATED, pieces, given, state, TOKENS, REST, TOKENS)
         taken += 1
         row, col, _, pieces = wait_message(mail, taken)
     tma.store_wait(0)
+
+
+# -- the producer warp --------------------------------------------------------------------------
+
+
+@gluon.jit
+def _load_tokens(tokens, row, k, pieces, bar, slot, MORE_BYTES: gl.constexpr):
+    """Load a tile's boxes of tokens, and let the barrier expect them and MORE_BYTES."""
+    a, rest, x_boxes, rest_s = tokens
+    REST: gl.constexpr = rest.block_shape[0]
+    BOXES: gl.constexpr = x_boxes.shape[0] // STAGES
+    boxes = gl.minimum(gl.cdiv(pieces * PIECE, _BOX), BOXES)
+    more = pieces > BOXES * _BOX // PIECE  # the rest
+    for box in gl.static_range(1, BOXES + 1):
+        mbarrier.expect(bar, MORE_BYTES + box * _BOX * _ROW, pred=(boxes == box) & (more == 0))
+    mbarrier.expect(bar, MORE_BYTES + (BOXES * _BOX + REST) * _ROW, pred=more)
+    for box in gl.static_range(BOXES):
+        x_box = x_boxes.index(BOXES * slot + box)
+        async_load(a, [row + box * _BOX, k], bar, x_box, pred=box < boxes)
+    last = row + BOXES * _BOX
+    async_load(rest, [last, k], bar, rest_s.index(slot), pred=more)
+
+
+@gluon.jit
+def _commit_tile(mail, count, list_of, tile, N, OUT: gl.constexpr, GATED: gl.constexpr):
+    """Commit a tile's first row, column, expert and pieces, all 0 past the last tile. Return its
+    row, weight row and pieces."""
+    tiles_ptr, row_tiles, col_tiles, group_m = list_of
+    inside = tile < row_tiles * col_tiles
+    index = gl.where(inside, tile, 0)
+    row_tile, col_tile = tile_at(index, gl.maximum(row_tiles, 1), col_tiles, group_m)
+    row = gl.where(inside, gl.load(tiles_ptr + 1 + 2 * row_tile), 0)
+    word = gl.where(inside, gl.load(tiles_ptr + 2 + 2 * row_tile), 0)
+    expert, pieces = word // MOST_PIECES, word % MOST_PIECES
+    commit_message(mail, count, (row, col_tile * OUT, expert, pieces))
+    return row, expert * (2 * N if GATED else N) + col_tile * OUT, pieces
+
+
+@gluon.jit
+def _load_tiles(
+    tokens, weights, list_of, counters_ptr, N, K, barriers, mail, WEIGHTS: gl.constexpr,
+    GATED: gl.constexpr,
+):  # fmt: skip
+    """Load every tile's operands (the producer warp): its boxes of tokens, and WEIGHTS weight rows.
+
+    tokens: (descriptor of boxes of _BOX rows, descriptor of the rest, memory of each).
+
+    The next tile is committed after this tile's first steps, so that no product waits for it.
+    """
+    a, _, _, _ = tokens
+    w, w_boxes = weights
+    tiles_ptr, group_m = list_of
+    full, empty = barriers
+    STEP: gl.constexpr = a.block_shape[1]
+    OUT: gl.constexpr = WEIGHTS // 2 if GATED else WEIGHTS
+    row_tiles = gl.load(tiles_ptr)
+    col_tiles = gl.cdiv(N, OUT)
+    tiles = row_tiles * col_tiles
+    list_of = (tiles_ptr, row_tiles, col_tiles, group_m)
+    steps = gl.cdiv(K, STEP)
+    look_ahead = gl.minimum(steps, STAGES) - 1
+    slot = 0
+    phase = 1
+    count = 0
+    tile = gl.program_id(0)
+    row, w_row, pieces = _commit_tile(mail, count, list_of, tile, N, OUT, GATED)
+    while tile < tiles:
+        count += 1
+        following = renamed((tile, row, w_row, pieces))
+        for step in range(steps):
+            mbarrier.wait(empty.index(slot), phase)
+            bar = full.index(slot)
+            k = step * STEP
+            _load_tokens(tokens, row, k, pieces, bar, slot, WEIGHTS * _ROW)
+            if GATED:  # the descriptor's first dimension is of 8 rows (`alternating`)
+                async_load(w, [w_row // 8, 0, 0, k], bar, w_boxes.index(slot))
+            else:
+                async_load(w, [w_row, k], bar, w_boxes.index(slot))
+            slot, phase = next_slot(slot, phase)
+            if step == look_ahead:
+                next_tile = schedule(tile, tiles, counters_ptr, True)
+                following = (next_tile,) + _commit_tile(mail, count, list_of, next_tile, N, OUT,
+                                                        GATED)  # fmt: skip
+        tile, row, w_row, pieces = renamed(following)
 
 
 @gluon.jit(do_not_specialize=["padding", "group_m"])
@@ -236,19 +332,25 @@ def _gemm(
     if PDL:  # for all warps: the others start after this
         wait_then_launch_dependents()
     BUFFERS: gl.constexpr = 4 if out.block_shape[1] <= 64 else 2
-    w_boxes, w_s, x_s, tokens = token_stages(a, rest, w, WEIGHTS, TOKENS)
+    w_boxes = gl.allocate_shared_memory(w.dtype, [STAGES] + w.block_shape, w.layout)
+    x_s = gl.allocate_shared_memory(a.dtype, [STAGES, TOKENS, STEP], a.layout)
+    rest_s = gl.allocate_shared_memory(a.dtype, [STAGES] + rest.block_shape, rest.layout)
+    # Weights by halves, as consumers multiply them; tokens by boxes, as they are loaded.
+    w_s = reinterpret(w_boxes, w.dtype, [2 * STAGES, WEIGHTS // 2, STEP], a.layout)
+    x_boxes = reinterpret(x_s, a.dtype, [TOKENS // _BOX * STAGES, _BOX, STEP], a.layout)
     buffers = gl.allocate_shared_memory(out.dtype, [BUFFERS] + out.block_shape, out.layout)
     barriers = ring_barriers(1)
     mail = messages(4)
     fence_async_shared()
     results = (out, sorted_ptr, weights_ptr, padding, buffers)
-    memory = (w_s, x_s, tokens[3])
+    memory = (w_s, x_s, rest_s)
+    tokens = (a, rest, x_boxes, rest_s)
     gl.warp_specialize(
         [
             (_consume, (0, results, K, memory, barriers, mail, GATED)),
             (_consume, (1, results, K, memory, barriers, mail, GATED)),
-            (load_tiles, (tokens, (w, w_boxes), (tiles_ptr, group_m), counters_ptr, N, K, barriers,
-                          mail, WEIGHTS, GATED)),
+            (_load_tiles, (tokens, (w, w_boxes), (tiles_ptr, group_m), counters_ptr, N, K, barriers,
+                           mail, WEIGHTS, GATED)),
         ],
         [4, 1],  # warps of the second and third partition
         [240, 24],  # registers per thread: with the first's 3 * 168 of the launch

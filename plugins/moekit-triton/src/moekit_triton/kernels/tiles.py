@@ -1,44 +1,60 @@
-"""Tile and launch parameters of the kernels, as launch plans and tuned tables hold them."""
+"""Tiles: the launch parameters of a GEMM, one type for each kernel, and their text.
+
+    16x128x128 g4 w4 s3 tma       GemmTile
+    128x256x64 w8 s4 persistent   SortedTile
+    specialized g4 halves         SpecializedTile
+    tokens 256                    TokenTile
+    4 rows w8                     DotTile
+
+gN are row blocks that run next to each other per column block, for L2 reuse; wN are the warps of a
+program, sN the stages of its software pipeline.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 CHUNK = 128
 """Columns of K that a step of the 4-bit kernel covers."""
 
+_LETTERS = {"group_m": "g", "num_warps": "w", "num_stages": "s"}
+_NAMES = {letter: name for name, letter in _LETTERS.items()}
+
 
 class _Tile:
-    """JSON form: the fields that differ from their defaults."""
+    head: ClassVar[str]  # how the text begins: a pattern of the first fields
 
-    def to_json(self) -> dict[str, Any]:
-        values = {f.name: (getattr(self, f.name), f.default) for f in fields(self)}  # type: ignore[arg-type]
-        return {n: value for n, (value, default) in values.items() if value != default}
+    def describe(self) -> str:
+        """Return the text that `tile_from_text` reads."""
+        text = self.head.replace(r"(\d+)", "{}")
+        words = [text.format(*(getattr(self, f.name) for f in fields(self)))]  # type: ignore[arg-type]
+        for f in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, f.name)
+            if value is True:
+                words.append(f.name)
+            elif f.name in _LETTERS and (f.name != "group_m" or value != f.default):
+                words.append(f"{_LETTERS[f.name]}{value}")
+        return " ".join(words)
 
 
 @dataclass(frozen=True)
-class GemmConfig(_Tile):
-    """Tile and launch parameters of one GEMM.
+class GemmTile(_Tile):
+    """A tile of `gemm`: block_m rows by block_n output columns, in steps of block_k columns of K.
+
+    A gated epilogue needs twice as many weight rows as output columns.
 
     Args:
-        block_m: rows of a tile.
-        block_n: output columns of a tile; with a gated epilogue, twice as many weight rows.
-        block_k: columns of K in a step.
-        group_m: row blocks that run next to each other per column block, for L2 reuse.
-        num_warps: warps of a program.
-        num_stages: stages of the software pipeline.
-        tma: weight tiles come through a tensor descriptor.
-        persistent: one program per multiprocessor takes tiles by a stride (`sorted_gemm` only).
-        splits: programs that share K (4-bit weights and few rows).
+        tma: weights come through a tensor descriptor.
         halves: a block whose second half has no rows runs as a half tile.
         wide: two weight tiles side by side share each activation tile, where there is no epilogue.
-        specialized: run by specialized warps, where the plan and the device allow it.
         swapped: swap-AB, computing W @ x.T: tiles below 64 rows then run on wgmma, which reads fp8
-            directly, while mma.sync converts it to fp16. Specialized: a token tile.
+            directly, while mma.sync converts it to fp16.
     """
 
+    head = r"(\d+)x(\d+)x(\d+)"
     block_m: int
     block_n: int
     block_k: int
@@ -46,100 +62,93 @@ class GemmConfig(_Tile):
     num_warps: int = 4
     num_stages: int = 3
     tma: bool = False
-    persistent: bool = False
-    splits: int = 1
     halves: bool = False
     wide: bool = False
-    specialized: bool = False
     swapped: bool = False
-
-    @property
-    def block_size(self) -> tuple[int, int, int]:
-        """Return rows, columns and columns of K."""
-        return self.block_m, self.block_n, self.block_k
-
-    @property
-    def token_tile(self) -> bool:
-        """Return whether this is a token tile, a specialized swap-AB tile whose number of tokens
-        varies: see `kernels.token_tiles`."""
-        return self.specialized and self.swapped
-
-    def unspecialized(self, block_n: int) -> GemmConfig:
-        """Return the nearest tile for other kernels; a token tile takes ``block_n`` and group_m 8.
-
-        With a gate (block_n below 256), registers are too few for persistence.
-        """
-        if not self.specialized:
-            return self
-        usual = replace(self, block_n=block_n, group_m=8, swapped=False) if self.swapped else self
-        wide = usual.block_n == 256
-        return replace(usual, specialized=False, persistent=wide, halves=not wide)
-
-    def describe(self) -> str:
-        """Return for example ``16x128x128 g4 w4 s3 tma``; `tile_from_text` reads it."""
-        flags = ("tma", "persistent", "halves", "wide", "specialized", "swapped")
-        words = [f"{self.block_m}x{self.block_n}x{self.block_k}"]
-        words += [f"g{self.group_m}"] if self.group_m != 8 else []
-        words += [f"w{self.num_warps}", f"s{self.num_stages}"]
-        words += [f"k{self.splits}"] if self.splits > 1 else []
-        return " ".join(words + [flag for flag in flags if getattr(self, flag)])
-
-
-def token_tile(block_n: int, group_m: int = 1) -> GemmConfig:
-    """Return the token tile with ``block_n`` output columns."""
-    return GemmConfig(
-        128, block_n, 64, group_m, num_warps=8, num_stages=4, tma=True, specialized=True,
-        swapped=True,
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class GemvConfig(_Tile):
-    """Launch parameters of a dot product kernel.
+class SortedTile(_Tile):
+    """A tile of `sorted_gemm`; sizes and halves as in `GemmTile`.
 
-    Args:
-        rows: output columns of a program, each one weight row (two with a gate); a power of two.
-        num_warps: warps of a program.
+    persistent: one program per multiprocessor takes tiles by a stride.
     """
 
+    head = GemmTile.head
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int = 8
+    num_warps: int = 8
+    num_stages: int = 4
+    persistent: bool = False
+    halves: bool = False
+
+
+@dataclass(frozen=True)
+class SpecializedTile(_Tile):
+    """A tile of `specialized` and `specialized_fp8`: 128 rows by 256 weight rows."""
+
+    head = "specialized"
+    block_m: ClassVar[int] = 128
+    group_m: int = 8
+    halves: bool = False
+
+
+@dataclass(frozen=True)
+class TokenTile(_Tile):
+    """A tile of `specialized_tokens`: 128 or 256 weight rows by as many tokens as there are."""
+
+    head = r"tokens (\d+)"
+    block_m: ClassVar[int] = 128
+    weights: int
+    group_m: int = 1
+
+    def __post_init__(self) -> None:
+        if self.weights not in (128, 256):
+            raise ValueError(f"token tiles have 128 or 256 weight rows, not {self.weights}")
+
+    @property
+    def tokens(self) -> int:
+        """Return the rows of a full tile."""
+        return 128 * 256 // self.weights
+
+
+@dataclass(frozen=True)
+class DotTile(_Tile):
+    """A program of dot products: output columns, each one weight row, or two with a gate."""
+
+    head = r"(\d+) rows"
     rows: int
     num_warps: int = 4
 
-    def describe(self) -> str:
-        """Return for example ``4 rows w4``."""
-        return f"{self.rows} rows w{self.num_warps}"
+
+OrderedTile = SortedTile | SpecializedTile | TokenTile
+"""The tiles for expert-sorted rows."""
+Tile = GemmTile | OrderedTile | DotTile
 
 
-def gemm_config(values: Mapping[str, Any]) -> GemmConfig:
-    """Make a GemmConfig of its JSON form. Raises ValueError for unknown or mistyped values."""
-    known = {f.name: int if f.default is MISSING else type(f.default) for f in fields(GemmConfig)}
-    for name, value in values.items():
-        if name not in known or type(value) is not known[name]:
-            raise ValueError(f"unknown or mistyped tile parameter: {name}={value!r}")
-    return GemmConfig(**values)
+def tile_from_text(text: str, kinds: Sequence[type[Tile]]) -> Tile:
+    """Make a tile of one of ``kinds`` from what its `describe` returns.
 
-
-_NUMBERS = {"g": "group_m", "w": "num_warps", "s": "num_stages", "k": "splits"}
-
-
-def tile_from_text(text: str) -> GemmConfig:
-    """Make a GemmConfig of what its `describe` returns. Raises ValueError for other text."""
-    size, *words = text.split()
-    values: dict[str, Any] = dict(
-        zip(("block_m", "block_n", "block_k"), map(_power_of_two, size.split("x")), strict=True)
-    )
-    for word in words:
-        name = _NUMBERS.get(word[:1]) if word[1:].isdecimal() else None
-        values[name or word] = int(word[1:]) if name else True
-    return gemm_config(values)
-
-
-def gemv_from_text(text: str) -> GemvConfig:
-    """Make a GemvConfig of what its `describe` returns. Raises ValueError for other text."""
-    match text.split():
-        case [rows, "rows", warps] if warps.startswith("w"):
-            return GemvConfig(_power_of_two(rows), _power_of_two(warps[1:]))
-    raise ValueError(f"{text.strip()!r} is not a tile such as '4 rows w8'")
+    Raises ValueError for other text.
+    """
+    for kind in kinds:
+        if match := re.match(rf"\s*{kind.head}(\s|$)", text):
+            sizes = [_power_of_two(size) for size in match.groups()[:-1]]
+            known, values = {f.name: type(f.default) for f in fields(kind)}, dict[str, Any]()
+            for word in text[match.end() :].split():
+                name = _NAMES.get(word[0]) if word[1:].isdecimal() else None
+                value: int | bool = int(word[1:]) if name else True
+                if known.get(name or word) is not type(value):
+                    raise ValueError(f"unknown word {word!r} in {text.strip()!r}")
+                values[name or word] = value
+            make: Any = kind
+            tile: Tile = make(*sizes, **values)
+            return tile
+    examples: list[Any] = [kind(*[128] * kind.head.count("(")) for kind in kinds]
+    words = " or ".join(repr(tile.describe()) for tile in examples)
+    raise ValueError(f"{text.strip()!r} is not a tile such as {words}")
 
 
 def _power_of_two(text: str) -> int:

@@ -6,15 +6,11 @@ rest of at most REST rows joins the tile before it: its own tile would read the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from moekit_kernels.align import SortedAssignments
 from moekit_kernels.launch import Launcher, wait_then_launch_dependents
-
-from .tiles import GemmConfig
 
 PIECE = tl.constexpr(16)
 """Rows of a piece."""
@@ -22,11 +18,6 @@ MOST_PIECES = tl.constexpr(32)
 """A tile's word is expert * MOST_PIECES + pieces."""
 REST = tl.constexpr(32)
 """Most rows that join the tile before."""
-
-
-def tile_tokens(config: GemmConfig, gated: bool = False) -> int | None:
-    """Return the rows of a full token tile, 128 or 256; None for other tiles."""
-    return 128 * 256 // (config.block_n * (2 if gated else 1)) if config.token_tile else None
 
 
 def most_tiles(num_assignments: int, num_experts: int, tokens: int = 128) -> int:
@@ -53,21 +44,6 @@ def list_token_tiles(aligned: SortedAssignments, tiles: torch.Tensor, tokens: in
         (1,), aligned.ends_L, tiles, experts, BLOCK_M=aligned.block_m,
         TOKENS=tokens, BINS=max(int(triton.next_power_of_2(experts)), 32), num_warps=4,
     )  # fmt: skip
-
-
-def list_both_token_tiles(
-    aligned: SortedAssignments,
-    memory: Sequence[torch.Tensor],
-    tokens: tuple[int | None, int | None],
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return a list of tiles for each GEMM: the same one if their ``tokens`` are equal, None for a
-    GEMM without token tiles. memory: both lists' ``tiles`` of `list_token_tiles`."""
-    lists: dict[int | None, torch.Tensor | None] = {None: None}
-    for each, tiles in zip(tokens, memory, strict=True):
-        if each is not None and each not in lists:
-            list_token_tiles(aligned, tiles, each)
-            lists[each] = tiles
-    return lists[tokens[0]], lists[tokens[1]]
 
 
 @triton.jit(do_not_specialize=["experts"])
