@@ -88,7 +88,7 @@ def whole(problem: MoEProblem) -> MoEProblem:
 
 def layouts(world: int) -> list[ParallelConfig]:
     """Return ways for ``world`` ranks to share experts and tokens, other than the usual one."""
-    made = []
+    made = [ParallelConfig(ep_size=world, dp_size=1)]
     if world > 1:
         made += [ParallelConfig(ep_size=1, tp_size=world, dp_size=world)]
     if world % 2 == 0:

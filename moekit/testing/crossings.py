@@ -25,7 +25,7 @@ from moekit.problem.activation import ALPHAS, CLAMPABLE, Activation
 from moekit.problem.quant import SCHEMES
 from moekit.testing import cases
 from moekit.testing.base import over
-from moekit.testing.calls import AROUND, QUANTIZED_WIRE, call, pack
+from moekit.testing.calls import AROUND, QUANTIZED_WIRE, call, check_call, pack
 from moekit.testing.cases import Case, make_case
 from moekit.testing.covering import Row, covering_array
 from moekit.testing.diagnose import assert_close
@@ -121,12 +121,15 @@ class ExpertsCases(ExpertsBase):
         case = _case(problem, row, key)
         kernel = self._compose(problem, dispatcher)
         packed = pack(kernel, case.weights)
-        out = None
-        if row["out"] == "strided":
-            T, H = case.x.shape
-            wide = torch.empty(T + AROUND, H + 16, dtype=case.x.dtype, device=case.x.device)
-            out = poison(wide)[:T, 8 : 8 + H]
-        assert_close(call(kernel, packed, case, out=out), case.reference(), problem, case=case)
+        if row["out"] == "contiguous":
+            check_call(kernel, case, packed)
+            return
+        T, H = case.x.shape
+        wide = poison(case.x.new_empty(T + 2 * AROUND, H + 16))
+        given = wide[AROUND:-AROUND, 8:-8]
+        assert_close(call(kernel, packed, case, out=given), case.reference(), problem, case=case)
+        given.fill_(float("nan"))
+        assert bool(torch.isnan(wide).all()), "wrote outside the given output"
 
 
 def _case(problem: MoEProblem, row: Row, key: object) -> Case:

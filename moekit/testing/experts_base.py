@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from moekit.contract import PermuteExpertsUnpermute
@@ -14,10 +13,6 @@ from moekit.problem.quant import SCHEMES
 from moekit.testing.base import Capability, Conformance, Sizes
 from moekit.testing.calls import check_call, pack
 from moekit.testing.cases import make_case, random_weights
-
-# Numbers of tokens, some around common tiles; in Triton's interpreter those up to 33.
-TOKENS = (0, 1, 2, 33, 127, 128, 129, 257, 1000, 1024, 1025)
-_MOST_TOKENS_INTERPRETED = 33
 
 
 def sizes_of(num_experts: int, top_k: int, hidden: int, intermediate: int) -> Sizes:
@@ -115,8 +110,6 @@ class ExpertsBase(Conformance):
 
     def _declares(self, name: str, value: Any) -> bool:
         spec = self._spec()
-        if name == "num_tokens":
-            return not self._interpreted or value <= _MOST_TOKENS_INTERPRETED
         if name == "name":
             return value in spec.activations
         return value in {"scheme": spec.schemes, "dtype": spec.dtypes}[name]
@@ -177,14 +170,6 @@ class ExpertsBase(Conformance):
                 return found
             reasons = found
         self._skip(reasons)
-
-    def _on_rank(self, problem: MoEProblem, **parallel: int) -> MoEProblem:
-        """Return the same layer as another rank sees it, or skip with the spec's reasons."""
-        mine = problem.replace(parallel=replace(problem.parallel, **parallel))
-        if reasons := self._spec().unsupported(mine):
-            self._check_refused(mine, reasons)
-            self._skip("; ".join(reasons))
-        return mine
 
     def test_constructor_keeps_spec_and_problem(self) -> None:
         problem = self._problem()

@@ -43,7 +43,7 @@ def deliveries(
     arrived = list(_arrived(tokens, p, limit))
 
     out = poison(torch.empty_like(x))
-    result = dispatcher.finalize(_identity(tokens), tokens, out).result()
+    result = dispatcher.finalize(_scaled(tokens, p), tokens, out).result()
     assert result.data_ptr() == out.data_ptr(), "finalize did not return the out it was given"
     watch.check("prepare or finalize")
     ref = _identity_result(x, routing, r)
@@ -104,19 +104,6 @@ def _check_contiguous(x: Tensor) -> None:
     assert x.is_contiguous(), f"x has strides {x.stride()}, expected a contiguous tensor"
 
 
-def _identity(tokens: Dispatched) -> Tensor:
-    """Return the output of experts that return their input; padding is NaN."""
-    if tokens.expert_num_tokens is not None:
-        C = tokens.x.shape[1]
-        real = torch.arange(C, device=tokens.x.device) < tokens.expert_num_tokens[:, None]
-        return torch.where(real[..., None], tokens.x, float("nan"))
-    assert tokens.topk_ids is not None and tokens.topk_weights is not None
-    weights = torch.where(tokens.topk_ids >= 0, tokens.topk_weights, 0.0)
-    total = weights.sum(dim=1, keepdim=True)
-    y = torch.where(total > 0, tokens.x.float() * total, 0.0)
-    return y.to(tokens.x.dtype)
-
-
 def _identity_result(x: Tensor, routing: Routing, r: Rank) -> Tensor:
     """Return what a rank gets back if every expert returns its input: (T, H) fp32."""
     p = r.problem
@@ -156,7 +143,7 @@ def many_assignments(rank: int, world_size: int, job: Job, wanted: Call) -> None
     first, L = p.local_experts.start, p.num_local_experts
     numbers = 0.5 + torch.arange(P, device=device) % 61 / 61  # experts 2 ** n apart differ
     out = poison(torch.empty_like(x))
-    y = _scaled(tokens, numbers[first : first + L])
+    y = _scaled(tokens, p, numbers[first : first + L])
     dispatcher.finalize(y, tokens, out).result()
 
     terms = weights * numbers[ids]
@@ -179,9 +166,11 @@ def many_assignments(rank: int, world_size: int, job: Job, wanted: Call) -> None
     r.finish()
 
 
-def _scaled(tokens: Dispatched, numbers_L: Tensor) -> Tensor:
-    """Return the output of experts that multiply tokens by their number; padding is NaN."""
+def _scaled(tokens: Dispatched, p: MoEProblem, numbers_L: Tensor | None = None) -> Tensor:
+    """Return the output of experts that multiply tokens by their number, 1; padding is NaN."""
     x = tokens.x  # products with float32 are float32
+    if numbers_L is None:
+        numbers_L = torch.ones(p.num_local_experts, device=x.device)
     if tokens.expert_num_tokens is not None:
         real = torch.arange(x.shape[1], device=x.device) < tokens.expert_num_tokens[:, None]
         y = (x * numbers_L[:, None, None]).masked_fill_(~real[..., None], float("nan"))
@@ -196,11 +185,11 @@ def _scaled(tokens: Dispatched, numbers_L: Tensor) -> Tensor:
 def graph(rank: int, world_size: int, job: Job, num_tokens: int) -> None:
     """Capture prepare and finalize in a CUDA graph, with experts that return their input."""
     r = Rank(rank, world_size, job)
-    dispatcher = r.kernel.dispatcher
+    p, dispatcher = r.problem, r.kernel.dispatcher
 
     def run(x: Tensor, routing: Routing, out: Tensor) -> None:
         tokens = dispatcher.prepare(x, routing, None).result()
-        dispatcher.finalize(_identity(tokens), tokens, out).result()
+        dispatcher.finalize(_scaled(tokens, p), tokens, out).result()
 
     made = []
     for kind in ("random", "masked", "rows", "hot"):

@@ -11,10 +11,10 @@ import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, cached_property
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from moekit.runtime.workspace import Workspace
 from moekit.selection.select import compose
 from moekit.testing import cases
 from moekit.testing.calls import (
+    LEAVES_SUMS,
     Inputs,
     call,
     defaults,
@@ -53,7 +54,6 @@ from moekit.testing.cases import (
 from moekit.testing.diagnose import assert_close
 from moekit.testing.invariance import check_bits, rows_of
 from moekit.testing.memory import measure, poison, poisoned_allocations, slack
-from moekit.testing.unreduced import LEAVES_SUMS
 
 # Experts that compute with the activations that they get, and quantize none.
 _UNROUNDED = ("torch", "reference", LEAVES_SUMS)
@@ -62,34 +62,13 @@ _UNROUNDED = ("torch", "reference", LEAVES_SUMS)
 _GROUP_SECONDS = 300.0
 
 
-def same_spec(spec: DispatcherSpec, other: DispatcherSpec) -> bool:
-    """Return whether all fields are equal but functions: a ``functools.partial`` that was sent to
-    another process does not equal the one there."""
-    pairs = ((getattr(spec, f.name), getattr(other, f.name)) for f in fields(spec))
-    return all(a == b or (callable(a) and callable(b)) for a, b in pairs)
-
-
-def to_send(spec: DispatcherSpec) -> DispatcherSpec:
-    """Return the spec as other processes get it: a stand-in for each lambda and local function.
-
-    A `Rank` needs the installed spec then.
-    """
-    functions = {f.name: getattr(spec, f.name) for f in fields(spec)}
-    lost = [name for name, each in functions.items() if callable(each) and not _can_be_sent(each)]
-    changes: dict[str, Any] = dict.fromkeys(lost, _stand_in)
-    return replace(spec, **changes)
-
-
-def _can_be_sent(function: Callable[..., Any]) -> bool:
+def sendable(spec: DispatcherSpec) -> DispatcherSpec | str:
+    """Return the spec, or its name if it has lambdas: ranks then need the installed backend."""
     try:
-        pickle.dumps(function)
+        pickle.dumps(spec)
     except Exception:
-        return False
-    return True
-
-
-def _stand_in(problem: MoEProblem) -> NoReturn:
-    raise AssertionError("a spec that was sent to a rank without its functions was used there")
+        return spec.name
+    return spec
 
 
 @dataclass(frozen=True)
@@ -131,9 +110,13 @@ def _new_group(members: Members) -> dist.ProcessGroup:
 
 @dataclass(frozen=True)
 class Job:
-    """A dispatcher, the experts to compose it with, and the layer as rank 0 sees it."""
+    """A dispatcher, the experts to compose it with, and the layer as rank 0 sees it.
 
-    spec: DispatcherSpec
+    Attributes:
+        spec: the dispatcher's, or the name of an installed one.
+    """
+
+    spec: DispatcherSpec | str
     problem: MoEProblem
     seed: int
     experts: str = "torch"
@@ -175,14 +158,14 @@ class Rank:
 
     def __init__(self, rank: int, world_size: int, job: Job, *, checked: bool = True) -> None:
         cases.use_seed(job.seed)
-        self._backends = kit_registry(extra=[job.spec])
-        self.spec = self._backends.dispatcher(job.spec.name)
-        assert same_spec(self.spec, job.spec), "another backend of that name is installed"
-        lost = [f.name for f in fields(self.spec) if getattr(self.spec, f.name) is _stand_in]
-        assert not lost, (
-            f"{self.spec.name}'s {' and '.join(lost)} cannot be sent to rank processes, as lambdas "
-            "and local functions: use functions of a module, or install the backend's package"
+        named = isinstance(job.spec, str)
+        self._backends = kit_registry(extra=() if named else [job.spec])
+        name = job.spec if named else job.spec.name
+        assert name in self._backends.dispatchers, (
+            f"{name}'s spec cannot be sent to rank processes, as lambdas and local functions "
+            "cannot: use functions of a module, or install the backend's package"
         )
+        self.spec = self._backends.dispatcher(name)
         self.rank, self.world_size, self.job = rank, world_size, job
         parallel, tp = job.problem.parallel, job.problem.parallel.tp_size
         self.problem = job.problem.replace(
@@ -238,7 +221,7 @@ class Rank:
 
     def as_taken(self, routing: Routing) -> Routing:
         """Return ``routing`` with ids of the dtype that the dispatcher takes."""
-        taken = self.job.spec.ids_dtype
+        taken = self.spec.ids_dtype
         if taken == "any":
             return routing
         return Routing(routing.topk_weights, routing.topk_ids.to(getattr(torch, taken)))
@@ -565,7 +548,7 @@ def batch_invariant(rank: int, world_size: int, job: Job, sequence: Iterable[Cal
     """Assert that tokens have the bits that each gets as the only token of one rank."""
     r = Rank(rank, world_size, job)
     problem, weights = r.layer
-    local = "local" if job.spec.format is ActivationFormat.STANDARD else "batched_reference"
+    local = "local" if r.spec.format is ActivationFormat.STANDARD else "batched_reference"
     single = compose(problem, local, job.experts, workspace=Workspace(), backends=kit_registry())
     packed = pack(single, weights)
     for index, wanted in enumerate(sequence):

@@ -15,7 +15,7 @@ from moekit.backends.local import LocalDispatcher
 from moekit.backends.reference import BatchedReference
 from moekit.contract.pending import Pending
 from moekit.plugin import Unreduced
-from moekit.testing.unreduced import SumsItself
+from moekit.testing.calls import SumsItself
 
 
 class Local_(LocalDispatcher):

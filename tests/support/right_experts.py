@@ -12,7 +12,7 @@ from moekit.backends.reference import ReferenceExperts, dequantized_input, exper
 from moekit.contract import BufferSpec, PackedWeights, PermuteExpertsUnpermute
 from moekit.problem import ActivationFormat
 from moekit.problem.weights import ExpertWeights
-from moekit.testing.unreduced import by_assignment
+from moekit.testing.calls import by_assignment
 
 
 class Plain(PermuteExpertsUnpermute):

@@ -13,9 +13,8 @@ from moekit.backends.reference import oracle
 from moekit.errors import WeightsError
 from moekit.problem.quant import unpack_int4
 from moekit.runtime.workspace import Workspace
-from moekit.testing.calls import check_call, kit_registry
+from moekit.testing.calls import SUMS_ITSELF, check_call, kit_registry
 from moekit.testing.cases import interleaved, make_case
-from moekit.testing.unreduced import SUMS_ITSELF
 
 LIMITS = {torch.bfloat16: 8e-3, torch.float16: 1.5e-3}  # relative RMS error
 PAIRS = [
