@@ -26,7 +26,7 @@ from moekit.problem import MoEProblem
 from moekit.problem.quant import WIRE_SCHEMES
 from moekit.problem.weights import ExpertWeights
 from moekit.testing.cases import Case, device_of, generator
-from moekit.testing.diagnose import assert_close
+from moekit.testing.diagnose import assert_close, assert_right
 from moekit.testing.memory import PoisonedWorkspace, poison, poisoned_allocations
 
 # The kit's variants of `local`, named by the form in which tokens reach the experts.
@@ -542,5 +542,5 @@ def check_graph(
 def check_call(kernel: ModularKernel, case: Case, packed: PackedWeights | None = None) -> Tensor:
     """Do `call`, and compare the output with the oracle."""
     out = call(kernel, packed or pack(kernel, case.weights), case)
-    assert_close(out, case.reference(), case.problem, case=case)
+    assert_right(out, case)
     return out

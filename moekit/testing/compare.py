@@ -33,10 +33,11 @@ _ROW_FLOOR = 0.25
 # That is about five standard deviations if a single neuron decides the row, and more if several do.
 _ROUNDINGS = 2.5
 
-# The two means may be this part of the bound on the RMS, and as many standard errors on top. The
-# standard error comes from the tokens, whose errors are independent; it needs at least 16. Within a
-# call, all values that share a scale are off alike where a kernel rounds it to 16 bits.
-_MEAN, _MEAN_OF_ONE_SCALE, _MEAN_OF_DEQUANTIZED = 1 / 6, 1 / 2, 1.0
+# The two means may be this part of the bound on the RMS, or as many standard errors. The standard
+# error comes from the tokens, whose errors are independent; it needs at least 16. Within a
+# call, all values that share a scale have the same error where a kernel rounds it to 16 bits: the
+# weights of a channel or group, those of a tensor, and activations that arrive quantized.
+_MEAN, _MEAN_OF_SCALES, _MEAN_OF_ONE_SCALE, _MEAN_OF_DEQUANTIZED = 1 / 6, 1 / 4, 1 / 2, 1.0
 _STANDARD_ERRORS, _LEAST_TOKENS = 8.0, 16
 
 
@@ -47,9 +48,9 @@ class Mean:
     value: float
     standard_error: float
 
-    def above(self, bound: float) -> tuple[float, float]:
-        """Return the mean, and the bound with the standard error."""
-        return self.value, bound + _STANDARD_ERRORS * self.standard_error
+    def judged(self, bound: float) -> tuple[float, float]:
+        """Return the mean, and what it may be."""
+        return self.value, max(bound, _STANDARD_ERRORS * self.standard_error)
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Tolerance:
 
     Attributes:
         rms, row, element: bounds on the error of all elements, of the worst row and element.
-        scale, offset: bounds on the two means, to which their standard errors are added.
+        scale, offset: bounds on the two means, which may exceed them by chance for few tokens.
     """
 
     rms: float
@@ -91,8 +92,8 @@ def tolerance(
     mean = _MEAN
     if activation is not None and not rounds_activations:
         mean = _MEAN_OF_DEQUANTIZED
-    elif activation is None and weight is not None and weight.per_tensor:
-        mean = _MEAN_OF_ONE_SCALE
+    elif activation is None and weight is not None:
+        mean = _MEAN_OF_ONE_SCALE if weight.per_tensor else _MEAN_OF_SCALES
     mean *= rms
     if problem.activation.limit is not None:  # gives many activations one value and its rounding
         mean += torch.finfo(problem.dtype).eps / 2
@@ -123,8 +124,8 @@ class Errors:
             "RMS": (self.rms, bound.rms),
             "worst row": (self.row, bound.row),
             "worst element": (self.element, bound.element),
-            "scale": self.scale.above(bound.scale),
-            "mean": self.offset.above(bound.offset),
+            "scale": self.scale.judged(bound.scale),
+            "mean": self.offset.judged(bound.offset),
         }
         return {name: pair for name, pair in pairs.items() if not abs(pair[0]) <= pair[1]}
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from moekit.contract import Routing
-from moekit.errors import MoekitError
 from moekit.problem import ActivationFormat, MoEProblem
 from moekit.problem.activation import GATED
 from moekit.problem.quant import SCHEMES, WIRE_SCHEMES
@@ -38,7 +37,7 @@ from moekit.testing.calls import (
 )
 from moekit.testing.cases import device_of, make_case, random_weights
 from moekit.testing.crossings import ExpertsCases
-from moekit.testing.diagnose import assert_close
+from moekit.testing.diagnose import assert_close, assert_right
 from moekit.testing.experts_base import one_of_each_kind
 from moekit.testing.invariance import ExpertsInvariance, rows_of
 from moekit.testing.memory import measure, poison, poisoned_allocations, slack
@@ -61,8 +60,7 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
         of threads.
         """
         problem = self._problem()
-        kernel = self._compose(problem, self._native)
-        packed = pack(kernel, random_weights(problem))
+        kernel, packed = self._packed(problem)
         inputs = Inputs(problem, self._T + 9)
         outputs = torch.empty_like(inputs.hold(make_case(problem, self._T + 9)).x)
         for index, num_tokens in enumerate((self._T, 3, 0, 1, self._T + 9, 5, self._T)):
@@ -72,7 +70,7 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
             with inference, threads_of_torch(threads), poisoned_allocations():
                 kernel(held.x, packed, held.routing, out=out)
             what = f"call {index} with T={num_tokens}"
-            assert_close(out, case.reference(), problem, what, case=case)
+            assert_right(out, case, what)
             assert bool(torch.isnan(outputs[num_tokens:]).all()), f"{what} wrote behind its output"
 
     def test_calls_in_other_orders(self) -> None:
@@ -151,22 +149,22 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
             for turn, (layer, using) in enumerate(((0, kernel), (1, kernel), (0, other))):
                 case = make_case(problem, 5, key=turn, weights=layers[layer])
                 out, what = using(case.x, packed[layer], case.routing), f"weights {layer}"
-                assert_close(out, case.reference(), problem, f"call {turn}, {what}", case=case)
+                assert_right(out, case, f"call {turn}, {what}")
 
     def test_weights_change_in_place(self) -> None:
         """Experts move between ranks by copies into packed weights that are in use."""
         if not self._spec().movable:
             self._skip("the spec declares its packed weights not movable")
         for problem in self._one_of_each_kind():
-            kernel, weights = self._compose(problem, self._native), random_weights(problem)
-            packed = pack(kernel, weights)
+            weights = random_weights(problem)
+            kernel, packed = self._packed(problem, weights=weights)
             for turn in range(2):
                 order = torch.arange(problem.num_local_experts).roll(turn)
                 case = make_case(problem, 5, weights=weights.select(order))
                 for name, tensor in pack(kernel, case.weights).experts.items():
                     packed.experts[name].copy_(tensor)
                 out = kernel(case.x, packed, case.routing)
-                assert_close(out, case.reference(), problem, f"weights {turn} in place", case=case)
+                assert_right(out, case, f"weights {turn} in place")
 
     def test_kernels_in_turns(self) -> None:
         """Kernels for problems of the same sizes share nothing that changes their results."""
@@ -184,7 +182,7 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
         for turn in (0, 1, 0)[: 3 * len(kernels) - 3]:
             case = make_case(problems[turn], 5, key=turn, weights=weights)
             out = kernels[turn](case.x, pack(kernels[turn], weights), case.routing)
-            assert_close(out, case.reference(), problems[turn], gated[turn], case=case)
+            assert_right(out, case, gated[turn])
 
     def test_two_calls_in_flight(self) -> None:
         """Also with tokens that are quantized before the transfer, if the backend takes them."""
@@ -199,13 +197,12 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
             pending = [kernel.start(c.x, packed, c.routing) for c in calls]
             for index, (case, arriving) in enumerate(zip(calls, pending, strict=True)):
                 out = arriving.result()
-                assert_close(out, case.reference(), problem, f"call {index}", case=case)
+                assert_right(out, case, f"call {index}")
 
     def test_fresh_output(self) -> None:
         """Without `out`: a new contiguous tensor each time, and earlier outputs do not change."""
         problem = self._problem()
-        kernel = self._compose(problem, self._native)
-        packed = pack(kernel, random_weights(problem))
+        kernel, packed = self._packed(problem)
         first, second = (make_case(problem, self._T, key=key) for key in (1, 2))
         out = kernel(first.x, packed, first.routing)
         kept = bits(out).clone()
@@ -243,7 +240,7 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
             kernel = self._compose(problem, self._native)
             packed = pack(kernel, case.weights)
             out = call(kernel, packed, case)
-        assert_close(out, case.reference(), problem, case=case)
+        assert_right(out, case)
 
     def test_autocast(self) -> None:
         """torch.autocast changes no number, since the problem names the dtype."""
@@ -281,16 +278,6 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
             for case in (many, one):
                 kernel(case.x, packed, case.routing)
 
-    def test_bad_input_leaves_nothing_behind(self) -> None:
-        """A refused call raises a MoekitError, and the next call is right."""
-        problem = self._problem()
-        kernel = self._compose(problem, self._native)
-        case = make_case(problem, self._T)
-        packed = pack(kernel, case.weights)
-        with pytest.raises(MoekitError):
-            kernel(case.x[:, :-1], packed, case.routing)
-        check_call(kernel, case, packed)
-
     @pytest.mark.parametrize("dispatcher", ["local", "batched_reference"])
     def test_memory_is_stated(self, dispatcher: str) -> None:
         """The peak of a call is at most kernel.memory(), including the workspace."""
@@ -323,8 +310,7 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
         twice = ((1, 2), (self._T, 2))
         often = ((1, 4), (self._T, 4), (self._many_tokens, 2))
         for index, problem in enumerate(self._one_of_each_kind()):
-            kernel = self._compose(problem, self._native)
-            packed = pack(kernel, random_weights(problem))
+            kernel, packed = self._packed(problem)
             for num_tokens, times in twice if index or self._interpreted else often:
                 case = make_case(problem, num_tokens, "hot")
                 outs = [call(kernel, packed, case) for _ in range(times)]

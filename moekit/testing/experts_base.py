@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from moekit.contract import PermuteExpertsUnpermute
+from moekit.contract import PackedWeights, PermuteExpertsUnpermute
 from moekit.contract.specs import ExpertsSpec
+from moekit.kernel import ModularKernel
 from moekit.problem import DTYPES, ActivationFormat, DeviceSpec, MoEProblem
 from moekit.problem.activation import ACTIVATIONS, Activation
 from moekit.problem.quant import SCHEMES
+from moekit.problem.weights import ExpertWeights
 from moekit.testing.base import Capability, Conformance, Sizes
 from moekit.testing.calls import check_call, pack
 from moekit.testing.cases import make_case, random_weights
@@ -124,6 +126,13 @@ class ExpertsBase(Conformance):
         """More tokens than a tile has rows; in Triton's interpreter a few."""
         return (8 if self._interpreted else 150) if self._on_cpu else 1100
 
+    def _packed(
+        self, problem: MoEProblem, dispatcher: str = "", weights: ExpertWeights | None = None
+    ) -> tuple[ModularKernel, PackedWeights]:
+        """Compose a kernel, behind the dispatcher of the native format by default, and pack."""
+        kernel = self._compose(problem, dispatcher or self._native)
+        return kernel, pack(kernel, weights or random_weights(problem))
+
     def _check(
         self,
         problem: MoEProblem,
@@ -147,8 +156,8 @@ class ExpertsBase(Conformance):
             kind: of the first call.
             invariant: also check the batch-invariant problem, if the backend does it.
         """
-        kernel, weights = self._compose(problem, self._native), random_weights(problem)
-        packed = pack(kernel, weights)
+        weights = random_weights(problem)
+        kernel, packed = self._packed(problem, weights=weights)
         calls = ((self._T, kind), (1, "random"), (self._many_tokens, "rows"))
         for num_tokens, each in calls[: 1 if self._interpreted else None]:
             check_call(kernel, make_case(problem, num_tokens, each, weights=weights), packed)

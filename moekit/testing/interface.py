@@ -13,20 +13,18 @@ from moekit.problem import MoEProblem
 from moekit.testing.calls import Watch, call, check_graph, check_quantized
 from moekit.testing.cases import device_of, generator
 from moekit.testing.memory import poison
-from moekit.testing.ranks import Call, Job, Rank
+from moekit.testing.ranks import Call, Rank, of_rank
 
 Delivery = tuple[int, int, int, float]  # source rank, token, physical expert, router weight
 
 
-def deliveries(
-    rank: int, world_size: int, job: Job, wanted: Call
-) -> tuple[list[Delivery], list[Delivery]]:
+@of_rank
+def deliveries(r: Rank, wanted: Call) -> tuple[list[Delivery], list[Delivery]]:
     """Return the assignments that this rank sent, and those that reached it.
 
     Marks in the tokens identify them. Asserts that `Dispatched` fits its docstring, and that
     `finalize` is right for experts that return their input.
     """
-    r = Rank(rank, world_size, job)
     p, dispatcher = r.problem, r.kernel.dispatcher
     case, _ = r.case(wanted)
     source = r.batch
@@ -52,7 +50,6 @@ def deliveries(
     assert bool((apart <= 4 * torch.finfo(p.dtype).eps).all()), (
         f"identity experts: got {out[:, :3].tolist()}, want {ref[:, :3].tolist()}"
     )
-    r.finish()
 
     sent = [
         (source, t, int(routing.topk_ids[t, k]), round(float(routing.topk_weights[t, k]), 6))
@@ -113,14 +110,14 @@ def _identity_result(x: Tensor, routing: Routing, r: Rank) -> Tensor:
     return torch.where(total > 0, x.float() * total, 0.0)
 
 
-def many_assignments(rank: int, world_size: int, job: Job, wanted: Call) -> None:
+@of_rank
+def many_assignments(r: Rank, wanted: Call) -> None:
     """Dispatch and combine many experts, assignments, and values of any size.
 
     Each expert multiplies a token by its own number. Tokens reach a hundred, and outside fp16 a
     million. Router weights are negative, zero, above 2 and (outside fp16) as small as 1e-8, and one
     element of one token is NaN.
     """
-    r = Rank(rank, world_size, job)
     p, dispatcher, device = r.problem, r.kernel.dispatcher, device_of(r.problem)
     T, P, K = r.tokens(wanted), p.num_physical_experts, p.top_k
     draw = generator("many assignments", r.batch)
@@ -159,11 +156,10 @@ def many_assignments(rank: int, world_size: int, job: Job, wanted: Call) -> None
         h = int(wrong[t].nonzero()[0])
         r.expect(
             False,
-            f"rank {rank}: {len(bad)} of {T} tokens are wrong, the first of them {bad[:8]}: "
+            f"rank {r.rank}: {len(bad)} of {T} tokens are wrong, the first of them {bad[:8]}: "
             f"[{t}, {h}] is {float(out[t, h]):.6g}, want {float(ref[t, h]):.6g}; x "
             f"{float(x[t, h]):.6g}, ids {ids[t].tolist()}, weights {weights[t].tolist()} ({p!r})",
         )
-    r.finish()
 
 
 def _scaled(tokens: Dispatched, p: MoEProblem, numbers_L: Tensor | None = None) -> Tensor:
@@ -182,9 +178,9 @@ def _scaled(tokens: Dispatched, p: MoEProblem, numbers_L: Tensor | None = None) 
     return (x * factors).masked_fill_(~here.any(dim=1, keepdim=True), 0.0).to(x.dtype)
 
 
-def graph(rank: int, world_size: int, job: Job, num_tokens: int) -> None:
+@of_rank
+def graph(r: Rank, num_tokens: int) -> None:
     """Capture prepare and finalize in a CUDA graph, with experts that return their input."""
-    r = Rank(rank, world_size, job)
     p, dispatcher = r.problem, r.kernel.dispatcher
 
     def run(x: Tensor, routing: Routing, out: Tensor) -> None:
@@ -197,12 +193,11 @@ def graph(rank: int, world_size: int, job: Job, num_tokens: int) -> None:
         routing = r.as_taken(case.routing)
         made.append((replace(case, routing=routing), _identity_result(case.x, routing, r)))
     check_graph(run, made)
-    r.finish()
 
 
-def wire(rank: int, world_size: int, job: Job, wanted: Call) -> None:
+@of_rank
+def wire(r: Rank, wanted: Call) -> None:
     """Assert that tokens travel quantized: quantized values arrive with their scales."""
-    r = Rank(rank, world_size, job)
     p = r.problem
     case, _ = r.case(wanted)
     tokens = r.kernel.dispatcher.prepare(
@@ -216,15 +211,13 @@ def wire(rank: int, world_size: int, job: Job, wanted: Call) -> None:
     out = poison(torch.empty_like(case.x))
     r.kernel.dispatcher.finalize(y, tokens, out).result()
     assert not bool(out.any()), "finalize of zeros is not zero"
-    r.finish()
 
 
-def sums_left(rank: int, world_size: int, job: Job, sequence: Iterable[Call]) -> int:
+@of_rank
+def sums_left(r: Rank, sequence: Iterable[Call]) -> int:
     """Make calls with `LeavesSums`; return how many of their sums were left to the dispatcher."""
-    r = Rank(rank, world_size, job)
     for index, wanted in enumerate(sequence):
         case, ref = r.case(wanted, index)
         r.compare(call(r.kernel, r.packed, case), ref, f"call {index} ({wanted})")
     left: int = r.kernel.experts.left  # type: ignore[attr-defined]
-    r.finish()
     return left

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cache, cached_property
+from functools import cache, cached_property, partial, wraps
 from typing import Any
 
 import torch
@@ -40,16 +40,6 @@ from moekit.testing.calls import (
     pack,
     same_bits,
     unchanged_process,
-)
-from moekit.testing.cases import (
-    Case,
-    beyond_float16,
-    device_of,
-    make_case,
-    output_factor,
-    random_weights,
-    strided_inputs,
-    whole,
 )
 from moekit.testing.diagnose import assert_close
 from moekit.testing.invariance import check_bits, rows_of
@@ -158,9 +148,8 @@ class Rank:
 
     def __init__(self, rank: int, world_size: int, job: Job, *, checked: bool = True) -> None:
         cases.use_seed(job.seed)
-        named = isinstance(job.spec, str)
-        self._backends = kit_registry(extra=() if named else [job.spec])
-        name = job.spec if named else job.spec.name
+        name = job.spec if isinstance(job.spec, str) else job.spec.name
+        self._backends = kit_registry(extra=() if isinstance(job.spec, str) else [job.spec])
         assert name in self._backends.dispatchers, (
             f"{name}'s spec cannot be sent to rank processes, as lambdas and local functions "
             "cannot: use functions of a module, or install the backend's package"
@@ -233,27 +222,29 @@ class Rank:
     @cached_property
     def layer(self) -> tuple[MoEProblem, ExpertWeights]:
         """The logical experts on one rank, which define the right result."""
-        problem = whole(self.problem).replace(num_redundant_experts=0)
-        return problem, random_weights(problem)
+        problem = cases.whole(self.problem).replace(num_redundant_experts=0)
+        return problem, cases.random_weights(problem)
 
     @cached_property
     def weights(self) -> ExpertWeights:
         """This rank's share of the experts, and of each expert's intermediate size."""
-        return random_weights(self.problem)
+        return cases.random_weights(self.problem)
 
     @cached_property
     def packed(self) -> PackedWeights:
         return pack(self.kernel, self.weights)
 
-    def case(self, call: Call, index: object = 0) -> tuple[Case, Tensor]:
+    def case(self, call: Call, index: object = 0) -> tuple[cases.Case, Tensor]:
         """Return this rank's input of the index-th call, and the (T, H) fp32 it must get back."""
-        mine, logical = self.cases(call, index)
+        mine, logical = self.forms(call, index)
         return mine, self.expected(mine, logical)
 
-    def cases(self, call: Call, index: object = 0) -> tuple[Case, Case]:
+    def forms(self, call: Call, index: object = 0) -> tuple[cases.Case, cases.Case]:
         """Return this rank's input of the index-th call, and the same call of the whole layer."""
         problem, weights = self.layer
-        logical = make_case(problem, self.tokens(call), call.kind, (index, self.batch), weights)
+        logical = cases.make_case(
+            problem, self.tokens(call), call.kind, (index, self.batch), weights
+        )
         extra = self.problem.num_redundant_experts
         physical = logical.routing
         if extra:
@@ -264,9 +255,9 @@ class Rank:
             physical = to_physical(logical.routing, replicas)
         if self.rank % 2:  # ranks may differ in the dtype of their ids
             physical = Routing(physical.topk_weights, physical.topk_ids.int())
-        return Case(self.problem, self.weights, logical.x, physical), logical
+        return cases.Case(self.problem, self.weights, logical.x, physical), logical
 
-    def expected(self, mine: Case, logical: Case) -> Tensor:
+    def expected(self, mine: cases.Case, logical: cases.Case) -> Tensor:
         """Return the (T, H) fp32 that this rank gets back of two forms of a call.
 
         After a call whose dispatcher quantized the tokens, it is the result of the rounded tokens.
@@ -275,7 +266,7 @@ class Rank:
         case = mine if partial else logical
         return (self._rounded(case) if self._quantizes else case).reference()
 
-    def _rounded(self, case: Case) -> Case:
+    def _rounded(self, case: cases.Case) -> cases.Case:
         activation, ids = self.problem.quant.activation, case.routing.topk_ids
         assert activation is not None and not self.problem.apply_router_weight_on_input
         local = case.problem.local_experts
@@ -303,9 +294,24 @@ class Rank:
         return by_dispatcher or self.job.experts not in _UNROUNDED
 
 
-def calls(
-    rank: int, world_size: int, job: Job, sequence: Iterable[Call], how: str = "plain"
-) -> None:
+def of_rank(function: Callable[..., Any], checked: bool = True) -> Callable[..., Any]:
+    """Let a function of a `Rank` be called with ``(rank, world_size, job, ...)``."""
+
+    @wraps(function)
+    def run(rank: int, world_size: int, job: Job, *args: Any) -> Any:
+        r = Rank(rank, world_size, job, checked=checked)
+        result = function(r, *args)
+        r.finish()
+        return result
+
+    return run
+
+
+of_unchecked_rank = partial(of_rank, checked=False)
+
+
+@of_rank
+def calls(r: Rank, sequence: Iterable[Call], how: str = "plain") -> None:
     """Make calls on one kernel, one after the other, and compare each with the oracle.
 
     Args:
@@ -315,14 +321,13 @@ def calls(
             input that is written late, partly on another stream).
             All outputs must be right at the end, too.
     """
-    r = Rank(rank, world_size, job)
-    device = device_of(r.problem)
+    device = cases.device_of(r.problem)
     results = []
     for index, wanted in enumerate(sequence):
-        case, logical = r.cases(wanted, index)
+        case, logical = r.forms(wanted, index)
         T, H = case.x.shape
         if how == "strided":
-            case = strided_inputs(case)
+            case = cases.strided_inputs(case)
         if how == "out":
             wide = poison(torch.empty(T + 2, H + 16, dtype=case.x.dtype, device=case.x.device))
             out = call(r.kernel, r.packed, case, out=wide[1:-1, 8:-8]).clone()
@@ -342,18 +347,16 @@ def calls(
         results.append((out, ref))
     for index, (out, ref) in enumerate(results):
         r.compare(out, ref, f"call {index} after the later ones")
-    r.finish()
 
 
-def outputs_beyond_float16(rank: int, world_size: int, job: Job, wanted: Call) -> None:
+@of_rank
+def outputs_beyond_float16(r: Rank, wanted: Call) -> None:
     """Let experts' outputs exceed 65504, and router weights bring them back into range."""
-    r = Rank(rank, world_size, job)
     problem, weights = r.layer
-    factor = output_factor(make_case(problem, 32, "masked", "calibration", weights))
-    mine, logical = (beyond_float16(case, factor) for case in r.cases(wanted))
+    factor = cases.output_factor(cases.make_case(problem, 32, "masked", "calibration", weights))
+    mine, logical = (cases.beyond_float16(case, factor) for case in r.forms(wanted))
     out = call(r.kernel, pack(r.kernel, mine.weights), mine)
     r.compare(out, r.expected(mine, logical), "outputs beyond the range of float16")
-    r.finish()
 
 
 @contextmanager
@@ -382,13 +385,11 @@ _ORDERS = {
 }
 
 
-def in_flight(
-    rank: int, world_size: int, job: Job, first: Call, second: Call, orders: Iterable[str] = _ORDERS
-) -> None:
+@of_rank
+def in_flight(r: Rank, first: Call, second: Call, orders: Iterable[str] = _ORDERS) -> None:
     """Have two calls in flight, and finish them in orders that ranks share."""
-    r = Rank(rank, world_size, job)
     for order in orders:
-        made = [r.cases(wanted, (order, i)) for i, wanted in enumerate((first, second, first))]
+        made = [r.forms(wanted, (order, i)) for i, wanted in enumerate((first, second, first))]
         flying = {}
         for step in _ORDERS[order].split():
             index = int(step[1])
@@ -400,17 +401,16 @@ def in_flight(
             else:
                 what = f"call {index} of those in flight, finished {order}"
                 r.compare(flying[index].result(), r.expected(case, logical), what)
-    r.finish()
 
 
-def long_run(rank: int, world_size: int, job: Job, wanted: Call) -> None:
+@of_unchecked_rank
+def long_run(r: Rank, wanted: Call) -> None:
     """Make 260 calls of one shape on an unchecked kernel, on ranks that are not in step.
 
     Where no token moves, 72 are enough. The data of a call differ from those of the six calls
     before it. No call leaves memory behind. After 72 calls, only those at which a counter of 7 or 8
     bits wraps are compared.
     """
-    r = Rank(rank, world_size, job, checked=False)
     made = [r.case(wanted, index) for index in range(7)]
     device = made[0][0].x.device
     number = 0
@@ -419,7 +419,7 @@ def long_run(rank: int, world_size: int, job: Job, wanted: Call) -> None:
         nonlocal number
         for _ in range(count):
             case, ref = made[number % len(made)]
-            if (number + rank) % 11 == 0:
+            if (number + r.rank) % 11 == 0:
                 time.sleep(0.002)
             number += 1
             if number > 72 and 4 <= number % 128 < 124:
@@ -437,11 +437,10 @@ def long_run(rank: int, world_size: int, job: Job, wanted: Call) -> None:
     kept = min(measure(device, lambda: some(12))[1] for _ in range(3))
     r.expect(
         kept <= _KEPT,
-        f"rank {rank}: 12 calls leave {kept} bytes allocated; a call must not keep its tensors",
+        f"rank {r.rank}: 12 calls leave {kept} bytes allocated; a call must not keep its tensors",
     )
     if not r.alone:
         some(260 - number)
-    r.finish()
 
 
 _KEPT = 2 * 1024
@@ -460,7 +459,7 @@ def layers(rank: int, world_size: int, job: Job, other: MoEProblem) -> None:
         flights = []
         for which in pair:
             r = made[which]
-            mine, logical = r.cases(wanted[which], ("in flight", pair, which))
+            mine, logical = r.forms(wanted[which], ("in flight", pair, which))
             flights.append((mine, logical, r.kernel.start(mine.x, r.packed, mine.routing)))
         for which, (mine, logical, flying) in zip(pair, flights, strict=True):
             r, out = made[which], flying.result()
@@ -470,19 +469,19 @@ def layers(rank: int, world_size: int, job: Job, other: MoEProblem) -> None:
             made[0].kernel.destroy()
             made[0].kernel.destroy()
         r = made[which]
-        mine, logical = r.cases(wanted[which], index)
+        mine, logical = r.forms(wanted[which], index)
         out = call(r.kernel, r.packed, mine)
         r.compare(out, r.expected(mine, logical), f"call {index}, layer {which}")
     for r in reversed(made):
         r.finish()
 
 
-def memory(rank: int, world_size: int, job: Job, num_tokens: int) -> None:
+@of_rank
+def memory(r: Rank, num_tokens: int) -> None:
     """Hold a call's peak to kernel.memory(), what stays to buffer_bytes(), and destroy twice.
 
     Nothing stays after that.
     """
-    r = Rank(rank, world_size, job)
     case, _ = r.case(Call((num_tokens,), "hot"))
     out = torch.empty_like(case.x)
     device, stated = case.x.device, r.kernel.memory(num_tokens)
@@ -493,7 +492,7 @@ def memory(rank: int, world_size: int, job: Job, num_tokens: int) -> None:
     )
     r.expect(
         peak <= stated.total + slack(device, stated.total),
-        f"rank {rank}: a call held {peak} bytes, stated are {stated.total}: {stated}; state the "
+        f"rank {r.rank}: a call held {peak} bytes, stated are {stated.total}: {stated}; state the "
         "rest in buffer_bytes() or transient_bytes()",
     )
     if r.spec.footprint is not None and not r.alone:
@@ -521,11 +520,12 @@ def memory(rank: int, world_size: int, job: Job, num_tokens: int) -> None:
     more = min(beyond_what_is_stated() for _ in range(times))
     r.expect(
         more <= 0,
-        f"rank {rank}: {more} bytes too many stay allocated: state them in buffer_bytes()",
+        f"rank {r.rank}: {more} bytes too many stay allocated: state them in buffer_bytes()",
     )
     live = min(measure(device, compose_and_destroy)[1] for _ in range(times))
-    r.expect(live <= slack(device, 0), f"rank {rank}: {live} bytes stay allocated after destroy()")
-    r.finish()
+    r.expect(
+        live <= slack(device, 0), f"rank {r.rank}: {live} bytes stay allocated after destroy()"
+    )
 
 
 def _check_footprint(r: Rank, said: Footprint) -> None:
@@ -537,22 +537,22 @@ def _check_footprint(r: Rank, said: Footprint) -> None:
         ("bytes of buffers", said.buffer_bytes, made.buffer_bytes()),
         ("bytes for a call", said.transient, made.transient_bytes(most)),
     ):
-        spare = 0 if what == "rows" else slack(device_of(r.problem), needed)
+        spare = 0 if what == "rows" else slack(cases.device_of(r.problem), needed)
         r.expect(
             bytes_or_rows + spare >= needed,
             f"the spec's footprint says {bytes_or_rows} {what}, and the dispatcher {needed}",
         )
 
 
-def batch_invariant(rank: int, world_size: int, job: Job, sequence: Iterable[Call]) -> None:
+@of_rank
+def batch_invariant(r: Rank, sequence: Iterable[Call]) -> None:
     """Assert that tokens have the bits that each gets as the only token of one rank."""
-    r = Rank(rank, world_size, job)
     problem, weights = r.layer
     local = "local" if r.spec.format is ActivationFormat.STANDARD else "batched_reference"
-    single = compose(problem, local, job.experts, workspace=Workspace(), backends=kit_registry())
+    single = compose(problem, local, r.job.experts, workspace=Workspace(), backends=kit_registry())
     packed = pack(single, weights)
     for index, wanted in enumerate(sequence):
-        mine, logical = r.cases(wanted, index)
+        mine, logical = r.forms(wanted, index)
         out = call(r.kernel, r.packed, mine)
         r.compare(out, r.expected(mine, logical), f"call {index} ({wanted})")
         for token in range(len(out)):
@@ -561,19 +561,17 @@ def batch_invariant(rank: int, world_size: int, job: Job, sequence: Iterable[Cal
                 check_bits(
                     out[token : token + 1],
                     single(one.x, packed, one.routing),
-                    f"call {index} ({wanted}), token {token} of rank {rank} of {world_size}, "
+                    f"call {index} ({wanted}), token {token} of rank {r.rank} of {r.world_size}, "
                     "compared with a call of this token on one rank",
                 )
             except AssertionError as error:
                 r.expect(False, str(error))
-    r.finish()
 
 
-def repeat(rank: int, world_size: int, job: Job, wanted: Call) -> None:
+@of_rank
+def repeat(r: Rank, wanted: Call) -> None:
     """Assert that equal calls give equal bits."""
-    r = Rank(rank, world_size, job)
     case, _ = r.case(wanted)
     outs = [call(r.kernel, r.packed, case) for _ in range(4)]
     same = all(same_bits(outs[0], out) for out in outs)
-    r.expect(same, f"rank {rank}: equal calls give different bits")
-    r.finish()
+    r.expect(same, f"rank {r.rank}: equal calls give different bits")

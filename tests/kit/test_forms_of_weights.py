@@ -12,9 +12,23 @@ import torch
 
 import moekit
 from moekit.problem.quant import SCHEMES
-from moekit.testing import cases
 from moekit.testing.calls import check_call, same_bits
 from moekit.testing.cases import make_case, random_weights
+
+
+def interleaved(weights):
+    """Return the same weights with alternating rows of gate and up."""
+
+    def mix(t):
+        if t is None or t.shape[1] != weights.w13.shape[1]:
+            return t  # a per-tensor scale has no rows
+        return torch.stack(t.chunk(2, dim=1), dim=2).flatten(1, 2)
+
+    changes = {
+        name: mix(getattr(weights, name))
+        for name in ("w13", "w13_bias", "w13_scale", "w13_zero_points")
+    }
+    return replace(weights, **changes, interleaved=True)
 
 
 def kernel_of(scheme, **changes):
@@ -42,7 +56,7 @@ PER_ROW = sorted(
 def test_alternating_rows_of_gate_and_up(scheme):
     kernel = kernel_of(scheme, has_bias=True)
     weights = random_weights(kernel.problem)
-    plain, mixed = kernel.pack(weights), kernel.pack(cases.interleaved(weights))
+    plain, mixed = kernel.pack(weights), kernel.pack(interleaved(weights))
     assert plain.experts.keys() == mixed.experts.keys()
     for name, tensor in plain.experts.items():
         assert same_bits(tensor, mixed.experts[name]), name
