@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conformance_catches import killed_by, mutants_of
-from right_experts import Plain, Skips
+from right_experts import Plain
 from test_conformance_catches_sizes import (
     DropsTheLast,
     EightAssignments,
@@ -143,32 +143,25 @@ class BiasOf64QuantizedTokens(WithoutBiasOf):
 
 
 @killed_by("test_cases", "none")
-class Hidden8192(Plain):
+def Hidden8192(self, tokens):
     """Reads the first 8192 columns of x."""
-
-    def apply(self, y, tokens, weights, workspace):
-        x = tokens.x.clone()
-        x[:, 8192:] = 0
-        super().apply(y, replace(tokens, x=x), weights, workspace)
+    x = tokens.x.clone()
+    x[:, 8192:] = 0
+    return replace(tokens, x=x)
 
 
 @killed_by("test_cases", "none")
-class Output8192(Plain):
+def Output8192(self, y, tokens, weights):
     """Writes the first 8192 columns of y, and zeros to the others."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        y[:, 8192:] = 0
+    y[:, 8192:] = 0
 
 
 @killed_by("test_cases", "none")
-class Intermediate8192(Plain):
+def Intermediate8192(self, weights):
     """Sums over the first 8192 columns of w2."""
-
-    def pack(self, weights):
-        w2 = weights.w2.clone()
-        w2[..., 8192:] = 0
-        return super().pack(replace(weights, w2=w2))
+    w2 = weights.w2.clone()
+    w2[..., 8192:] = 0
+    return replace(weights, w2=w2)
 
 
 @killed_by("test_cases", "none")
@@ -207,21 +200,17 @@ class PrintsErrors(Prints):
 
 
 @killed_by("test_prints_nothing", says="printed 'packed")
-class PrintsWhenItPacks(Plain):
+def PrintsWhenItPacks(self, weights):
     """Prints when it packs weights."""
-
-    def pack(self, weights):
-        print("packed")
-        return super().pack(weights)
+    print("packed")
+    return weights
 
 
 @killed_by("test_cases", "none")
-class IdsOf32BitsWithReplicas(Skips):
+def IdsOf32BitsWithReplicas(self, ids, tokens):
     """Drops the assignments of replicas whose ids have 32 bits."""
-
-    def kept(self, ids, tokens):
-        narrow = ids.dtype == torch.int32
-        return (ids < self.problem.num_experts) | (not narrow)
+    narrow = ids.dtype == torch.int32
+    return (ids < self.problem.num_experts) | (not narrow)
 
 
 @killed_by("test_cases", "none")

@@ -59,25 +59,21 @@ class ZeroPointsPlusOne(ZeroPointOfZero):
 
 
 @killed_by("test_fewer_columns", says="relative error|exact zeros|NaN")
-class RouterStridesOfIds(Plain):
+def RouterStridesOfIds(self, tokens):
     """Reads router weights with the strides of ids."""
-
-    def apply(self, y, tokens, weights, workspace):
-        ids, router = tokens.topk_ids, tokens.topk_weights
-        room = router.untyped_storage().nbytes() // router.itemsize - router.storage_offset()
-        if sum((n - 1) * step for n, step in zip(ids.shape, ids.stride(), strict=True)) < room:
-            router = torch.as_strided(router, ids.shape, ids.stride(), router.storage_offset())
-        super().apply(y, replace(tokens, topk_weights=router), weights, workspace)
+    ids, router = tokens.topk_ids, tokens.topk_weights
+    room = router.untyped_storage().nbytes() // router.itemsize - router.storage_offset()
+    if sum((n - 1) * step for n, step in zip(ids.shape, ids.stride(), strict=True)) < room:
+        router = torch.as_strided(router, ids.shape, ids.stride(), router.storage_offset())
+    return replace(tokens, topk_weights=router)
 
 
 @killed_by("test_fewer_columns", says="view size is not compatible|relative error|NaN")
-class IdsInARow(Plain):
+def IdsInARow(self, tokens):
     """Takes a call's ids for a vector with one stride."""
-
-    def apply(self, y, tokens, weights, workspace):
-        shape = tokens.topk_ids.shape
-        ids, router = (t.view(-1).view(shape) for t in (tokens.topk_ids, tokens.topk_weights))
-        super().apply(y, replace(tokens, topk_ids=ids, topk_weights=router), weights, workspace)
+    shape = tokens.topk_ids.shape
+    ids, router = (t.view(-1).view(shape) for t in (tokens.topk_ids, tokens.topk_weights))
+    return replace(tokens, topk_ids=ids, topk_weights=router)
 
 
 # -- many scales, and biases of wide experts ------------------------------------------------------
@@ -152,12 +148,10 @@ class ScalesOfAllSlices(Packs):
 
 @killed_by("test_cases", "int8_w8a16")
 @killed_by("test_cases", "mxfp4_w4a16")
-class ShareSubtractedTwice(Skips):
+def ShareSubtractedTwice(self, ids, tokens):
     """Subtracts the first expert of a rank's share from local ids, in quantized schemes."""
-
-    def kept(self, ids, tokens):
-        first = self.problem.local_experts.start
-        return ids >= (first if self.problem.quant.weight is not None else 0)
+    first = self.problem.local_experts.start
+    return ids >= (first if self.problem.quant.weight is not None else 0)
 
 
 # -- activations of quantized experts -------------------------------------------------------------
@@ -205,11 +199,9 @@ class LimitWhereQuantized(OtherActivation):
 
 
 @killed_by("test_many_assignments")
-class TokensUnsigned16Bit(Skips):
+def TokensUnsigned16Bit(self, ids, tokens):
     """Drops tokens from 65535 on, the most that a grid has in its second dimension."""
-
-    def kept(self, ids, tokens):
-        return (torch.arange(len(ids)) < 65535)[:, None]
+    return (torch.arange(len(ids)) < 65535)[:, None]
 
 
 @killed_by("test_many_assignments")
@@ -243,12 +235,10 @@ class FullBlockOfTokens(DropsTheLast):
 
 
 @killed_by("test_many_experts")
-class FullBlockOfExperts(Skips):
+def FullBlockOfExperts(self, ids, tokens):
     """Drops the last expert if experts fill blocks of 256."""
-
-    def kept(self, ids, tokens):
-        L = self.problem.num_local_experts
-        return ids < L - (L % 256 == 0)
+    L = self.problem.num_local_experts
+    return ids < L - (L % 256 == 0)
 
 
 # -- calls ----------------------------------------------------------------------------------------
@@ -285,13 +275,11 @@ class QuantizedProductsOfAutocast(ProductsOfAutocast):
 
 
 @killed_by("test_autocast")
-class PackedInAutocast(Plain):
+def PackedInAutocast(self, weights):
     """Packs weights by a product, whose dtype torch.autocast chooses."""
-
-    def pack(self, weights):
-        if weights.w2.dtype == torch.float32:
-            weights = replace(weights, w2=(weights.w2 @ torch.eye(weights.w2.shape[2])).float())
-        return super().pack(weights)
+    if weights.w2.dtype == torch.float32:
+        weights = replace(weights, w2=(weights.w2 @ torch.eye(weights.w2.shape[2])).float())
+    return weights
 
 
 @killed_by("test_repeated_calls", says="wrote behind its output")
@@ -408,13 +396,10 @@ class TableOfTheDefaultDevice(Plain):
 
 @killed_by("test_scheme", "int8_w8a16", says="behind its output")
 @killed_by("test_scheme", "mxfp4_w4a16", says="behind its output")
-class WritesWholeTilesWhereQuantized(Plain):
+def WritesWholeTilesWhereQuantized(self, y, tokens, weights):
     """Writes the output's last tile of 16 rows whole, in quantized schemes."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        if self.problem.quant.weight is not None:
-            in_whole_tiles(y)
+    if self.problem.quant.weight is not None:
+        in_whole_tiles(y)
 
 
 @killed_by("test_memory_is_stated", "local", says="a call of 1 tokens")
@@ -439,13 +424,10 @@ class PaddingMadeZero(Batched):
 
 
 @killed_by("test_input_form", "fp8_block", "kit_quantized_wire", says="the dispatcher's x_scale")
-class ScalesMultiplied(Plain):
+def ScalesMultiplied(self, y, tokens, weights):
     """Multiplies the scales that arrive by another factor, in place."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        if tokens.x_scale is not None:
-            tokens.x_scale.mul_(2)
+    if tokens.x_scale is not None:
+        tokens.x_scale.mul_(2)
 
 
 @killed_by("test_constructor_keeps_spec_and_problem", says="a warm-up for")
@@ -472,12 +454,10 @@ class TunedOnce(Plain):
 
 
 @killed_by("test_dtype", "float32", says="rounding of small numbers to zero")
-class FlushesSmallNumbers(Plain):
+def FlushesSmallNumbers(self, tokens):
     """Makes the process round small numbers to zero."""
-
-    def apply(self, y, tokens, weights, workspace):
-        torch.set_flush_denormal(True)
-        super().apply(y, tokens, weights, workspace)
+    torch.set_flush_denormal(True)
+    return tokens
 
 
 @killed_by("test_dtype", "float32", says="allow_bf16_reduced_precision_reduction")

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conformance_catches import killed_by, mutants_of
+from conformance_catches import killed_by, mutants_of, wrong
 from right_experts import Plain, Skips
 
 
@@ -73,12 +73,10 @@ class Experts512(Experts256):
 
 
 @killed_by("test_many_experts")
-class ExpertsInBlocks(Skips):
+def ExpertsInBlocks(self, ids, tokens):
     """Drops experts beyond the last whole block of 128, if there are more than 512."""
-
-    def kept(self, ids, tokens):
-        L = self.problem.num_local_experts
-        return ids < (L // 128 * 128 if L > 512 else L)
+    L = self.problem.num_local_experts
+    return ids < (L // 128 * 128 if L > 512 else L)
 
 
 @killed_by("test_rows_per_expert")
@@ -121,12 +119,9 @@ class FullTile(OneRowBeyondATile):
         return ~((rank_in_expert(ids) == rows) & (rows > 0) & (rows % self.TILE == 0))
 
 
-@killed_by("test_rows_per_expert")
-class SingleRows(Skips):
-    """Skips experts with exactly one row."""
-
-    def kept(self, ids, tokens):
-        return (rows_of_expert(ids) != 1) | (len(ids) < 2)
+wrong("SingleRows", "Skips experts with exactly one row",
+      lambda self, ids, tokens: (rows_of_expert(ids) != 1) | (len(ids) < 2),
+      killed_by("test_rows_per_expert"))  # fmt: skip
 
 
 @killed_by("test_many_assignments")
@@ -139,79 +134,57 @@ class Assignments16Bit(Skips):
         return (torch.arange(ids.numel()) < self.LIMIT).view_as(ids)
 
 
-@killed_by("test_many_assignments")
-class Rows4096(Skips):
-    """Drops tokens from 4096 on."""
-
-    def kept(self, ids, tokens):
-        return torch.arange(len(ids))[:, None] < 4096
-
-
-@killed_by("test_num_tokens", 33)
-class TailOfFour(Skips):
-    """Drops the tokens beyond a multiple of four."""
-
-    def kept(self, ids, tokens):
-        return torch.arange(len(ids))[:, None] < max(len(ids) // 4 * 4, 3)
+wrong("Rows4096", "Drops tokens from 4096 on",
+      lambda self, ids, tokens: torch.arange(len(ids))[:, None] < 4096,
+      killed_by("test_many_assignments"))  # fmt: skip
+wrong("TailOfFour", "Drops the tokens beyond a multiple of four",
+      lambda self, ids, tokens: torch.arange(len(ids))[:, None] < max(len(ids) // 4 * 4, 3),
+      killed_by("test_num_tokens", 33))  # fmt: skip
 
 
 @killed_by("test_cases", "none")
-class WideHidden(Plain):
+def WideHidden(self, tokens):
     """Reads the first 4096 columns of x."""
-
-    def apply(self, y, tokens, weights, workspace):
-        x = tokens.x.clone()
-        x[:, 4096:] = 0
-        super().apply(y, replace(tokens, x=x), weights, workspace)
+    x = tokens.x.clone()
+    x[:, 4096:] = 0
+    return replace(tokens, x=x)
 
 
 @killed_by("test_cases", "none")
-class WideOutput(Plain):
+def WideOutput(self, y, tokens, weights):
     """Writes the first 4096 columns of y, and zeros to the others."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        y[:, 4096:] = 0
+    y[:, 4096:] = 0
 
 
 @killed_by("test_cases", "none")
-class WideIntermediate(Plain):
+def WideIntermediate(self, weights):
     """Sums over the first 4096 columns of w2."""
-
-    def pack(self, weights):
-        w2 = weights.w2.clone()
-        w2[..., 4096:] = 0
-        return super().pack(replace(weights, w2=w2))
+    w2 = weights.w2.clone()
+    w2[..., 4096:] = 0
+    return replace(weights, w2=w2)
 
 
 @killed_by("test_published_sizes", "gpt-oss-120b")
-class LayoutFromShape(Plain):
+def LayoutFromShape(self, weights):
     """Treats a square w2 as transposed."""
-
-    def pack(self, weights):
-        if weights.w2.shape[1] == weights.w2.shape[2]:
-            weights = replace(weights, w2=weights.w2.mT.contiguous())
-        return super().pack(weights)
+    if weights.w2.shape[1] == weights.w2.shape[2]:
+        weights = replace(weights, w2=weights.w2.mT.contiguous())
+    return weights
 
 
 @killed_by("test_published_sizes", "olmoe")
-class LayoutOfW13FromShape(Plain):
+def LayoutOfW13FromShape(self, weights):
     """Treats a square w13 (2I = H) as transposed."""
-
-    def pack(self, weights):
-        if weights.w13.shape[1] == weights.w13.shape[2]:
-            weights = replace(weights, w13=weights.w13.mT.contiguous())
-        return super().pack(weights)
+    if weights.w13.shape[1] == weights.w13.shape[2]:
+        weights = replace(weights, w13=weights.w13.mT.contiguous())
+    return weights
 
 
 @killed_by("test_one_expert")
-class OneExpertSqueezed(Plain):
+def OneExpertSqueezed(self, y, tokens, weights):
     """Treats the weights of a single expert as no weights."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        if self.problem.num_local_experts == 1:
-            y.zero_()
+    if self.problem.num_local_experts == 1:
+        y.zero_()
 
 
 # -- more sizes, and forms of problems ------------------------------------------------------------
@@ -225,12 +198,10 @@ class SixteenAssignments(EightAssignments):
 
 
 @killed_by("test_many_experts")
-class AssignmentsInTwos(Skips):
+def AssignmentsInTwos(self, ids, tokens):
     """Takes a token's assignments two at a time, and drops the last of an odd number."""
-
-    def kept(self, ids, tokens):
-        K = ids.shape[1]
-        return torch.arange(K) < max(K // 2 * 2, 1)
+    K = ids.shape[1]
+    return torch.arange(K) < max(K // 2 * 2, 1)
 
 
 @killed_by("test_many_experts")
@@ -240,12 +211,9 @@ class Experts1024(Experts256):
     LIMIT = 1024
 
 
-@killed_by("test_many_experts")
-class ExpertsInTwos(Skips):
-    """Drops the last of an odd number of experts."""
-
-    def kept(self, ids, tokens):
-        return ids < max(self.problem.num_local_experts // 2 * 2, 1)
+wrong("ExpertsInTwos", "Drops the last of an odd number of experts",
+      lambda self, ids, tokens: ids < max(self.problem.num_local_experts // 2 * 2, 1),
+      killed_by("test_many_experts"))  # fmt: skip
 
 
 @killed_by("test_num_tokens", 128)
@@ -285,12 +253,10 @@ class MostTokensOfDecoding(OneTileOfTokens):
 
 
 @killed_by("test_full_tiles")
-class RowsOfATileOfEight(Skips):
+def RowsOfATileOfEight(self, ids, tokens):
     """Drops the last row of an expert that has nine, one more than tiles of 8 hold."""
-
-    def kept(self, ids, tokens):
-        rows = rows_of_expert(ids)
-        return ~((rank_in_expert(ids) == 9) & (rows == 9))
+    rows = rows_of_expert(ids)
+    return ~((rank_in_expert(ids) == 9) & (rows == 9))
 
 
 @killed_by("test_many_assignments")
@@ -301,62 +267,48 @@ class AssignmentsUnsigned16Bit(Assignments16Bit):
 
 
 @killed_by("test_large")
-class HiddenInTilesOf256(Plain):
+def HiddenInTilesOf256(self, y, tokens, weights):
     """Writes no columns behind the last whole tile of 256 if H is a multiple of 128."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        H = y.shape[1]
-        if H % 256 == 128:
-            y[:, H - 128 :] = 0
+    H = y.shape[1]
+    if H % 256 == 128:
+        y[:, H - 128 :] = 0
 
 
 @killed_by("test_cases", "none", says="NaN|exact zeros|relative error")
-class RowsOfOwnTokens(Skips):
+def RowsOfOwnTokens(self, ids, tokens):
     """Computes max_num_tokens rows at most, although other ranks send rows, too."""
-
-    def kept(self, ids, tokens):
-        most = self.problem.max_num_tokens or len(ids)
-        return torch.arange(len(ids))[:, None] < most
+    most = self.problem.max_num_tokens or len(ids)
+    return torch.arange(len(ids))[:, None] < most
 
 
 @killed_by("test_cases", "none")
-class TopOneUnweighted(Plain):
+def TopOneUnweighted(self, tokens):
     """Takes the weight of a token's only expert to be 1."""
-
-    def apply(self, y, tokens, weights, workspace):
-        if self.problem.top_k == 1:
-            tokens = replace(tokens, topk_weights=torch.ones_like(tokens.topk_weights))
-        super().apply(y, tokens, weights, workspace)
+    if self.problem.top_k == 1:
+        tokens = replace(tokens, topk_weights=torch.ones_like(tokens.topk_weights))
+    return tokens
 
 
 @killed_by("test_cases", "none")
-class EveryExpertInOrder(Plain):
+def EveryExpertInOrder(self, tokens):
     """Takes weights in the order of the experts if each token has all of them."""
-
-    def apply(self, y, tokens, weights, workspace):
-        ids = tokens.topk_ids
-        if ids.shape[1] == self.problem.num_local_experts:
-            ids = torch.where(ids < 0, -1, torch.arange(ids.shape[1])).to(ids)
-        super().apply(y, replace(tokens, topk_ids=ids), weights, workspace)
+    ids = tokens.topk_ids
+    if ids.shape[1] == self.problem.num_local_experts:
+        ids = torch.where(ids < 0, -1, torch.arange(ids.shape[1])).to(ids)
+    return replace(tokens, topk_ids=ids)
 
 
-@killed_by("test_cases", "none")
-class LogicalExperts(Skips):
-    """Drops the assignments of replicas."""
-
-    def kept(self, ids, tokens):
-        return ids < self.problem.num_experts
+wrong("LogicalExperts", "Drops the assignments of replicas",
+      lambda self, ids, tokens: ids < self.problem.num_experts,
+      killed_by("test_cases", "none"))  # fmt: skip
 
 
 @killed_by("test_tensor_parallel_slices")
-class GateOfAllSlices(Plain):
+def GateOfAllSlices(self, weights):
     """Looks for the up projection behind the gates of all tensor-parallel ranks."""
-
-    def pack(self, weights):
-        p = self.problem
-        more = p.intermediate_size - p.local_intermediate_size
-        return super().pack(replace(weights, w13=weights.w13.roll(more, dims=1)))
+    p = self.problem
+    more = p.intermediate_size - p.local_intermediate_size
+    return replace(weights, w13=weights.w13.roll(more, dims=1))
 
 
 class DropsBiases(Plain):
@@ -388,17 +340,14 @@ class BiasDroppedWithClamp(DropsBiases):
 
 
 @killed_by("test_cases", "int8_w8a16")
-class ScalesOfTwoHalves(Plain):
+def ScalesOfTwoHalves(self, packed):
     """Takes w13's scales of the first half of its rows for the second, where there is no gate."""
-
-    def pack(self, weights):
-        packed = super().pack(weights)
-        if self.problem.activation.gated or "w13_scale" not in packed.experts:
-            return packed
-        scale = packed["w13_scale"].clone()
-        half = scale.shape[1] // 2
-        scale[:, half : 2 * half] = scale[:, :half]
-        return replace(packed, experts={**packed.experts, "w13_scale": scale})
+    if self.problem.activation.gated or "w13_scale" not in packed.experts:
+        return packed
+    scale = packed["w13_scale"].clone()
+    half = scale.shape[1] // 2
+    scale[:, half : 2 * half] = scale[:, :half]
+    return replace(packed, experts={**packed.experts, "w13_scale": scale})
 
 
 # -- kernels that are chosen by sizes and forms ----------------------------------------------------
@@ -430,21 +379,16 @@ class OneRowBeyond112(OneRowBeyondATile):
     TILE = 112
 
 
-@killed_by("test_many_assignments")
-class Tokens16Bit(Skips):
-    """Drops tokens from 32768 on: their index is an int16."""
-
-    def kept(self, ids, tokens):
-        return (torch.arange(len(ids)) < 32768)[:, None]
+wrong("Tokens16Bit", "Drops tokens from 32768 on: their index is an int16",
+      lambda self, ids, tokens: (torch.arange(len(ids)) < 32768)[:, None],
+      killed_by("test_many_assignments"))  # fmt: skip
 
 
 @killed_by("test_many_assignments")
-class CapacityFactor(Skips):
+def CapacityFactor(self, ids, tokens):
     """Drops an expert's rows beyond seven times those of a balanced routing."""
-
-    def kept(self, ids, tokens):
-        fair = ids.numel() / self.problem.num_local_experts
-        return rank_in_expert(ids) <= max(64, 7 * fair)
+    fair = ids.numel() / self.problem.num_local_experts
+    return rank_in_expert(ids) <= max(64, 7 * fair)
 
 
 class DropsTheLast(Skips):
@@ -557,15 +501,13 @@ class BiasDroppedForManyTokens(Plain):
 
 @killed_by("test_cases", "int8_w8a16")
 @killed_by("test_cases", "int4_w4a16_g32")
-class NeedsSixteenUnstated(Plain):
+def NeedsSixteenUnstated(self, tokens):
     """Ignores the columns behind the last whole tile of 16 in quantized schemes, unstated."""
-
-    def apply(self, y, tokens, weights, workspace):
-        if self.problem.quant.weight is not None and tokens.x_scale is None:
-            x = tokens.x.clone()
-            x[..., x.shape[-1] // 16 * 16 :] = 0
-            tokens = replace(tokens, x=x)
-        super().apply(y, tokens, weights, workspace)
+    if self.problem.quant.weight is not None and tokens.x_scale is None:
+        x = tokens.x.clone()
+        x[..., x.shape[-1] // 16 * 16 :] = 0
+        tokens = replace(tokens, x=x)
+    return tokens
 
 
 @pytest.mark.parametrize("mutant", mutants_of(__name__))

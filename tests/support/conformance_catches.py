@@ -7,12 +7,15 @@ docs/kit_mutants.md lists the mutants with the decorator.
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 import pytest
+from right_experts import Plain, Skips, Values
 
 from moekit import Registry, registry
 from moekit.testing import DispatcherConformance, ExpertsConformance
@@ -85,19 +88,50 @@ class Mutant:
         )  # fmt: skip
 
 
+# The arguments of a mutant that is a function -> what it overrides of a right class.
+_OVERRIDES = {
+    "weights": (Plain, "given"),
+    "packed": (Plain, "stored"),
+    "tokens": (Plain, "taken"),
+    "y, tokens, weights": (Plain, "done"),
+    "x, scale": (Plain, "quantized"),
+    "ids, tokens": (Skips, "kept"),
+    "x": (Values, "x"),
+    "router": (Values, "router"),
+}
+
+
 def killed_by(
     test: str, *args: Any, says: str = "relative error too large", **declared: Any
-) -> Callable[[type], type]:
-    """Make the class a mutant that ``test`` of the kit, called with ``args``, must kill.
+) -> Callable[[Any], type]:
+    """Make a class or a function a mutant that ``test`` of the kit, called with args, must kill.
 
     The class, or the one it derives from, has ``BASE``, the name of the backend whose spec it has.
+    A function becomes a class that overrides one method of `Plain`, which its arguments choose.
     """
 
-    def register(wrong: type) -> type:
-        MUTANTS.append(Mutant(wrong, test, args, says, declared))
-        return wrong
+    def register(wrong: Any) -> type:
+        made = wrong if isinstance(wrong, type) else _class_of(wrong)
+        MUTANTS.append(Mutant(made, test, args, says, declared))
+        return made
 
     return register
+
+
+def _class_of(function: Callable[..., Any]) -> type:
+    arguments = ", ".join(list(inspect.signature(function).parameters)[1:])
+    base, method = _OVERRIDES[arguments]
+    body = {method: function, "__doc__": function.__doc__, "__module__": function.__module__}
+    return type(function.__name__, (base,), body)
+
+
+def wrong(name: str, mistake: str, function: Callable[..., Any], *kills: Any) -> None:
+    """Define a mutant of the calling module whose mistake is one expression."""
+    function.__name__, function.__doc__ = name, mistake
+    made: Any = function
+    for kill in reversed(kills):
+        made = kill(made)
+    setattr(sys.modules[function.__module__], name, made)
 
 
 MUTANTS: list[Mutant] = []
