@@ -16,6 +16,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moekit.contract import Routing
 from moekit.contract.specs import ExpertsSpec
@@ -23,6 +24,7 @@ from moekit.errors import InvalidProblem
 from moekit.problem import DTYPES, DeviceSpec, MoEProblem, ParallelConfig
 from moekit.problem.activation import ALPHAS, CLAMPABLE, Activation
 from moekit.problem.quant import SCHEMES
+from moekit.problem.weights import ExpertWeights
 from moekit.testing import cases
 from moekit.testing.base import over
 from moekit.testing.calls import AROUND, QUANTIZED_WIRE, call, check_call, pack
@@ -161,12 +163,25 @@ def _case(problem: MoEProblem, row: Row, key: object) -> Case:
         weights = weights * (steps % 3 - 1).to(weights)
     ids = ids.int() if row["ids"] == "int32" else ids
     case = replace(case, routing=Routing(weights.contiguous(), ids.contiguous()))
+    if row["scales"] == "signed":
+        case = replace(case, weights=_signed_scales(case.weights))
     if row["strides"] == "moved":
         return cases.moved(case)
     if row["strides"] == "strided":
         case = replace(case, weights=cases.strided_weights(case.weights))
         return cases.strided_inputs(case)
     return case
+
+
+def _signed_scales(weights: ExpertWeights) -> ExpertWeights:
+    """Return the weights with some scales negative, and some zero."""
+
+    def signed(scale: Tensor) -> Tensor:
+        factors = torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0], device=scale.device)
+        return scale * factors[torch.arange(scale.numel(), device=scale.device) % 5].view_as(scale)
+
+    assert weights.w13_scale is not None and weights.w2_scale is not None
+    return replace(weights, w13_scale=signed(weights.w13_scale), w2_scale=signed(weights.w2_scale))
 
 
 @cache
@@ -195,6 +210,7 @@ def _array(
         "strides": ("contiguous", "strided", "moved"),
         "ids": ("int64", "int32"),
         "order": ("random", "ascending"),
+        "scales": ("positive", "signed"),
         "via": ("native", "bridged", QUANTIZED_WIRE),
         "batch_invariant": (False, True) if spec.batch_invariant else (False,),
     }
@@ -250,6 +266,9 @@ def _possible(spec: ExpertsSpec, device: DeviceSpec, interpreted: bool, row: Row
         row["activation"] = _main_activation(spec)  # squares may exceed 65504
     if row["router"] == "signed" and row["via"] == "bridged":
         row["via"] = "native"  # bridged experts get no router weights
+    weight = SCHEMES[row["scheme"]].weight
+    if weight is None or weight.scale_dtype != "float32":
+        row["scales"] = "positive"  # the formats of other scales hold powers of two or magnitudes
     if row["batch_invariant"]:
         row["share"] = "all"  # ranks add up partial sums otherwise
     if interpreted and (wide or row["top_k"] == 40):

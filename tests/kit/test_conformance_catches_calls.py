@@ -250,7 +250,7 @@ class OffsetOfBatchesIgnored(Batched):
         super().apply(y, replace(tokens, x=from_its_storage(tokens.x)), weights, workspace)
 
 
-@killed_by("test_given_output", says="outside the given output")
+@killed_by("test_dtype", "float32", says="behind its output")
 def WritesWholeTiles(self, y, tokens, weights):
     """Writes the output's last tile of 16 rows whole."""
     in_whole_tiles(y)
@@ -333,7 +333,7 @@ class ThreadsOfTheFirstCall(Plain):
         y[-(-len(y) // self.threads) * torch.get_num_threads() :] = 0
 
 
-@killed_by("test_pack_is_pure", "none", says="random numbers")
+@killed_by("test_pack", "none", says="random numbers")
 def PackReseeds(self, weights):
     """Seeds the process's random numbers when it packs weights."""
     torch.manual_seed(0)

@@ -223,6 +223,14 @@ class ClampDroppedForTopOne(OtherProblem):
         return problem.replace(activation=replace(problem.activation, limit=1e6))
 
 
+@killed_by("test_cases", "int8_w8a16")
+@killed_by("test_cases", "fp8_block")
+def ScalesMadePositive(self, weights):
+    """Takes the magnitude of a weight's scale."""
+    scales = {name: t.abs() for name, t in weights.tensors().items() if name.endswith("scale")}
+    return replace(weights, **scales)
+
+
 @pytest.mark.parametrize("mutant", mutants_of(__name__))
 def test_killed(mutant):
     mutant.check()

@@ -116,8 +116,8 @@ class OtherActivation(Plain):
         self.problem = asked
 
 
-@killed_by("test_clamp", "silu")
-@killed_by("test_clamp", "swigluoai")
+@killed_by("test_activation", "silu")
+@killed_by("test_activation", "swigluoai")
 class ClampDropped(OtherActivation):
     """Drops the clamp."""
 
@@ -125,7 +125,7 @@ class ClampDropped(OtherActivation):
         return replace(activation, limit=None if activation.name == "silu" else 1e6)
 
 
-@killed_by("test_clamp", "swiglustep")
+@killed_by("test_activation", "swiglustep")
 class ClampBeforeSilu(OtherActivation):
     """Clamps the gate before silu instead of after it."""
 
@@ -133,8 +133,8 @@ class ClampBeforeSilu(OtherActivation):
         return replace(activation, name="silu")
 
 
-@killed_by("test_clamp", "swiglustep")
-@killed_by("test_clamp", "situ")
+@killed_by("test_activation", "swiglustep")
+@killed_by("test_activation", "situ")
 class LimitOfSeven(OtherActivation):
     """Uses the usual limit whatever the problem's is."""
 
@@ -150,7 +150,7 @@ class SituWithoutTanh(OtherActivation):
         return replace(activation, name="silu", alpha=None)
 
 
-@killed_by("test_clamp", "situ")
+@killed_by("test_activation", "situ")
 class AlphaOfOne(OtherActivation):
     """Ignores alpha."""
 
@@ -210,7 +210,7 @@ def OneOrderForAll(self, weights):
     return replace(weights, **first)
 
 
-@killed_by("test_padded_tensor_parallel_slices", "fp8_block")
+@killed_by("test_cases", "fp8_block")
 def EqualShares(self, weights):
     """Uses I / tp_size of a rank's share, where whole blocks make it larger."""
     p = self.problem
@@ -231,7 +231,6 @@ def OrderNeeded(self, weights):
 
 
 @killed_by("test_routing", "masked", says="NaN")
-@killed_by("test_expert_parallel_slices", "random", says="exact zeros")
 def ForeignRows(self, tokens):
     """Computes ids of -1 as expert 0."""
     ids = tokens.topk_ids.clamp(min=0)
@@ -264,7 +263,7 @@ def PackedModified(self, y, tokens, weights):
     weights["w2"].neg_()
 
 
-@killed_by("test_pack_is_pure", "none", says="pack modified the caller's w13")
+@killed_by("test_pack", "none", says="pack modified the caller's w13")
 def PackInPlace(self, weights):
     """Modifies the weights when it packs them."""
     weights.w13.mul_(2)
@@ -272,7 +271,6 @@ def PackInPlace(self, weights):
 
 
 @killed_by("test_routing", "none", says="NaN")
-@killed_by("test_expert_parallel_slices", "one_expert", says="NaN")
 class NothingWritten(Plain):
     """Writes no output if no row has a local expert."""
 
@@ -341,7 +339,7 @@ class Accumulates(Plain):
         self._last = y.clone()
 
 
-@killed_by("test_pack_is_expert_major", "none", says="dim 0 is not L")
+@killed_by("test_pack", "none", says="dim 0 is not L")
 class IntermediateMajor(Plain):
     """Packs w13 with experts in dim 1."""
 
@@ -355,7 +353,7 @@ class IntermediateMajor(Plain):
         super().apply(y, tokens, replace(weights, experts=turned), workspace)
 
 
-@killed_by("test_pack_is_expert_major", "none", says="depends on the order")
+@killed_by("test_pack", "none", says="experts in another order")
 def SharedByOrder(self, packed):
     """Packs w2's bias as shared, although it differs between experts."""
     experts = {n: t for n, t in packed.experts.items() if n != "w2_bias"}

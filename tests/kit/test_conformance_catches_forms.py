@@ -226,7 +226,7 @@ class FullBlockOfRows(FullTile):
     TILE = 1024
 
 
-@killed_by("test_full_tiles")
+@killed_by("test_num_tokens", "hot")
 class FullBlockOfTokens(DropsTheLast):
     """Drops the last of 512 tokens, as many as its block has threads."""
 

@@ -62,7 +62,7 @@ class TileByRows(Blocks):
         return (counts[1:] > 85)[ids.clamp(min=0)]
 
 
-@killed_by("test_batch_invariant_position", 1, says=OTHER)
+@killed_by("test_batch_invariant_neighbours", 1, says=OTHER)
 @killed_by("test_batch_invariant_tokens", "float32", says=OTHER)
 class OrderByPosition(Blocks):
     """Sums odd rows in another order than even ones."""
@@ -102,7 +102,7 @@ class SplitByExperts(Blocks):
         return all_if(self.problem.num_local_experts < 4, tokens)
 
 
-@killed_by("test_batch_invariant_format", 1, says=OTHER)
+@killed_by("test_batch_invariant_neighbours", 1, says=OTHER)
 class OtherOrderWhenBatched(Blocks):
     """Computes rows of one expert by another kernel than rows of several."""
 
@@ -147,7 +147,7 @@ class QuantizedByTokens(Blocks):
             y.mul_(1 + 2**-7)
 
 
-@killed_by("test_batch_invariant_memory", "local", says="stated are")
+@killed_by("test_memory_is_stated", "local", says="stated are")
 class CopiesUnstated(Blocks):
     """Copies each token often in batch-invariant problems, and does not state it."""
 

@@ -236,7 +236,7 @@ def LastExpertSwapped(self, weights):
     return replace(weights, w13=w13)
 
 
-@killed_by("test_clamp", "silu")
+@killed_by("test_activation", "silu")
 class GateAloneClamped(Plain):
     """Clamps the gate, but not the up projection."""
 
@@ -264,7 +264,7 @@ class ScaleOfOne(Plain):
         return x_RH.float().clamp(-448, 448).to(x.dtype), torch.ones_like(scale)
 
 
-@killed_by("test_clamp", "silu")
+@killed_by("test_activation", "silu")
 class LimitIn16Bits(Plain):
     """Rounds the limit to bfloat16, also in fp32 problems."""
 

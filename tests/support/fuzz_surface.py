@@ -181,9 +181,11 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "w13": (lambda: torch.ones(E, 2 * I, H),), "w2": (lambda: torch.ones(E, H, I),),
     "topk_weights": (None, lambda: torch.ones(T, K)), "topk_ids": (None, lambda: custom()[1]),
     "slots": (tuple(range(E)), (0, 1, 2, 3, 0)), "num_ranks": (1, 2), "ranks": (1, 2),
-    "load_E": (lambda: torch.ones(E),), "now": (PLACEMENT,), "offset": (0, 5), "policy": (None, eplb.Balanced), "steps": (1, 3),
+    "load_E": (lambda: torch.ones(E),), "now": (PLACEMENT,), "offset": (0, 5),
+    "policy": (None, eplb.Balanced), "steps": (1, 3),
     "packed": (PACKED,), "old": (PLACEMENT,), "new": (PLACEMENT,), "current": (PLACEMENT,),
-    "kernel": (KERNEL,), "layers": ([PACKED],), "layer": (0,), "window": (1, 3), "experts_L": ([0, 1],),
+    "kernel": (KERNEL,), "layers": ([PACKED],), "layer": (0,), "window": (1, 3),
+    "experts_L": ([0, 1],),
     "placements": (None, [PLACEMENT]), "min_gain": (0.0, 0.5), "staging_bytes": (1, 2**20),
 }  # fmt: skip
 # Numbers that may be large only at the price of memory or time, which is no fault.
