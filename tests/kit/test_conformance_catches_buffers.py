@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from conformance_catches import killed_by, mutants_of
+from conformance_catches import killed_by, mutants_of, wrong
 from right_naive import Naive
 
 from moekit.contract.pending import Pending
@@ -40,12 +40,9 @@ class Receives(Naive):
         everyone.set_(buffer[: everyone.numel()].view(everyone.shape).copy_(everyone))
 
 
-@killed_by("test_two_calls_in_flight", 2, says="call 0 of those in flight")
-class OneReceiveBuffer(Receives):
-    """Receives all calls' tokens in one buffer."""
-
-    def key(self):
-        return self
+wrong("OneReceiveBuffer", "Receives all calls' tokens in one buffer",
+      killed_by("test_two_calls_in_flight", 2, says="call 0 of those in flight"), of=Receives,
+      key=lambda self: self)  # fmt: skip
 
 
 @killed_by("test_two_calls_in_flight", 2, says="call 0 of those in flight, finished last first")
@@ -104,12 +101,9 @@ class BuffersOfLayersInTurn(Receives):
         return self.group, self._calls % 2
 
 
-@killed_by("test_layers_in_turn", 2, says="layer 0, while both were in flight")
-class BuffersOfLikeLayersInTurn(Receives):
-    """The same, for layers that are alike."""
-
-    def key(self):
-        return self.group, self.problem, self._calls % 2
+wrong("BuffersOfLikeLayersInTurn", "The same, for layers that are alike",
+      killed_by("test_layers_in_turn", 2, says="layer 0, while both were in flight"), of=Receives,
+      key=lambda self: (self.group, self.problem, self._calls % 2))  # fmt: skip
 
 
 @killed_by("test_layers_in_turn", 2, says="layer 1.*: relative error")

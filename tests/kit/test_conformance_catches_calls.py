@@ -96,11 +96,8 @@ class Stale20(Plain):
             y.copy_(kept[y.shape])
 
 
-@killed_by("test_many_calls", says="call 58 of one shape")
-class Stale60(Stale20):
-    """Returns the previous output at every 60th call of a shape."""
-
-    EVERY = 60
+wrong("Stale60", "Returns the previous output at every 60th call of a shape",
+      killed_by("test_many_calls", says="call 58 of one shape"), of=Stale20, EVERY=60)  # fmt: skip
 
 
 @killed_by("test_nothing_is_kept", says="bytes are left")

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conformance_catches import killed_by, mutants_of
+from conformance_catches import killed_by, mutants_of, wrong
 from right_experts import Plain
 from test_conformance_catches_sizes import (
     DropsTheLast,
@@ -51,13 +51,9 @@ class WhereQuantized(Plain):
         super().apply(y, tokens, weights, workspace)
 
 
-@killed_by("test_cases", "int4_w4a16_g32")
-@killed_by("test_cases", "fp8_tensor")
-class UnsignedWhereQuantized(WhereQuantized):
-    """Takes the absolute value of router weights in quantized schemes."""
-
-    def router(self, weights):
-        return weights.abs()
+wrong("UnsignedWhereQuantized", "Takes the absolute value of router weights in quantized schemes",
+      killed_by("test_cases", "int4_w4a16_g32"), killed_by("test_cases", "fp8_tensor"),
+      of=WhereQuantized, router=lambda self, weights: weights.abs())  # fmt: skip
 
 
 @killed_by("test_cases", "int8_w8a16")
@@ -94,28 +90,15 @@ class WithoutBiasOf(Plain):
             y[without] = wrong[without]
 
 
-@killed_by("test_cases", "none")
-class BiasOf256Tokens(WithoutBiasOf):
-    """Adds biases to the first 256 tokens."""
-
-    def without(self, tokens):
-        return torch.arange(len(tokens.x)) >= 256
-
-
-@killed_by("test_cases", "none")
-class BiasOf128Rows(WithoutBiasOf):
-    """Adds biases to an expert's first 128 rows."""
-
-    def without(self, tokens):
-        return (rank_in_expert(tokens.topk_ids) > 128).any(dim=1)
-
-
-@killed_by("test_cases", "none")
-class BiasOfPositiveWeights(WithoutBiasOf):
-    """Adds biases where router weights are positive."""
-
-    def without(self, tokens):
-        return (tokens.topk_weights < 0).any(dim=1)
+wrong("BiasOf256Tokens", "Adds biases to the first 256 tokens",
+      killed_by("test_cases", "none"), of=WithoutBiasOf,
+      without=lambda self, tokens: torch.arange(len(tokens.x)) >= 256)  # fmt: skip
+wrong("BiasOf128Rows", "Adds biases to an expert's first 128 rows",
+      killed_by("test_cases", "none"), of=WithoutBiasOf,
+      without=lambda self, tokens: (rank_in_expert(tokens.topk_ids) > 128).any(dim=1))  # fmt: skip
+wrong("BiasOfPositiveWeights", "Adds biases where router weights are positive",
+      killed_by("test_cases", "none"), of=WithoutBiasOf,
+      without=lambda self, tokens: (tokens.topk_weights < 0).any(dim=1))  # fmt: skip
 
 
 @killed_by("test_cases", "none")
@@ -164,19 +147,11 @@ def Intermediate8192(self, weights):
     return replace(weights, w2=w2)
 
 
-@killed_by("test_cases", "none")
-class AtLeast32(DropsTheLast):
-    """Drops the last token if H is smaller than a tile of 32."""
-
-    def wrong(self, tokens):
-        return self.problem.hidden_size < 32
-
-
-@killed_by("test_cases", "none")
-class ThirtyTwoAssignments(EightAssignments):
-    """Drops a token's assignments from the 33rd on."""
-
-    LIMIT = 32
+wrong("AtLeast32", "Drops the last token if H is smaller than a tile of 32",
+      killed_by("test_cases", "none"), of=DropsTheLast,
+      wrong=lambda self, tokens: self.problem.hidden_size < 32)  # fmt: skip
+wrong("ThirtyTwoAssignments", "Drops a token's assignments from the 33rd on",
+      killed_by("test_cases", "none"), of=EightAssignments, LIMIT=32)  # fmt: skip
 
 
 class Prints(Plain):
@@ -192,11 +167,9 @@ class Prints(Plain):
 killed_by("test_prints_nothing", says="printed 'apply ")(Prints)
 
 
-@killed_by("test_prints_nothing", says="printed 'apply ")
-class PrintsErrors(Prints):
-    """Prints the sizes of each call to stderr."""
-
-    WHERE = "stderr"
+wrong("PrintsErrors", "Prints the sizes of each call to stderr",
+      killed_by("test_prints_nothing", says="printed 'apply "), of=Prints,
+      WHERE="stderr")  # fmt: skip
 
 
 @killed_by("test_prints_nothing", says="printed 'packed")

@@ -125,45 +125,22 @@ class ClampDropped(OtherActivation):
         return replace(activation, limit=None if activation.name == "silu" else 1e6)
 
 
-@killed_by("test_activation", "swiglustep")
-class ClampBeforeSilu(OtherActivation):
-    """Clamps the gate before silu instead of after it."""
-
-    def _instead(self, activation):
-        return replace(activation, name="silu")
-
-
-@killed_by("test_activation", "swiglustep")
-@killed_by("test_activation", "situ")
-class LimitOfSeven(OtherActivation):
-    """Uses the usual limit whatever the problem's is."""
-
-    def _instead(self, activation):
-        return replace(activation, limit=7.0)
-
-
-@killed_by("test_activation", "situ")
-class SituWithoutTanh(OtherActivation):
-    """Leaves the gate unbounded."""
-
-    def _instead(self, activation):
-        return replace(activation, name="silu", alpha=None)
-
-
-@killed_by("test_activation", "situ")
-class AlphaOfOne(OtherActivation):
-    """Ignores alpha."""
-
-    def _instead(self, activation):
-        return replace(activation, alpha=1.0)
-
-
-@killed_by("test_activation", "relu2_and_mul")
-class SiluForRelu2(OtherActivation):
-    """Computes another gate."""
-
-    def _instead(self, activation):
-        return replace(activation, name="silu")
+wrong("ClampBeforeSilu", "Clamps the gate before silu instead of after it",
+      killed_by("test_activation", "swiglustep"), of=OtherActivation,
+      _instead=lambda self, activation: replace(activation, name="silu"))  # fmt: skip
+wrong("LimitOfSeven", "Uses the usual limit whatever the problem's is",
+      killed_by("test_activation", "swiglustep"), killed_by("test_activation", "situ"),
+      of=OtherActivation,
+      _instead=lambda self, activation: replace(activation, limit=7.0))  # fmt: skip
+wrong("SituWithoutTanh", "Leaves the gate unbounded",
+      killed_by("test_activation", "situ"), of=OtherActivation,
+      _instead=lambda self, activation: replace(activation, name="silu", alpha=None))  # fmt: skip
+wrong("AlphaOfOne", "Ignores alpha",
+      killed_by("test_activation", "situ"), of=OtherActivation,
+      _instead=lambda self, activation: replace(activation, alpha=1.0))  # fmt: skip
+wrong("SiluForRelu2", "Computes another gate",
+      killed_by("test_activation", "relu2_and_mul"), of=OtherActivation,
+      _instead=lambda self, activation: replace(activation, name="silu"))  # fmt: skip
 
 
 @killed_by("test_activation", "gelu")
@@ -360,12 +337,9 @@ def SharedByOrder(self, packed):
     return replace(packed, experts=experts, shared={"w2_bias": packed["w2_bias"]})
 
 
-@killed_by("test_memory_is_stated", "local", says="stated are")
-class MemoryUnderstated(Plain):
-    """States no transient memory, and allocates some."""
-
-    def transient_bytes(self, rows):
-        return 0
+wrong("MemoryUnderstated", "States no transient memory, and allocates some",
+      killed_by("test_memory_is_stated", "local", says="stated are"), of=Plain,
+      transient_bytes=lambda self, rows: 0)  # fmt: skip
 
 
 @killed_by("test_fresh_output", says="changed an earlier output")

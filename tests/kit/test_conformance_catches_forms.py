@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conformance_catches import killed_by, mutants_of
+from conformance_catches import killed_by, mutants_of, wrong
 from right_experts import Batched, Plain, Skips, Unreduced
 from test_conformance_catches_calls import in_whole_tiles
 from test_conformance_catches_sizes import (
@@ -108,14 +108,9 @@ class EightBlocksOfRows(EightGroups):
         return super().changed(tensor.mT).mT.contiguous()
 
 
-@killed_by("test_cases", "int4_w4a16_g32_act_order")
-class GroupsInSevenBits(Packs):
-    """Keeps the group of a column in seven bits."""
-
-    NAMES = ("w13_g_idx", "w2_g_idx")
-
-    def changed(self, tensor):
-        return tensor % 128
+wrong("GroupsInSevenBits", "Keeps the group of a column in seven bits",
+      killed_by("test_cases", "int4_w4a16_g32_act_order"), of=Packs,
+      NAMES=("w13_g_idx", "w2_g_idx"), changed=lambda self, tensor: tensor % 128)  # fmt: skip
 
 
 @killed_by("test_cases", "none")
@@ -178,13 +173,10 @@ class SiluWhereQuantized(OtherActivation):
         return Activation("silu") if asked.gated and asked.limit is None else asked
 
 
-@killed_by("test_cases", "mxfp4_w4a16")
-@killed_by("test_cases", "int4_w4a16_channel")
-class AlphaWhereQuantized(OtherActivation):
-    """Uses the usual alpha in quantized schemes."""
-
-    def activation(self, asked):
-        return Activation(asked.name, limit=asked.limit)
+wrong("AlphaWhereQuantized", "Uses the usual alpha in quantized schemes",
+      killed_by("test_cases", "mxfp4_w4a16"), killed_by("test_cases", "int4_w4a16_channel"),
+      of=OtherActivation,
+      activation=lambda self, asked: Activation(asked.name, limit=asked.limit))  # fmt: skip
 
 
 @killed_by("test_cases", "mxfp4_w4a16")
@@ -204,19 +196,11 @@ def TokensUnsigned16Bit(self, ids, tokens):
     return (torch.arange(len(ids)) < 65535)[:, None]
 
 
-@killed_by("test_many_assignments")
-class OneTokenBeyondAChunk(DropsTheLast):
-    """Drops the last chunk of 4096 tokens if it has a single one."""
-
-    def wrong(self, tokens):
-        return len(tokens.x) > 4096 and len(tokens.x) % 4096 == 1
-
-
-@killed_by("test_rows_per_expert")
-class FullTileOf384(FullTile):
-    """Drops the last row of an expert whose rows fill tiles of 384."""
-
-    TILE = 384
+wrong("OneTokenBeyondAChunk", "Drops the last chunk of 4096 tokens if it has a single one",
+      killed_by("test_many_assignments"), of=DropsTheLast,
+      wrong=lambda self, tokens: len(tokens.x) > 4096 and len(tokens.x) % 4096 == 1)  # fmt: skip
+wrong("FullTileOf384", "Drops the last row of an expert whose rows fill tiles of 384",
+      killed_by("test_rows_per_expert"), of=FullTile, TILE=384)  # fmt: skip
 
 
 @killed_by("test_rows_per_expert")
@@ -226,12 +210,9 @@ class FullBlockOfRows(FullTile):
     TILE = 1024
 
 
-@killed_by("test_num_tokens", "hot")
-class FullBlockOfTokens(DropsTheLast):
-    """Drops the last of 512 tokens, as many as its block has threads."""
-
-    def wrong(self, tokens):
-        return len(tokens.x) == 512
+wrong("FullBlockOfTokens", "Drops the last of 512 tokens, as many as its block has threads",
+      killed_by("test_num_tokens", "hot"), of=DropsTheLast,
+      wrong=lambda self, tokens: len(tokens.x) == 512)  # fmt: skip
 
 
 @killed_by("test_many_experts")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conformance_catches import killed_by, mutants_of
+from conformance_catches import killed_by, mutants_of, wrong
 
 from moekit.backends.torch_experts import TorchExperts
 from moekit.contract import PackedWeights
@@ -43,13 +43,10 @@ def all_if(condition, tokens):
     return torch.full_like(tokens.topk_ids, condition, dtype=torch.bool)
 
 
-@killed_by("test_batch_invariant_tokens", "float32", says=OTHER)
-@killed_by("test_batch_invariant_tokens", "bfloat16", says=OTHER)
-class KernelByTokens(Blocks):
-    """Computes calls of at most two tokens by another kernel."""
-
-    def rows_in_reverse(self, tokens):
-        return all_if(len(tokens.x) <= 2, tokens)
+wrong("KernelByTokens", "Computes calls of at most two tokens by another kernel",
+      killed_by("test_batch_invariant_tokens", "float32", says=OTHER),
+      killed_by("test_batch_invariant_tokens", "bfloat16", says=OTHER), of=Blocks,
+      rows_in_reverse=lambda self, tokens: all_if(len(tokens.x) <= 2, tokens))  # fmt: skip
 
 
 @killed_by("test_batch_invariant_tokens", "float32", says=OTHER)
@@ -181,12 +178,9 @@ class InvariantInSilu(Blocks):
         self.problem = asked
 
 
-@killed_by("test_batch_invariant_tokens", "bfloat16", says=OTHER)
-class TileBetweenPowersOfTwo(SecondGemmByRows):
-    """Has another tile for calls of about 384 tokens."""
-
-    def rows_in_reverse(self, tokens):
-        return all_if(320 < len(tokens.x) < 448, tokens)
+wrong("TileBetweenPowersOfTwo", "Has another tile for calls of about 384 tokens",
+      killed_by("test_batch_invariant_tokens", "bfloat16", says=OTHER), of=SecondGemmByRows,
+      rows_in_reverse=lambda self, tokens: all_if(320 < len(tokens.x) < 448, tokens))  # fmt: skip
 
 
 class Summing(Blocks):

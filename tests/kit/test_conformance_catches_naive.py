@@ -287,11 +287,9 @@ class Stale(Naive):
         return Pending(arrive)
 
 
-@killed_by("test_long_run_of_one_shape", 4, says="of one shape: relative error")
-class StaleLate(Stale):
-    """It returns the last result again, from call 20 or 60 of one shape."""
-
-    _from = 60
+wrong("StaleLate", "It returns the last result again, from call 20 or 60 of one shape",
+      killed_by("test_long_run_of_one_shape", 4, says="of one shape: relative error"), of=Stale,
+      _from=60)  # fmt: skip
 
 
 @killed_by("test_long_run_of_one_shape", 4, says="12 calls leave")
@@ -330,18 +328,8 @@ class IdsBelow128(Naive):
         return super()._to_send(x_TH, Routing(routing.topk_weights, ids), quantize)
 
 
-@many
-class IdsBelow256(IdsBelow128):
-    """Larger ids are dropped."""
-
-    _below = 256
-
-
-@many
-class IdsBelow512(IdsBelow128):
-    """Larger ids are dropped."""
-
-    _below = 512
+wrong("IdsBelow256", "Larger ids are dropped", many, of=IdsBelow128, _below=256)
+wrong("IdsBelow512", "Larger ids are dropped", many, of=IdsBelow128, _below=512)
 
 
 @many
@@ -390,11 +378,7 @@ class Rows1024(Naive):
         return tokens
 
 
-@many
-class Rows32768(Rows1024):
-    """Counts rows in 16 bits."""
-
-    _most = 32768
+wrong("Rows32768", "Counts rows in 16 bits", many, of=Rows1024, _most=32768)
 
 
 @many

@@ -190,11 +190,8 @@ def OneExpertSqueezed(self, y, tokens, weights):
 # -- more sizes, and forms of problems ------------------------------------------------------------
 
 
-@killed_by("test_many_experts")
-class SixteenAssignments(EightAssignments):
-    """Drops a token's assignments from the 17th on."""
-
-    LIMIT = 16
+wrong("SixteenAssignments", "Drops a token's assignments from the 17th on",
+      killed_by("test_many_experts"), of=EightAssignments, LIMIT=16)  # fmt: skip
 
 
 @killed_by("test_many_experts")
@@ -204,11 +201,8 @@ def AssignmentsInTwos(self, ids, tokens):
     return torch.arange(K) < max(K // 2 * 2, 1)
 
 
-@killed_by("test_many_experts")
-class Experts1024(Experts256):
-    """Drops experts from 1024 on."""
-
-    LIMIT = 1024
+wrong("Experts1024", "Drops experts from 1024 on",
+      killed_by("test_many_experts"), of=Experts256, LIMIT=1024)  # fmt: skip
 
 
 wrong("ExpertsInTwos", "Drops the last of an odd number of experts",
@@ -227,11 +221,8 @@ class FullTileOfTokens(Skips):
         return (torch.arange(T) < T - (T > 1 and T % 128 == self.MORE))[:, None]
 
 
-@killed_by("test_num_tokens", "random")
-class OneTokenBeyondATile(FullTileOfTokens):
-    """Drops the last token if there is one more than tiles of 128 hold."""
-
-    MORE = 1
+wrong("OneTokenBeyondATile", "Drops the last token if there is one more than tiles of 128 hold",
+      killed_by("test_num_tokens", "random"), of=FullTileOfTokens, MORE=1)  # fmt: skip
 
 
 @killed_by("test_num_tokens", "hot")
@@ -259,11 +250,8 @@ def RowsOfATileOfEight(self, ids, tokens):
     return ~((rank_in_expert(ids) == 9) & (rows == 9))
 
 
-@killed_by("test_many_assignments")
-class AssignmentsUnsigned16Bit(Assignments16Bit):
-    """Drops assignments from 65536 on: their index is a uint16."""
-
-    LIMIT = 65536
+wrong("AssignmentsUnsigned16Bit", "Drops assignments from 65536 on: their index is a uint16",
+      killed_by("test_many_assignments"), of=Assignments16Bit, LIMIT=65536)  # fmt: skip
 
 
 @killed_by("test_large")
@@ -323,20 +311,12 @@ class DropsBiases(Plain):
         return super().pack(weights)
 
 
-@killed_by("test_cases", "fp8_block")
-class BiasDroppedInBlocks(DropsBiases):
-    """Drops biases in fp8_block alone."""
-
-    def dropped(self):
-        return self.problem.quant.name == "fp8_block"
-
-
-@killed_by("test_activation", "silu")
-class BiasDroppedWithClamp(DropsBiases):
-    """Drops biases if there is a clamp."""
-
-    def dropped(self):
-        return self.problem.activation.limit is not None
+wrong("BiasDroppedInBlocks", "Drops biases in fp8_block alone",
+      killed_by("test_cases", "fp8_block"), of=DropsBiases,
+      dropped=lambda self: self.problem.quant.name == "fp8_block")  # fmt: skip
+wrong("BiasDroppedWithClamp", "Drops biases if there is a clamp",
+      killed_by("test_activation", "silu"), of=DropsBiases,
+      dropped=lambda self: self.problem.activation.limit is not None)  # fmt: skip
 
 
 @killed_by("test_cases", "int8_w8a16")
@@ -365,18 +345,10 @@ class TailOfOneKernel(Skips):
         return (torch.arange(T) < last)[:, None]
 
 
-@killed_by("test_rows_per_expert")
-class FullTileOf192(FullTile):
-    """Drops the last row of an expert whose rows fill tiles of 192."""
-
-    TILE = 192
-
-
-@killed_by("test_rows_per_expert")
-class OneRowBeyond112(OneRowBeyondATile):
-    """Drops the last row of an expert that has one more than tiles of 112 hold."""
-
-    TILE = 112
+wrong("FullTileOf192", "Drops the last row of an expert whose rows fill tiles of 192",
+      killed_by("test_rows_per_expert"), of=FullTile, TILE=192)  # fmt: skip
+wrong("OneRowBeyond112", "Drops the last row of an expert that has one more than tiles of 112 hold",
+      killed_by("test_rows_per_expert"), of=OneRowBeyondATile, TILE=112)  # fmt: skip
 
 
 wrong("Tokens16Bit", "Drops tokens from 32768 on: their index is an int16",
@@ -421,12 +393,9 @@ class OneTokenQuantized(DropsTheLast):
         return operand is not None and operand.packed and len(tokens.x) == 1
 
 
-@killed_by("test_input_form", "fp8_block", "kit_quantized_wire")
-class ManyQuantizedRows(DropsTheLast):
-    """Drops the last of more than 64 rows that arrive quantized."""
-
-    def wrong(self, tokens):
-        return tokens.x_scale is not None and len(tokens.x) > 64
+wrong("ManyQuantizedRows", "Drops the last of more than 64 rows that arrive quantized",
+      killed_by("test_input_form", "fp8_block", "kit_quantized_wire"), of=DropsTheLast,
+      wrong=lambda self, tokens: tokens.x_scale is not None and len(tokens.x) > 64)  # fmt: skip
 
 
 @killed_by("test_dtype", "float16", says="relative error|exact zeros")
@@ -437,12 +406,9 @@ class ManyTokensInFloat16(DropsTheLast):
         return self.problem.dtype == torch.float16 and len(tokens.x) > 64
 
 
-@killed_by("test_cases", "none", says="relative error|exact zeros")
-class OneAssignment(DropsTheLast):
-    """Squeezes the ids of a call with a single assignment, and finds none."""
-
-    def wrong(self, tokens):
-        return tokens.topk_ids.numel() == 1
+wrong("OneAssignment", "Squeezes the ids of a call with a single assignment, and finds none",
+      killed_by("test_cases", "none", says="relative error|exact zeros"), of=DropsTheLast,
+      wrong=lambda self, tokens: tokens.topk_ids.numel() == 1)  # fmt: skip
 
 
 class OtherProblem(Plain):

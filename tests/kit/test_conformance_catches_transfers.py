@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from conformance_catches import killed_by, mutants_of
+from conformance_catches import killed_by, mutants_of, wrong
 from right_naive import Naive
 
 from moekit import Routing
@@ -214,12 +214,9 @@ class DefaultDtype(CombineBuffer):
         return torch.zeros(out.shape, device=out.device).index_add_(0, rows, out.float())
 
 
-@killed_by("test_many_calls", 2, says="meta")
-class DefaultDevice(CombineBuffer):
-    """Combines on torch's default device."""
-
-    def kept(self, out):
-        return torch.empty(out.shape, dtype=out.dtype)
+wrong("DefaultDevice", "Combines on torch's default device",
+      killed_by("test_many_calls", 2, says="meta"), of=CombineBuffer,
+      kept=lambda self, out: torch.empty(out.shape, dtype=out.dtype))  # fmt: skip
 
 
 @killed_by("test_tokens_per_rank", "even", 2, says="random numbers")

@@ -103,12 +103,9 @@ class Rounds(Plain):
     def rounded(self, wide): ...
 
 
-@killed_by("test_rows_per_expert", says="scale -0.00")
-class Truncates(Rounds):
-    """Truncates to bfloat16 instead of rounding."""
-
-    def rounded(self, wide):
-        return (wide.view(torch.int32) & -65536).view(torch.float32)
+wrong("Truncates", "Truncates to bfloat16 instead of rounding",
+      killed_by("test_rows_per_expert", says="scale -0.00"), of=Rounds,
+      rounded=lambda self, wide: (wide.view(torch.int32) & -65536).view(torch.float32))  # fmt: skip
 
 
 @killed_by("test_rows_per_expert", says="mean 0.00")

@@ -125,13 +125,24 @@ def _class_of(function: Callable[..., Any]) -> type:
     return type(function.__name__, (base,), body)
 
 
-def wrong(name: str, mistake: str, function: Callable[..., Any], *kills: Any) -> None:
-    """Define a mutant of the calling module whose mistake is one expression."""
-    function.__name__, function.__doc__ = name, mistake
-    made: Any = function
+def wrong(name: str, mistake: str, *parts: Any, of: type | None = None, **body: Any) -> None:
+    """Define a mutant of the calling module whose mistake is one expression, or an attribute.
+
+    Args:
+        parts: a function as `killed_by` takes it, unless ``of`` is given; then what kills it.
+        of: the class that the mutant derives from, with ``body`` as its attributes and methods.
+    """
+    module = sys._getframe(1).f_globals["__name__"]
+    kills = list(parts)
+    made: Any
+    if of is None:
+        made = kills.pop(0)
+        made.__name__, made.__doc__ = name, mistake
+    else:
+        made = type(name, (of,), {**body, "__doc__": mistake, "__module__": module})
     for kill in reversed(kills):
         made = kill(made)
-    setattr(sys.modules[function.__module__], name, made)
+    setattr(sys.modules[module], name, made)
 
 
 MUTANTS: list[Mutant] = []
