@@ -203,8 +203,6 @@ def AssignmentsInTwos(self, ids, tokens):
 
 wrong("Experts1024", "Drops experts from 1024 on",
       killed_by("test_many_experts"), of=Experts256, LIMIT=1024)  # fmt: skip
-
-
 wrong("ExpertsInTwos", "Drops the last of an odd number of experts",
       lambda self, ids, tokens: ids < max(self.problem.num_local_experts // 2 * 2, 1),
       killed_by("test_many_experts"))  # fmt: skip
@@ -349,8 +347,6 @@ wrong("FullTileOf192", "Drops the last row of an expert whose rows fill tiles of
       killed_by("test_rows_per_expert"), of=FullTile, TILE=192)  # fmt: skip
 wrong("OneRowBeyond112", "Drops the last row of an expert that has one more than tiles of 112 hold",
       killed_by("test_rows_per_expert"), of=OneRowBeyondATile, TILE=112)  # fmt: skip
-
-
 wrong("Tokens16Bit", "Drops tokens from 32768 on: their index is an int16",
       lambda self, ids, tokens: (torch.arange(len(ids)) < 32768)[:, None],
       killed_by("test_many_assignments"))  # fmt: skip
