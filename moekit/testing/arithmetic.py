@@ -198,7 +198,7 @@ class ExpertsNumbers(ExpertsBase):
             self._skip("static scales bound the activations")
         case = cases.make_case(problem, self._T, "masked")
         case = replace(case, x=case.x * 16)
-        while case.reference().abs().max() > 2.0**14:  # the outputs of experts must be, too
+        while case.reference().abs().max() > 2.0**14:  # the outputs of experts must fit as well
             case = replace(case, x=case.x / 2)
         check_call(self._compose(problem, self._native), case)
 
@@ -239,7 +239,7 @@ class ExpertsNumbers(ExpertsBase):
             assert bool(torch.isfinite(out[5]).all()), "large numbers became NaN or infinite"
 
     def test_equal_tokens(self) -> None:
-        """Some tokens differ in their routing alone, as those of a prompt that repeats a word.
+        """Some tokens differ in their routing alone, as in a prompt that repeats a word.
 
         The others differ: roundings of equal tokens do not average out.
         """

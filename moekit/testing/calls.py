@@ -288,7 +288,7 @@ def _of_kit(base: Spec, name: str, kind: type, **changes: Any) -> Spec:
 
 @cache  # each test asks, and a spec checks itself when it is made
 def _dispatchers(local: DispatcherSpec, batched: DispatcherSpec) -> tuple[DispatcherSpec, ...]:
-    """Return the specs of the kit's dispatchers, from those of the core's."""
+    """Return the specs of the kit's dispatchers, made from the core's."""
     wire: dict[str, Any] = {"wire_schemes": WIRE_SCHEMES}
     rows = {**wire, "ids_dtype": "int32", "batch_invariant": False}
     spare: dict[str, Any] = {"wire_schemes": frozenset(), "batch_invariant": False}

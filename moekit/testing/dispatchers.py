@@ -147,7 +147,7 @@ class DispatcherConformance(Conformance):
         """Parametrize tests by numbers of ranks.
 
         world: every number. ends: the smallest and the largest, for tests that hardly depend on
-        it. most: the largest. several: those of 2 ranks and more.
+        it. most: the largest. several: 2 ranks and more.
         """
         super().pytest_generate_tests(metafunc)
         asked = os.environ.get(WORLD_SIZES_VARIABLE)

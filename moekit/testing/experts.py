@@ -291,7 +291,7 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
         problem = self._at({"num_experts": 8, "top_k": 4}, {}, **changes)
         kernel, weights = self._compose(problem, dispatcher), random_weights(problem)
         packed = pack(kernel, weights)
-        for num_tokens in (64 if self._on_cpu else 1000, 1):  # which may have a kernel of its own
+        for num_tokens in (64 if self._on_cpu else 1000, 1):  # one token may have another kernel
             case = make_case(problem, num_tokens, "hot", weights=weights)
             call_it = partial(kernel, case.x, packed, case.routing, out=torch.empty_like(case.x))
             if not self._on_cpu:  # libraries allocate at their first call

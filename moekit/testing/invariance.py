@@ -29,7 +29,7 @@ NAN = float("nan")
 
 _TILES = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 _AROUND = tuple(t for tile in _TILES for t in (tile - 1, tile, tile + 1))
-_BETWEEN = (24, 48, 96, 192, 384, 768, 1536)  # where libraries choose tiles, too
+_BETWEEN = (24, 48, 96, 192, 384, 768, 1536)  # libraries also choose tiles here
 _TOKENS = (1, 2, *sorted((*_AROUND, *_BETWEEN)), 4096)
 _SOME_TOKENS = 257
 # Triton's interpreter runs one program after the other.

@@ -1,6 +1,6 @@
 """Functions that ranks run to test failures, groups and threads.
 
-The functions are called as those of `moekit.testing.ranks`.
+`moekit.testing.ranks` says how the functions are called.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def resolves(r: Rank) -> None:
     given = None if r.job.members is None else r.job.members.group
     wanted = dist.get_process_group_ranks(given)
     assert dist.get_process_group_ranks(kept) == wanted, (
-        f"the dispatcher was given the group of ranks {wanted}, and keeps that of ranks "
+        f"the dispatcher was given the group of ranks {wanted}, and keeps the group of ranks "
         f"{dist.get_process_group_ranks(kept)}"
     )
     last = r.rank == r.world_size - 1

@@ -1,7 +1,7 @@
 """The functions that ranks run in the dispatcher kit's tests. All of them are picklable.
 
-Each function takes ``(rank, world_size, job, ...)``, where rank and size are those of the job's
-process group. Where tokens move, `in_groups` runs it in rank processes. Elsewhere this process
+Each function takes ``(rank, world_size, job, ...)``, with rank and size in the job's process
+group. Where tokens move, `in_groups` runs it in rank processes. Elsewhere this process
 runs it for one rank after the other.
 """
 
@@ -319,7 +319,7 @@ def calls(r: Rank, sequence: Iterable[Call], how: str = "plain") -> None:
             around it); fresh (without out and without poison, and as engines call: with another
             default dtype, partly in inference mode, with parts of larger buffers, and on a GPU with
             input that is written late, partly on another stream).
-            All outputs must be right at the end, too.
+            All outputs must still be right at the end.
     """
     device = cases.device_of(r.problem)
     results = []
@@ -407,8 +407,8 @@ def in_flight(r: Rank, first: Call, second: Call, orders: Iterable[str] = _ORDER
 def long_run(r: Rank, wanted: Call) -> None:
     """Make 260 calls of one shape on an unchecked kernel, on ranks that are not in step.
 
-    Where no token moves, 72 are enough. The data of a call differ from those of the six calls
-    before it. No call leaves memory behind. After 72 calls, only those at which a counter of 7 or 8
+    Where no token moves, 72 are enough. The data of a call differ from the six calls before
+    it. No call leaves memory behind. After 72 calls, only those at which a counter of 7 or 8
     bits wraps are compared.
     """
     made = [r.case(wanted, index) for index in range(7)]

@@ -22,8 +22,6 @@ TO_EDIT = (
     "benchmarks/device/tile_regret.py",
     "docs/guide/batch_invariant.md",
     "docs/guide/vllm_layer.md",
-    "docs/kit_mutants.md",
-    "docs/kit_mutants_dispatchers.md",
     "docs/measured.md",
     "moekit/backends/",
     "moekit/checkpoint/",
@@ -37,7 +35,6 @@ TO_EDIT = (
     "moekit/problem/",
     "moekit/runtime/",
     "moekit/selection/",
-    "moekit/testing/",
     "plugins/moekit-cutlass/README.md",
     "plugins/moekit-cutlass/src/",
     "plugins/moekit-deepep/README.md",
@@ -53,10 +50,7 @@ TO_EDIT = (
     "plugins/moekit-vllm/tests/",
     "tests/checkpoint/",
     "tests/core/",
-    "tests/kit/",
     "tests/layer/",
-    "tests/ranks/",
-    "tests/support/",
 )
 
 

@@ -38,7 +38,7 @@ class AbortAnonymous(Naive):
 
 @killed_by("test_failure_without_checks", 4, says="gave up at 'end a call'|did not come")
 class AbortsByThemselves(Naive):
-    """Leaves out its reason if another rank fails, too."""
+    """Leaves out its reason if another rank also fails."""
 
     def abort(self, reason):
         headers = self._exchange_headers([-1, 0, 0])
@@ -59,7 +59,7 @@ class AbortOfAnotherKind(Naive):
 
 @killed_by("test_failure_without_checks", 4, says="no free buffer")
 class AbortLosesLanes(Naive):
-    """Has three buffers, and does not give back that of a call that another rank aborts."""
+    """Has three buffers, and keeps one when another rank aborts its call."""
 
     _free = 3
 
@@ -110,7 +110,7 @@ class AbandonsAll(Naive):
 
 @killed_by("test_failure_after_dispatch", 2, says="no free buffer")
 class LanesLost(Naive):
-    """Has three buffers, and gives back those of finished calls alone."""
+    """Has three buffers, and gives one back only when its call finishes."""
 
     _free = 3
 

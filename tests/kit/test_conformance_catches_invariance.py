@@ -184,7 +184,7 @@ wrong("TileBetweenPowersOfTwo", "Has another tile for calls of about 384 tokens"
 
 
 class Summing(Blocks):
-    """Right: a weighted sum of its own, one product and one sum after the other."""
+    """Right: its weighted sum adds one product and one sum after the other."""
 
     BASE = "torch"
 
@@ -209,7 +209,7 @@ class Summing(Blocks):
 
 @killed_by("test_weight_and_reduce", "float32", says=OTHER)
 class FusedMultiplyAdd(Summing):
-    """Does not round products: the bits differ from those of other backends' sums."""
+    """Does not round products: the bits differ from other backends' sums."""
 
     @staticmethod
     def added(total, rows, weights):

@@ -12,7 +12,7 @@ from right_experts import Plain, Skips
 
 
 def rank_in_expert(ids):
-    """Return the place of each assignment among those of its expert, from 1."""
+    """Return the position of each assignment in its expert's rows, from 1."""
     flat = ids.flatten()
     order = flat.argsort(stable=True)
     counts = flat[order].unique_consecutive(return_counts=True)[1]
@@ -262,7 +262,7 @@ def HiddenInTilesOf256(self, y, tokens, weights):
 
 @killed_by("test_cases", "none", says="NaN|exact zeros|relative error")
 def RowsOfOwnTokens(self, ids, tokens):
-    """Computes max_num_tokens rows at most, although other ranks send rows, too."""
+    """Computes max_num_tokens rows at most, although other ranks also send rows."""
     most = self.problem.max_num_tokens or len(ids)
     return torch.arange(len(ids))[:, None] < most
 
@@ -354,7 +354,7 @@ wrong("Tokens16Bit", "Drops tokens from 32768 on: their index is an int16",
 
 @killed_by("test_many_assignments")
 def CapacityFactor(self, ids, tokens):
-    """Drops an expert's rows beyond seven times those of a balanced routing."""
+    """Drops an expert's rows beyond seven times the rows of a balanced routing."""
     fair = ids.numel() / self.problem.num_local_experts
     return rank_in_expert(ids) <= max(64, 7 * fair)
 
@@ -408,7 +408,7 @@ wrong("OneAssignment", "Squeezes the ids of a call with a single assignment, and
 
 
 class OtherProblem(Plain):
-    """Computes another problem, which `instead` makes of its own."""
+    """Computes another problem, which `instead` makes of the given one."""
 
     @abstractmethod
     def instead(self, problem, num_tokens): ...

@@ -47,7 +47,7 @@ class EightScaleColumns(OneScaleColumn):
 
 @killed_by("test_quantized_wire", "fp8_block", 2, says="expected a contiguous tensor")
 class RowsInTheirMessage(Naive):
-    """Leaves quantized rows in the message in which their scales arrived, too."""
+    """Leaves quantized rows in the message in which their scales also arrived."""
 
     def _arrived(self, x_RH, *args):
         tokens = super()._arrived(x_RH, *args)
@@ -285,7 +285,7 @@ class KeptAfterDestroy(Naive):
 
 @killed_by("test_memory_is_stated", 4, says="a call held", footprint=None)
 class RoomForTheFullest(Naive):
-    """Gives every expert the room of the fullest, and states that of equally full ones."""
+    """Gives every expert the room of the fullest, and states the room of equally full ones."""
 
     def _bytes(self, rows):
         return (1 << 16) * self.problem.num_local_experts * rows

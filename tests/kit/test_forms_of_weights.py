@@ -44,7 +44,7 @@ def kernel_of(scheme, **changes):
     return moekit.compose(problem, experts="torch")
 
 
-# Act-order concerns columns, so that its rows are those of the scheme without it.
+# Act-order concerns columns, so its rows are the same as without it.
 PER_ROW = sorted(
     n
     for n, s in SCHEMES.items()
@@ -70,7 +70,7 @@ def test_scale_each_for_gate_and_up(scheme):
     plain = random_weights(kernel.problem)
     pair = plain.w13_scale.view(-1, 1) * torch.tensor([1.0, 0.5])
     case = make_case(kernel.problem, 17, weights=replace(plain, w13_scale=pair))
-    # The oracle, too, must distinguish the scales.
+    # The oracle must also distinguish the scales.
     one = make_case(kernel.problem, 17, weights=plain)
     assert not torch.allclose(case.reference(), one.reference())
     check_call(kernel, case)

@@ -70,7 +70,7 @@ def test_other_tokens_keep_their_bound():
 @pytest.mark.parametrize("scheme", [n for n, s in quant.SCHEMES.items() if s.activation])
 @pytest.mark.parametrize("on_input", [False, True])
 def test_every_scheme_has_the_expected_size(scheme, on_input):
-    """A draw's errors are as large as those of rounded tokens: 2.6e-2 in fp8, 9.5e-2 in fp4."""
+    """A draw's errors are as large as rounded tokens': 2.6e-2 in fp8, 9.5e-2 in fp4."""
     problem = PROBLEM.replace(
         intermediate_size=128,
         hidden_size=128,

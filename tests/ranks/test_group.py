@@ -25,7 +25,7 @@ def pool():
 
 
 def _agreement(timeout=GUARD):
-    """In a group of its own: what a test leaves unfinished does not reach the next one."""
+    """In a new group: what a test leaves unfinished does not reach the next one."""
     return Agreement(dist.new_group(), timeout)
 
 
@@ -120,7 +120,7 @@ def test_calls_in_another_order(pool):
 
 
 def leave_half_way(rank, world_size, moving, silent):
-    """In a group of its own, one rank fails, or stays silent, at a step; all go on to two more,
+    """In a new group, one rank fails, or stays silent, at a step; all go on to two more,
     one of them another kernel's. What each step came to, and the steps whose block was run."""
     group = dist.new_group(range(world_size))
     agreements = [Agreement(group, 5.0 if silent else GUARD) for _ in range(2)]

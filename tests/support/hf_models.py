@@ -117,7 +117,7 @@ class HFModel:
 
 
 def _names(block: str, shared: str = "", **roles: str) -> Names:
-    """Return names under model.layers.N.<block>, with those of a shared MLP."""
+    """Return names under model.layers.N.<block>, with a shared MLP's."""
     if shared:
         roles |= {f"shared_{p}": f"{shared}.{p}_proj.weight" for p in ("gate", "up", "down")}
     prefix = "model.layers.{layer}." + block + "."

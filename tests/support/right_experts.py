@@ -81,6 +81,9 @@ class Plain(PermuteExpertsUnpermute):
 class LeavesSums(Plain):
     """Leaves the sum over K to a dispatcher that takes rows anywhere."""
 
+    BASE = "torch"
+    DECLARED = Plain.DECLARED
+
     def apply_unreduced(self, tokens, weights, workspace):
         ids = tokens.topk_ids
         count, hidden = ids.numel(), self.problem.hidden_size

@@ -1,8 +1,8 @@
 r"""Call kernels, layers and models from many threads, and count what one thread gets otherwise.
 
-    python tests/thread_stress.py --threads 4 --calls 1000
-    python tests/thread_stress.py --threads 4 --calls 1000 --device cuda --experts triton,torch
-    python tests/thread_stress.py --threads 4 --calls 1000 --device cuda --experts marlin \
+    python tests/support/thread_stress.py --threads 4 --calls 1000
+    python tests/support/thread_stress.py --threads 4 --calls 1000 --device cuda --experts triton,torch
+    python tests/support/thread_stress.py --threads 4 --calls 1000 --device cuda --experts marlin \
         --quant int4_w4a16_g128
 
 Each thread makes that many calls, of token counts in random order. Subjects:
@@ -11,9 +11,9 @@ kernels    a kernel for each thread; all share the workspace
 in_flight  one kernel; each thread starts two calls before it runs either one
 layer      one FusedMoE with shared experts, given router logits
 model      one tiny Qwen3-MoE through transformers; the threads' first calls pack its layers
-graphs     one GraphedKernel (CUDA only; `model` replays graphs there, too)
+graphs     one GraphedKernel (CUDA only; `model` also replays graphs there)
 
-On CUDA each subject runs twice: all threads on the default stream, and each on a stream of its own.
+On CUDA each subject runs twice: all threads on the default stream, and each on another stream.
 Results are compared on the device, so that calls queue up. Exit code 1: a result was wrong.
 """
 
@@ -231,7 +231,7 @@ def stress(subject: Subject, calls: int, *, own_streams: bool = False, seed: int
             with lock:
                 outcome.errors.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
             return
-        wrong = ~(found <= BOUND[subject.expected[0].dtype])  # NaN is wrong, too
+        wrong = ~(found <= BOUND[subject.expected[0].dtype])  # NaN is also wrong
         with lock:
             outcome.made += len(found)
             outcome.wrong += int(wrong.sum())
