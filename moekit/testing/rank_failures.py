@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -255,36 +253,22 @@ def of_one_kernel(r: Rank, *wanted: Call) -> None:
 
 def _at_once(rank: int, what: str, step: Callable[[int], Any], seconds: float) -> list[Any]:
     """Return step(0) and step(1), each from a thread. Raises what they raise, or a deadlock."""
-    results: list[Any] = [None, None]
-    errors: list[BaseException] = []
 
-    def run(which: int) -> None:
+    def run(which: int) -> Any:
         time.sleep(_HEAD_START * (which != rank % 2))
-        try:
-            results[which] = step(which)
-        except BaseException as error:
-            errors.append(error)
+        return step(which)
 
-    # Daemons: threads that are blocked must not keep the process alive.
-    threads = [threading.Thread(target=run, args=(which,), daemon=True) for which in range(2)]
-    deadline = time.monotonic() + seconds
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    if errors:
-        raise errors[0]
-    if stuck := [thread for thread in threads if thread.is_alive()]:
-        raise AssertionError(
-            f"rank {rank}: to {what} in two groups, from a thread for each, was not finished after "
-            f"{seconds:g} s. The other ranks begin with the other group, so a lock that groups "
-            f"share must not be held while a rank waits for others: use a lock for each group.\n"
-            + "\n".join(map(_stack_of, stuck))
-        )
-    return results
-
-
-def _stack_of(thread: threading.Thread) -> str:
-    frame = sys._current_frames().get(thread.ident or 0)
-    stack = "".join(traceback.format_stack(frame)) if frame else "it has ended meanwhile\n"
-    return f"{thread.name} waits here:\n{stack}"
+    pool = ThreadPoolExecutor(2)
+    running = [pool.submit(run, which) for which in range(2)]
+    pool.shutdown(wait=False)
+    _, stuck = wait(running, seconds, FIRST_EXCEPTION)
+    if not stuck or any(each.done() and each.exception() for each in running):
+        for each in running:
+            if each.done():
+                each.result()
+        return [each.result() for each in running]
+    raise AssertionError(
+        f"rank {rank}: to {what} in two groups, from a thread for each, was not finished after "
+        f"{seconds:g} s. The other ranks begin with the other group, so a lock that groups share "
+        "must not be held while a rank waits for others: use a lock for each group"
+    )

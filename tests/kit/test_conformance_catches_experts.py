@@ -21,33 +21,33 @@ wrong("WeightsTwice", "Applies the router weights twice",
 class WeightsRowsItLeaves(LeavesSums):
     """Weights the rows whose weights it leaves to the dispatcher."""
 
-    def given(self, rows, places, order, tokens):
+    def leaves(self, rows, places, order, tokens):
         weights = tokens.topk_weights.flatten()[order][:, None]
-        return super().given((rows * weights).to(rows.dtype), places, order, tokens)
+        return super().leaves((rows * weights).to(rows.dtype), places, order, tokens)
 
 
 @killed_by("test_sums_left_to_the_dispatcher")
 class PlacesTheOtherWay(LeavesSums):
     """Names the assignment of each row it leaves, not the row of each assignment."""
 
-    def given(self, rows, places, order, tokens):
-        return super().given(rows, order.int().view_as(places), order, tokens)
+    def leaves(self, rows, places, order, tokens):
+        return super().leaves(rows, order.int().view_as(places), order, tokens)
 
 
 @killed_by("test_sums_left_to_the_dispatcher", says="rows_NH is torch.float32")
 class LeavesRowsInFloat32(LeavesSums):
     """Leaves rows in float32 to the dispatcher."""
 
-    def given(self, rows, places, order, tokens):
-        return super().given(rows.float(), places, order, tokens)
+    def leaves(self, rows, places, order, tokens):
+        return super().leaves(rows.float(), places, order, tokens)
 
 
 @killed_by("test_sums_left_to_the_dispatcher", says="places_RK is torch.int64")
 class LongPlaces(LeavesSums):
     """Names the rows it leaves in int64."""
 
-    def given(self, rows, places, order, tokens):
-        return super().given(rows, places.long(), order, tokens)
+    def leaves(self, rows, places, order, tokens):
+        return super().leaves(rows, places.long(), order, tokens)
 
 
 @killed_by("test_sums_left_to_the_dispatcher")

@@ -92,9 +92,9 @@ class LeavesSums(Plain):
         order = ids.flatten().argsort(stable=True)
         places = torch.empty_like(order)
         places[order] = torch.arange(count)
-        return self.given(y[order], places.int().view(ids.shape), order, tokens)
+        return self.leaves(y[order], places.int().view(ids.shape), order, tokens)
 
-    def given(self, rows, places, order, tokens):
+    def leaves(self, rows, places, order, tokens):
         return contract.Unreduced(rows, places)
 
 

@@ -1,7 +1,7 @@
 r"""Call kernels, layers and models from many threads, and count what one thread gets otherwise.
 
     python tests/support/thread_stress.py --threads 4 --calls 1000
-    python tests/support/thread_stress.py --threads 4 --calls 1000 --device cuda --experts triton,torch
+    python tests/support/thread_stress.py --calls 1000 --device cuda --experts triton,torch
     python tests/support/thread_stress.py --threads 4 --calls 1000 --device cuda --experts marlin \
         --quant int4_w4a16_g128
 
