@@ -155,6 +155,8 @@ class Rank:
             "cannot: use functions of a module, or install the backend's package"
         )
         self.spec = self._backends.dispatcher(name)
+        same = isinstance(job.spec, str) or job.spec.target == self.spec.target
+        assert same, f"another backend named {name!r} is installed: choose another name"
         self.rank, self.world_size, self.job = rank, world_size, job
         parallel, tp = job.problem.parallel, job.problem.parallel.tp_size
         self.problem = job.problem.replace(

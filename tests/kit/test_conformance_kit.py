@@ -6,8 +6,6 @@ import inspect
 import os
 import subprocess
 import sys
-import tempfile
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,45 +44,25 @@ pytest_plugins = "pytester"
 PROBLEM = MoEProblem(num_experts=4, top_k=2, hidden_size=64, intermediate_size=32, device="cpu")
 
 
-def test_redefining_a_kit_test_is_refused():
-    with pytest.raises(TypeError, match="redefines test_dtype.*expected_failures"):
+class Mixin:
+    def test_scheme(self):
+        pass
 
-        class TestAcme(ExpertsConformance):
-            backend = "reference"
-
-            def test_dtype(self):
-                pass
+    def _check(self):
+        pass
 
 
-def test_deleting_a_kit_test_is_refused():
-    with pytest.raises(TypeError, match="redefines test_dtype"):
-
-        class TestAcme(ExpertsConformance):
-            test_dtype = None
-
-
-def test_a_mixin_cannot_override_either():
-    class Mixin:
-        def test_scheme(self):
-            pass
-
-        def _check(self):
-            pass
-
-    with pytest.raises(TypeError, match="(?s)Mixin redefines _check.*Mixin redefines test_scheme"):
-
-        class TestAcme(Mixin, ExpertsConformance):
-            backend = "reference"
-
-
-def test_overriding_afterwards_is_seen():
-    class TestAcme(ExpertsConformance):
-        backend = "reference"
-
-    TestAcme().test_kit_is_not_overridden()
-    TestAcme.test_dtype = None
-    with pytest.raises(AssertionError, match="redefines test_dtype"):
-        TestAcme().test_kit_is_not_overridden()
+@pytest.mark.parametrize(
+    ("bases", "body", "says"),
+    [
+        ((), {"test_dtype": lambda self: None}, "redefines test_dtype.*expected_failures"),
+        ((), {"test_dtype": None}, "redefines test_dtype"),
+        ((Mixin,), {}, "(?s)Mixin redefines _check.*Mixin redefines test_scheme"),
+    ],
+)
+def test_overriding_a_kit_test_is_refused(bases, body, says):
+    with pytest.raises(TypeError, match=says):
+        type("TestAcme", (*bases, ExpertsConformance), {"backend": "reference", **body})
 
 
 @pytest.mark.parametrize(
@@ -215,29 +193,6 @@ def test_bounds_of_many_elements():
     assert not beyond(weight_only, 1030, element=0.106)
     assert beyond(weight_only, 64, element=0.106) == {"worst element"}
     assert beyond(weight_only, 1030, element=0.2) == {"worst element"}
-
-
-def test_one_process_has_most_of_the_memory(monkeypatch, tmp_path):
-    """Another one waits until the first gives it back."""
-
-    class Accelerator:
-        empty_cache = staticmethod(lambda: None)
-        mem_get_info = staticmethod(lambda device: (70, 80))
-
-    def other():
-        with memory.most_memory(torch.device("cuda")):
-            order.append("other")
-
-    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(torch, "get_device_module", lambda _: Accelerator)
-    order: list[str] = []
-    thread = threading.Thread(target=other)
-    with memory.most_memory(torch.device("cuda")) as free:
-        thread.start()
-        thread.join(0.2)
-        order.append(f"{free} bytes")
-    thread.join(10)
-    assert order == ["70 bytes", "other"]
 
 
 def test_peak_memory_of_a_function():
