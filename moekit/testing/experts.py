@@ -29,7 +29,6 @@ from moekit.testing.calls import (
     call,
     check_call,
     check_graph,
-    defaults,
     nothing_printed,
     pack,
     same_bits,
@@ -191,8 +190,7 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
         for found in (self._find_problem(quant=name) for name in schemes[:1]):
             forms += [(found, QUANTIZED_WIRE, 5)] if isinstance(found, MoEProblem) else []
         for problem, dispatcher, most in forms:
-            kernel = self._compose(problem, dispatcher)
-            packed = pack(kernel, random_weights(problem))
+            kernel, packed = self._packed(problem, dispatcher)
             calls = [make_case(problem, T, key=index) for index, T in enumerate((most, 4))]
             pending = [kernel.start(c.x, packed, c.routing) for c in calls]
             for index, (case, arriving) in enumerate(zip(calls, pending, strict=True)):
@@ -217,8 +215,7 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
         taken, biased = 0, self._find_problem(has_bias=True)
         problems = self._one_of_each_kind()
         for problem in [*problems, *([biased] if isinstance(biased, MoEProblem) else [])]:
-            kernel = self._compose(problem, SUMS_ITSELF)
-            packed = pack(kernel, random_weights(problem))
+            kernel, packed = self._packed(problem, SUMS_ITSELF)
             for num_tokens, kind in (
                 (self._T, "masked"),
                 (0, "random"),
@@ -230,17 +227,6 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
             kernel.destroy()
         if not taken:
             self._skip("the experts sum over K themselves in every call (no apply_unreduced)")
-
-    @pytest.mark.parametrize("default", ["bfloat16", "float64"])
-    def test_default_dtype(self, default: str) -> None:
-        """An engine may set torch's default dtype and device, so every tensor needs its own."""
-        problem = self._problem()
-        case = make_case(problem, self._T)
-        with defaults(getattr(torch, default), case.x.device):
-            kernel = self._compose(problem, self._native)
-            packed = pack(kernel, case.weights)
-            out = call(kernel, packed, case)
-        assert_right(out, case)
 
     def test_autocast(self) -> None:
         """torch.autocast changes no number, since the problem names the dtype."""

@@ -293,7 +293,7 @@ class MemoryOfBalancedExperts(Plain):
 # -- what the process or thread has set -----------------------------------------------------------
 
 
-@killed_by("test_default_dtype", "bfloat16", says="meta")
+@killed_by("test_scheme", "none", says="meta")
 class ScratchOfTheDefaultDevice(Plain):
     """Sums in a tensor on torch's default device."""
 
