@@ -67,7 +67,10 @@ def test_overriding_a_kit_test_is_refused(bases, body, says):
 
 @pytest.mark.parametrize(
     ("failures", "says"),
-    [({"test_dtypes": "typo"}, "no test of it"), ({"test_dtype": " "}, "gives no reason")],
+    [
+        ({"test_dtypes": "typo"}, "names test_dtypes, which is no test"),
+        ({"test_dtype": " "}, "gives no reason"),
+    ],
 )
 def test_expected_failures_are_checked(failures, says):
     with pytest.raises(TypeError, match=says):
