@@ -363,16 +363,50 @@ def pack(kernel: ModularKernel, weights: ExpertWeights) -> PackedWeights:
     return packed
 
 
+def _attribute(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    return partial(getattr, owner, name), partial(setattr, owner, name)
+
+
+# What a library may change for the whole process, how to read it, and how to set it.
+_MATMUL = torch.backends.cuda.matmul
+_STATE: tuple[tuple[str, Callable[[], Any], Callable[[Any], object]], ...] = (
+    ("default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    ("number of threads", torch.get_num_threads, torch.set_num_threads),
+    ("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
+    ("float32 matmul precision", torch.get_float32_matmul_precision,
+     torch.set_float32_matmul_precision),
+    ("random numbers", torch.get_rng_state, torch.set_rng_state),
+    ("deterministic algorithms", torch.are_deterministic_algorithms_enabled,
+     torch.use_deterministic_algorithms),
+    ("rounding of small numbers to zero",
+     lambda: not bool(torch.full((), 1e-39, device="cpu") / 2), torch.set_flush_denormal),
+    ("allow_bf16_reduced_precision_reduction of CUDA's products",
+     *_attribute(_MATMUL, "allow_bf16_reduced_precision_reduction")),
+    ("allow_fp16_reduced_precision_reduction of CUDA's products",
+     *_attribute(_MATMUL, "allow_fp16_reduced_precision_reduction")),
+    ("use of oneDNN", *_attribute(torch.backends.mkldnn, "enabled")),
+)  # fmt: skip
+_STATE_OF_CUDA = (
+    ("current device", torch.cuda.current_device, torch.cuda.set_device),
+    ("current stream", torch.cuda.current_stream, torch.cuda.set_stream),
+    ("random numbers of the GPU", torch.cuda.get_rng_state, torch.cuda.set_rng_state),
+)
+
+
 @contextmanager
 def unchanged_process() -> Iterator[None]:
     """Assert that torch's process-wide state does not change, and restore it."""
-    before = _process_state()
+    cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    state = (*_STATE, *_STATE_OF_CUDA) if cuda else _STATE
+    before = [get() for _, get, _ in state]
     yield
-    after = _process_state()
-    changed = [name for name, (value, _) in before.items() if not _same(value, after[name][0])]
-    for name in changed:
-        value, restore = before[name]
-        restore(value)
+    changed = []
+    for (name, get, restore), value in zip(state, before, strict=True):
+        after = get()
+        same = torch.equal(value, after) if isinstance(value, Tensor) else value == after
+        if not same:
+            restore(value)
+            changed.append(name)
     assert not changed, f"the call changed torch's {', '.join(changed)} for the whole process"
 
 
@@ -427,51 +461,6 @@ def threads_of_torch(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _same(a: object, b: object) -> bool:
-    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
-
-
-def _process_state() -> dict[str, tuple[Any, Callable[[Any], object]]]:
-    """Return what a library may change for the whole process: name -> (value, setter)."""
-    state: dict[str, tuple[Any, Callable[[Any], object]]] = {
-        "default dtype": (torch.get_default_dtype(), torch.set_default_dtype),
-        "number of threads": (torch.get_num_threads(), torch.set_num_threads),
-        "grad mode": (torch.is_grad_enabled(), torch.set_grad_enabled),
-        "float32 matmul precision": (
-            torch.get_float32_matmul_precision(),
-            torch.set_float32_matmul_precision,
-        ),
-        "random numbers": (torch.get_rng_state(), torch.set_rng_state),
-        "deterministic algorithms": (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.use_deterministic_algorithms,
-        ),
-        "rounding of small numbers to zero": (
-            not bool(torch.full((), 1e-39, device="cpu") / 2),
-            torch.set_flush_denormal,
-        ),
-        **{
-            f"{name} of CUDA's products": (
-                getattr(torch.backends.cuda.matmul, name),
-                partial(setattr, torch.backends.cuda.matmul, name),
-            )
-            for name in (
-                "allow_bf16_reduced_precision_reduction",
-                "allow_fp16_reduced_precision_reduction",
-            )
-        },
-        "use of oneDNN": (
-            torch.backends.mkldnn.enabled,
-            partial(setattr, torch.backends.mkldnn, "enabled"),
-        ),
-    }
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["current device"] = (torch.cuda.current_device(), torch.cuda.set_device)
-        state["current stream"] = (torch.cuda.current_stream(), torch.cuda.set_stream)
-        state["random numbers of the GPU"] = (torch.cuda.get_rng_state(), torch.cuda.set_rng_state)
-    return state
 
 
 def call(

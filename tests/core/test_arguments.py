@@ -1,6 +1,6 @@
 """Arguments of another type or out of range: each is refused by a MoekitError that names it.
 
-A row is a call and the words of its error. tests/support/fuzz_surface.py draws such calls at random.
+A row is a call and the words of its error. fuzz_surface.py draws such calls at random.
 """
 
 from __future__ import annotations
