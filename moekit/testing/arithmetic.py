@@ -322,7 +322,8 @@ class ExpertsNumbers(ExpertsBase):
         case = cases.make_case(problem, sum(rows))
         order = torch.randperm(sum(rows), generator=cases.generator("rows"))
         ids = torch.arange(len(rows)).repeat_interleave(torch.tensor(rows))[order, None]
-        self._check_routed(case, ids)
+        routing = Routing(case.routing.topk_weights, ids.to(case.routing.topk_ids))
+        check_call(self._compose(problem, self._native), replace(case, routing=routing))
 
     def test_many_assignments(self) -> None:
         """T, all of which one expert gets, beyond 65536, and one more than chunks of tokens hold.
@@ -359,7 +360,12 @@ class ExpertsNumbers(ExpertsBase):
         with most_memory(cases.device_of(problem)) as free:
             ranks = self._ranks_for(problem, _MEMORY * free)
             parallel = ParallelConfig(ep_size=ranks, dp_size=1)
-            self._check_whole(self._at(whole, parallel=parallel, **particular))
+            problem = self._at(whole, parallel=parallel, **particular)
+            weights = cases.random_weights(problem, drawn_on=cases.device_of(problem))
+            kernel = self._compose(problem, self._native)
+            packed = kernel.pack(weights)
+            for num_tokens in (1, 61, 1030):
+                check_call(kernel, cases.make_case(problem, num_tokens, weights=weights), packed)
 
     def _ranks_for(self, problem: MoEProblem, free: float) -> int:
         """Return the fewest ranks, a power of two, whose weights fit into so many bytes each."""
@@ -371,13 +377,6 @@ class ExpertsNumbers(ExpertsBase):
             self._skip(f"one expert needs more than the {free / 1e9:.1f} GB that are free")
         return ranks
 
-    def _check_whole(self, problem: MoEProblem) -> None:
-        weights = cases.random_weights(problem, drawn_on=cases.device_of(problem))
-        kernel = self._compose(problem, self._native)
-        packed = kernel.pack(weights)
-        for num_tokens in (1, 61, 1030):
-            check_call(kernel, cases.make_case(problem, num_tokens, weights=weights), packed)
-
     def test_offsets_beyond_int32(self) -> None:
         """T * K * H beyond 2 ** 31 elements: offsets of rows need 64 bits."""
         if self._on_cpu:
@@ -387,13 +386,3 @@ class ExpertsNumbers(ExpertsBase):
             if free < _LARGE_CALL:
                 self._skip(f"takes {_LARGE_CALL / 1e9:.0f} GB, and {free / 1e9:.1f} GB are free")
             check_call(self._compose(problem, self._native), cases.make_case(problem, 37500))
-
-    def _check_routed(self, case: cases.Case, ids: torch.Tensor) -> None:
-        """Check a call with ``case``'s data and these ids (T, K)."""
-        routing = cases.random_routing(case.problem, len(ids), key="routed")
-        ids = ids.to(routing.topk_ids)
-        weights = routing.topk_weights.masked_fill(ids < 0, float("nan"))
-        x = case.x.clone()
-        x[(ids < 0).all(dim=1)] = float("nan")
-        routed = cases.Case(case.problem, case.weights, x, Routing(weights, ids))
-        check_call(self._compose(case.problem, self._native), routed)

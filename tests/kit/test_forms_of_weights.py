@@ -9,26 +9,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from weight_forms import interleaved
 
 import moekit
 from moekit.problem.quant import SCHEMES
 from moekit.testing.calls import check_call, same_bits
 from moekit.testing.cases import make_case, random_weights
-
-
-def interleaved(weights):
-    """Return the same weights with alternating rows of gate and up."""
-
-    def mix(t):
-        if t is None or t.shape[1] != weights.w13.shape[1]:
-            return t  # a per-tensor scale has no rows
-        return torch.stack(t.chunk(2, dim=1), dim=2).flatten(1, 2)
-
-    changes = {
-        name: mix(getattr(weights, name))
-        for name in ("w13", "w13_bias", "w13_scale", "w13_zero_points")
-    }
-    return replace(weights, **changes, interleaved=True)
 
 
 def kernel_of(scheme, **changes):

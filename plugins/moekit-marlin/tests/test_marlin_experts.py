@@ -7,6 +7,7 @@ import marlin_stand_in as stand_in
 import pytest
 import torch
 from moekit_marlin import sizes
+from weight_forms import interleaved
 
 import moekit
 from moekit.backends.reference import oracle
@@ -14,7 +15,7 @@ from moekit.errors import WeightsError
 from moekit.problem.quant import unpack_int4
 from moekit.runtime.workspace import Workspace
 from moekit.testing.calls import SUMS_ITSELF, check_call, kit_registry
-from moekit.testing.cases import interleaved, make_case
+from moekit.testing.cases import make_case
 
 LIMITS = {torch.bfloat16: 8e-3, torch.float16: 1.5e-3}  # relative RMS error
 PAIRS = [
