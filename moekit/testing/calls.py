@@ -369,7 +369,8 @@ def _attribute(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any]
 
 # What a library may change for the whole process, how to read it, and how to set it.
 _MATMUL = torch.backends.cuda.matmul
-_STATE: tuple[tuple[str, Callable[[], Any], Callable[[Any], object]], ...] = (
+_State = tuple[tuple[str, Callable[[], Any], Callable[[Any], object]], ...]
+_STATE: _State = (
     ("default dtype", torch.get_default_dtype, torch.set_default_dtype),
     ("number of threads", torch.get_num_threads, torch.set_num_threads),
     ("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
@@ -386,7 +387,7 @@ _STATE: tuple[tuple[str, Callable[[], Any], Callable[[Any], object]], ...] = (
      *_attribute(_MATMUL, "allow_fp16_reduced_precision_reduction")),
     ("use of oneDNN", *_attribute(torch.backends.mkldnn, "enabled")),
 )  # fmt: skip
-_STATE_OF_CUDA = (
+_STATE_OF_CUDA: _State = (
     ("current device", torch.cuda.current_device, torch.cuda.set_device),
     ("current stream", torch.cuda.current_stream, torch.cuda.set_stream),
     ("random numbers of the GPU", torch.cuda.get_rng_state, torch.cuda.set_rng_state),
