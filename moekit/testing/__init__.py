@@ -27,8 +27,7 @@ pytest.register_assert_rewrite(
         f"moekit.testing.{name}"
         for name in (
             *("base", "calls", "diagnose", "dispatchers", "experts", "experts_base", "interface"),
-            *("arithmetic", "crossings", "sizes", "threads", "invariance"),
-            *("ranks", "rank_failures", "rank_threads"),
+            *("arithmetic", "crossings", "threads", "invariance", "ranks", "rank_failures"),
         )
     )
 )

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from moekit.contract import Routing
 from moekit.errors import WeightsError
-from moekit.problem import DTYPES, ActivationFormat, ParallelConfig
-from moekit.problem.activation import ACTIVATIONS, ALPHAS, CLAMPABLE, Activation
+from moekit.problem import DTYPES, ActivationFormat, MoEProblem, ParallelConfig
+from moekit.problem.activation import ACTIVATIONS
 from moekit.problem.quant import SCHEMES, WIRE_SCHEMES
 from moekit.testing import cases
 from moekit.testing.base import over
@@ -24,14 +25,22 @@ from moekit.testing.calls import (
     defaults,
     pack,
 )
-from moekit.testing.cases import ROUTINGS, SIGNED, make_case, random_weights
-from moekit.testing.crossings import ALPHA, LIMIT
-from moekit.testing.diagnose import assert_close
-from moekit.testing.experts_base import TOKENS, ExpertsBase, sizes_of
+from moekit.testing.crossings import unusual
+from moekit.testing.diagnose import assert_right
+from moekit.testing.experts_base import ExpertsBase, sizes_of
+from moekit.testing.memory import most_memory
 
-# Numbers of tokens, and of an expert's rows; in Triton's interpreter the small ones.
-_SMALL_TILES = (8, 9)
-_TILES = (4, *_SMALL_TILES, 16, 32, 64, 65, 256, 512)
+# Tokens, or rows of an expert, around common tiles: one fewer, as many, one more.
+_TILES = (4, 8, 16, 32, 64, 128, 160, 192, 224, 256, 384, 512, 1024)
+_TOKENS = (0, 1, 2, *(rows for tile in _TILES for rows in (tile - 1, tile, tile + 1)))
+_TOKENS_INTERPRETED = {"random": (0, 1, 2, 33), "hot": (8, 9)}
+# Steps between numbers of tokens: at least this, and at most this part of the number.
+_STEP, _PART, _MOST_IN_STEPS = 17, 16, 4096
+# More than 16 bits hold, and than the second dimension of a CUDA grid.
+_MOST_16_BITS = 65536
+# The part of a GPU's free memory for fp32 weights, their 16-bit form and the packed weights.
+_MEMORY = 0.6
+_LARGE_CALL = 20e9  # bytes for T * K * H beyond 2 ** 31
 
 _QUANTIZED_INPUT = sorted(n for n, s in SCHEMES.items() if s.activation is not None)
 _PER_TENSOR_INPUT = {n for n, s in SCHEMES.items() if s.activation and s.activation.per_tensor}
@@ -44,6 +53,43 @@ _INPUT_FORMS = [
     if wire != ROW_SCALES or name in _PER_TENSOR_INPUT  # others always have them
 ]
 _ACT_ORDER = [n for n, s in SCHEMES.items() if s.weight is not None and s.weight.act_order]
+
+
+class Published(NamedTuple):
+    """The sizes in a model's config.json, and other properties of its experts.
+
+    Attributes:
+        particular: arguments of `MoEProblem` that only this model needs.
+    """
+
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    particular: Mapping[str, Any] = {}
+
+
+PUBLISHED = {
+    "mixtral": Published(8, 2, 4096, 14336),
+    "qwen3-next": Published(512, 10, 2048, 512),
+    "deepseek-v3": Published(256, 8, 7168, 2048, {"quant": "fp8_block"}),
+    "gpt-oss-120b": Published(
+        128,
+        4,
+        2880,
+        2880,
+        {"activation": "swigluoai", "has_bias": True, "quant": "mxfp4_w4a16"},
+    ),
+    "olmoe": Published(64, 8, 2048, 1024),  # H = 2 I
+    "llama4-scout": Published(16, 1, 5120, 8192, {"apply_router_weight_on_input": True}),
+}
+
+
+def _steps(num_tokens: int) -> Iterator[int]:
+    """Yield numbers of tokens from ``num_tokens`` on, in steps that grow."""
+    while num_tokens <= _MOST_IN_STEPS:
+        yield num_tokens
+        num_tokens += max(_STEP, num_tokens // _PART)
 
 
 class ExpertsNumbers(ExpertsBase):
@@ -64,13 +110,13 @@ class ExpertsNumbers(ExpertsBase):
         """
         problem = self._problem(quant=scheme)
         self._check_counts(problem, "masked", invariant=False)
-        if self._interpreted:
+        if self._interpreted and scheme != self._main["quant"]:
             return
-        large = cases.scaled(make_case(problem, 3), 2.0**12)
+        large = cases.scaled(cases.make_case(problem, 3), 2.0**12)
         with defaults(torch.bfloat16, large.x.device):
             kernel = self._compose(problem, self._native)
             out = call(kernel, pack(kernel, large.weights), large)
-        assert_close(out, large.reference(), problem, "output with other defaults", case=large)
+        assert_right(out, large, "output with other defaults")
 
     @over("dtype", DTYPES)
     def test_dtype(self, dtype: str) -> None:
@@ -80,27 +126,36 @@ class ExpertsNumbers(ExpertsBase):
     def test_activation(self, name: str) -> None:
         """In the most precise dtype, because bfloat16 hardly distinguishes gelu and gelu_tanh.
 
-        Activations are right for large values, too, whose exponential is infinite.
+        Activations are right for large values, whose exponential is infinite. Then with biases, a
+        limit that most rows exceed, and another alpha, if the kind and the backend have them.
         """
         problem = self._precise({}, activation=name)
         self._check_counts(problem)
-        case = cases.scaled(make_case(problem, 5), 2.0**6)
+        case = cases.scaled(cases.make_case(problem, 5), 2.0**6)
         check_call(self._compose(problem, self._native), case)
-
-    @over("name", sorted(CLAMPABLE))
-    def test_clamp(self, name: str) -> None:
-        """A limit that most rows exceed, another alpha for kinds that have one, and biases."""
         bias = [{"has_bias": True}] if self._spec().bias else []
-        activation = Activation(name, alpha=ALPHA if name in ALPHAS else None, limit=LIMIT)
-        self._check_counts(self._precise(*bias, {}, activation=activation))
+        changed = unusual(name, self._spec())
+        if changed != problem.activation:
+            self._check_counts(self._precise(*bias, {}, activation=changed))
 
     # -- tokens and routing -------------------------------------------------------------------
 
-    @over("num_tokens", TOKENS)
-    def test_num_tokens(self, num_tokens: int) -> None:
-        self._check(self._problem(), num_tokens)
+    @pytest.mark.parametrize("kind", ["random", "hot"])
+    def test_num_tokens(self, kind: str) -> None:
+        """Common tiles full, with one token fewer, and with one more; kernels chosen by ranges.
 
-    @pytest.mark.parametrize("kind", [*(k for k in ROUTINGS if k != "random"), SIGNED])
+        The tiles are of tokens, or of the rows of an expert that gets all of them.
+        """
+        problem = self._problem()
+        weights = cases.random_weights(problem)
+        kernel, packed = self._packed(problem, weights=weights)
+        first = 1 + int(torch.randint(_STEP, (), generator=cases.generator("first tokens")))
+        counts = {*_TOKENS, *(_steps(first) if kind == "random" else ())}
+        for num_tokens in _TOKENS_INTERPRETED[kind] if self._interpreted else sorted(counts):
+            case = cases.make_case(problem, num_tokens, kind, num_tokens, weights)
+            check_call(kernel, case, packed)
+
+    @pytest.mark.parametrize("kind", [*(k for k in cases.ROUTINGS if k != "random"), cases.SIGNED])
     def test_routing(self, kind: str) -> None:
         """Experts without rows, one expert with all rows, ids of -1, signed router weights.
 
@@ -108,27 +163,19 @@ class ExpertsNumbers(ExpertsBase):
         """
         self._check(self._problem(), kind=kind)
 
-    def test_full_tiles(self) -> None:
-        """As many tokens as tiles hold, or one more; one expert gets all of them."""
-        problem = self._problem()
-        kernel, weights = self._compose(problem, self._native), random_weights(problem)
-        packed = pack(kernel, weights)
-        for num_tokens in _SMALL_TILES if self._interpreted else _TILES:
-            check_call(kernel, make_case(problem, num_tokens, "hot", weights=weights), packed)
-
     def test_experts_without_tokens(self) -> None:
         """Weights of an expert that no token has change nothing, NaN included."""
         if "none" not in self._spec().schemes:
             self._skip("the spec declares no unquantized weights")
         problem = self._problem(quant="none")
-        case = make_case(problem, self._T, "idle")
+        case = cases.make_case(problem, self._T, "idle")
         kernel = self._compose(problem, self._native)
         used = case.routing.topk_ids.flatten().tolist()
         idle = [e for e in range(problem.num_experts) if e not in used]
         weights = case.weights._map(torch.clone)
         weights.w13[idle] = weights.w2[idle] = float("nan")
         out = call(kernel, pack(kernel, weights), case)
-        assert_close(out, case.reference(), problem, case=case)
+        assert_right(out, case)
 
     @pytest.mark.parametrize("factor", [2.0**12, 2.0**-20], ids=["large", "small"])
     def test_magnitude(self, factor: float) -> None:
@@ -136,7 +183,7 @@ class ExpertsNumbers(ExpertsBase):
         problem = self._problem()
         if problem.dtype == torch.float16:
             factor = max(factor, 2.0**-6)
-        case = cases.scaled(make_case(problem, self._T, "masked"), factor)
+        case = cases.scaled(cases.make_case(problem, self._T, "masked"), factor)
         kernel = self._compose(problem, self._native)
         try:
             packed = pack(kernel, case.weights)
@@ -149,9 +196,9 @@ class ExpertsNumbers(ExpertsBase):
         problem = self._problem(dtype=torch.float16)
         if problem.quant.activation is not None and problem.quant.activation.static:
             self._skip("static scales bound the activations")
-        case = make_case(problem, self._T, "masked")
+        case = cases.make_case(problem, self._T, "masked")
         case = replace(case, x=case.x * 16)
-        while case.reference().abs().max() > 2.0**14:  # the outputs of experts must be, too
+        while case.reference().abs().max() > 2.0**14:  # the outputs of experts must fit as well
             case = replace(case, x=case.x / 2)
         check_call(self._compose(problem, self._native), case)
 
@@ -160,7 +207,7 @@ class ExpertsNumbers(ExpertsBase):
         if not getattr(self._spec(), "weights_in_fp32", False):
             self._skip("the spec does not declare weights_in_fp32")
         problem = self._problem(dtype=torch.float16)
-        case = cases.beyond_float16(make_case(problem, self._T, "masked"))
+        case = cases.beyond_float16(cases.make_case(problem, self._T, "masked"))
         check_call(self._compose(problem, self._native), case)
 
     def test_tokens_are_independent(self) -> None:
@@ -177,7 +224,7 @@ class ExpertsNumbers(ExpertsBase):
         for scheme in kinds.values():
             sizes = {} if SCHEMES[scheme].weight else {"hidden_size": 96, "intermediate_size": 64}
             problem = self._problem(quant=scheme, **(sizes if self._on_cpu else {}))
-            case = make_case(problem, self._T)
+            case = cases.make_case(problem, self._T)
             case.x[3], case.x[self._T // 2, 5] = float("nan"), float("inf")
             case.x[5] *= 64
             out = call(
@@ -188,71 +235,17 @@ class ExpertsNumbers(ExpertsBase):
             routing = Routing(case.routing.topk_weights[right], case.routing.topk_ids[right])
             rest = replace(case, x=case.x[right], routing=routing)
             what = "the other tokens' output"
-            assert_close(out[right], rest.reference(), problem, what, case=rest)
+            assert_right(out[right], rest, what)
             assert bool(torch.isfinite(out[5]).all()), "large numbers became NaN or infinite"
 
     def test_equal_tokens(self) -> None:
-        """Some tokens differ in their routing alone, as those of a prompt that repeats a word.
+        """Some tokens differ in their routing alone, as in a prompt that repeats a word.
 
         The others differ: roundings of equal tokens do not average out.
         """
-        case = make_case(self._problem(), self._T)
+        case = cases.make_case(self._problem(), self._T)
         case.x[4:8] = case.x[4]
         check_call(self._compose(case.problem, self._native), case)
-
-    # -- parallelism ----------------------------------------------------------------------------
-
-    @pytest.mark.parametrize("kind", ["random", "one_expert"])
-    def test_expert_parallel_slices(self, kind: str) -> None:
-        """Partial sums of ranks with unequal shares. With one_expert, most ranks get no row."""
-        layer = self._problem()
-        ranks = 4 if layer.num_experts % 4 else 3
-        problem = self._problem(parallel=ParallelConfig(ep_size=ranks, dp_size=1))
-        whole = make_case(cases.whole(problem), self._T, kind)
-        total = torch.zeros(whole.x.shape, dtype=torch.float32, device=whole.x.device)
-        for rank in range(ranks):
-            mine = self._on_rank(problem, ep_rank=rank)
-            case = make_case(mine, self._T, kind)
-            assert len(mine.local_experts) == case.weights.num_experts
-            total += check_call(self._compose(mine, self._native), case).float()
-        out = total.to(problem.dtype)
-        assert_close(out, whole.reference(), problem, "sum over ranks", case=whole)
-
-    def test_tensor_parallel_slices(self) -> None:
-        """Partial sums over shares of the intermediate size; biases if the backend has them."""
-        bias = {"has_bias": True} if self._spec().bias else {}
-        problem = self._problem(parallel=ParallelConfig(tp_size=2), **bias)
-        layer = cases.whole(problem)
-        full = cases.unquantized_weights(layer)
-        partial, want = [], []
-        for rank in range(2):
-            mine = self._on_rank(problem, tp_rank=rank)
-            case = make_case(mine, self._T, weights=cases.tp_shard(full, mine))
-            partial.append(check_call(self._compose(mine, self._native), case).float())
-            want.append(case.reference())
-        total = (partial[0] + partial[1]).to(problem.dtype)
-        case = make_case(layer, self._T, weights=cases.quantized(full, layer))
-        assert_close(total, want[0] + want[1], problem, "sum over ranks", case=case)
-        if problem.quant.weight is None:
-            assert_close(total, case.reference(), problem, "sum over ranks")
-
-    @over("scheme", [name for name, s in SCHEMES.items() if s.weight and s.weight.group[0] > 1])
-    def test_padded_tensor_parallel_slices(self, scheme: str) -> None:
-        """Three blocks on two ranks: blocks are not cut, so the second rank's share is padded."""
-        problem = self._at(
-            *(sizes_of(4, 2, hidden, 384) for hidden in (128, 256, 512)),
-            quant=scheme,
-            parallel=ParallelConfig(tp_size=2),
-        )
-        layer = cases.whole(problem)
-        full = cases.unquantized_weights(layer)
-        total = torch.zeros(())
-        for rank in range(2):
-            mine = self._on_rank(problem, tp_rank=rank)
-            case = make_case(mine, self._T, weights=cases.tp_shard(full, mine))
-            total = total + check_call(self._compose(mine, self._native), case).float().cpu()
-        case = make_case(layer, self._T, weights=cases.quantized(full, layer))
-        assert_close(total.to(case.x), case.reference(), layer, "sum over ranks", case=case)
 
     # -- forms of weights and input -------------------------------------------------------------
 
@@ -262,10 +255,10 @@ class ExpertsNumbers(ExpertsBase):
         if not declared:
             self._skip("declares no scheme in act-order")
         problem = self._problem(quant=declared[0])
-        kernel, weights = self._compose(problem, self._native), random_weights(problem)
+        kernel, weights = self._compose(problem, self._native), cases.random_weights(problem)
         for without in (("w2_g_idx",), ("w13_g_idx",), ("w13_g_idx", "w2_g_idx")):
             left: dict[str, Any] = dict.fromkeys(without)
-            check_call(kernel, make_case(problem, self._T, weights=replace(weights, **left)))
+            check_call(kernel, cases.make_case(problem, self._T, weights=replace(weights, **left)))
 
     def test_spare_capacity(self) -> None:
         """A batched layout with more capacity than tokens, in a part of a dispatcher's buffer."""
@@ -283,8 +276,113 @@ class ExpertsNumbers(ExpertsBase):
         """
         problem = self._problem(quant=scheme)
         kernel = self._compose(problem, self._bridged if wire == _BRIDGED else wire)
-        packed = pack(kernel, random_weights(problem))
+        packed = pack(kernel, cases.random_weights(problem))
         for num_tokens in (self._many_tokens, 0):
-            check_call(kernel, make_case(problem, num_tokens, "rows"), packed)
-        case = make_case(problem, 1)
+            check_call(kernel, cases.make_case(problem, num_tokens, "rows"), packed)
+        case = cases.make_case(problem, 1)
         check_call(kernel, replace(case, x=torch.zeros_like(case.x)), packed)
+
+    # -- sizes ----------------------------------------------------------------------------------
+
+    def test_large(self) -> None:
+        """Many tiles in every direction, and an odd number of tiles of 128."""
+        sizes = [(8, 4, 384, 160)] if self._on_cpu else [(32, 4, 2176, 896), (32, 4, 2048, 768)]
+        if self._interpreted:
+            sizes = [(3, 3, 192, 160)]
+        problem = self._at(*(sizes_of(*each) for each in sizes), {})
+        self._check(problem, 65 if self._on_cpu else 1030)
+
+    def test_one_expert(self) -> None:
+        """A dense layer, or a rank with one expert."""
+        self._check_counts(self._problem(num_experts=1, top_k=1), "rows")
+
+    def test_many_experts(self) -> None:
+        """More experts, and more assignments of a token, than published models have; both are odd.
+
+        Then as many as a block has threads. Nemotron 3 Super has 22 of 512 experts.
+        """
+        inner = 16 if self._on_cpu else 128
+        for counts in (((1031, 23), (651, 9)), ((512, 10), (256, 8))):
+            sizes = [sizes_of(*c, 2 * n, n) for c in counts for n in (inner, 128, 256)]
+            case = cases.make_case(problem := self._at(*sizes), 3 if self._interpreted else 12)
+            ids = case.routing.topk_ids
+            last = problem.num_experts - 1 - torch.arange(len(ids), device=ids.device)
+            ids[:, 0] = torch.where((ids == last[:, None]).any(dim=1), ids[:, 0], last)
+            case.routing.topk_weights[:, 0] = 8.0  # so that the last expert's part is not small
+            check_call(self._compose(problem, self._native), case)
+
+    def test_rows_per_expert(self) -> None:
+        """Each expert has about as many rows as a common tile; two have more than a thousand."""
+        rows = [r for r in _TOKENS if r <= 65] if self._interpreted else _TOKENS
+        inner = 16 if self._on_cpu else 128
+        problem = self._at(
+            *(sizes_of(len(rows), 1, 2 * n, n) for n in (inner, 128, 256)),
+            apply_router_weight_on_input=False,
+        )
+        case = cases.make_case(problem, sum(rows))
+        order = torch.randperm(sum(rows), generator=cases.generator("rows"))
+        ids = torch.arange(len(rows)).repeat_interleave(torch.tensor(rows))[order, None]
+        routing = Routing(case.routing.topk_weights, ids.to(case.routing.topk_ids))
+        check_call(self._compose(problem, self._native), replace(case, routing=routing))
+
+    def test_many_assignments(self) -> None:
+        """T, all of which one expert gets, beyond 65536, and one more than chunks of tokens hold.
+
+        Indices of assignments, tokens and rows need more than 16 bits, and so do grids of programs.
+        """
+        if self._interpreted:
+            self._skip("takes minutes in Triton's interpreter, which runs a program a token")
+        inner = 16 if self._on_cpu else 128
+        problem = self._at(*(sizes_of(16, 2, 2 * n, n) for n in (inner, 128, 256)))
+        self._check(problem, _MOST_16_BITS + 1, "hot")
+
+    @pytest.mark.parametrize("model", PUBLISHED)
+    def test_published_sizes(self, model: str) -> None:
+        """A model's experts, whole on a GPU; on the CPU with few columns."""
+        published, spec = PUBLISHED[model], self._spec()
+        particular = dict(published.particular)
+        if particular.get("quant") not in spec.schemes:
+            particular.pop("quant", None)
+        if particular.get("activation", "silu") not in spec.activations & ACTIVATIONS:
+            particular.pop("activation", None)
+        if not spec.bias:
+            particular.pop("has_bias", None)
+        whole = sizes_of(*published[:4])
+        if self._on_cpu:
+            particular.pop("quant", None)  # whose groups need columns
+            small = [
+                {**whole, **{n: whole[n] // d for n in ("hidden_size", "intermediate_size")}}
+                for d in (64, 32, 16)
+            ]
+            self._check(self._at(*small, **particular), 2 if self._interpreted else 5)
+            return
+        problem = self._at(whole, **particular)
+        with most_memory(cases.device_of(problem)) as free:
+            ranks = self._ranks_for(problem, _MEMORY * free)
+            parallel = ParallelConfig(ep_size=ranks, dp_size=1)
+            problem = self._at(whole, parallel=parallel, **particular)
+            weights = cases.random_weights(problem, drawn_on=cases.device_of(problem))
+            kernel = self._compose(problem, self._native)
+            packed = kernel.pack(weights)
+            for num_tokens in (1, 61, 1030):
+                check_call(kernel, cases.make_case(problem, num_tokens, weights=weights), packed)
+
+    def _ranks_for(self, problem: MoEProblem, free: float) -> int:
+        """Return the fewest ranks, a power of two, whose weights fit into so many bytes each."""
+        parameters = 3 * problem.num_experts * problem.hidden_size * problem.intermediate_size
+        ranks = 1
+        while ranks * free < 10 * parameters:  # fp32, 16 bits as given, 16 bits packed, and some
+            ranks *= 2
+        if ranks > problem.num_experts:
+            self._skip(f"one expert needs more than the {free / 1e9:.1f} GB that are free")
+        return ranks
+
+    def test_offsets_beyond_int32(self) -> None:
+        """T * K * H beyond 2 ** 31 elements: offsets of rows need 64 bits."""
+        if self._on_cpu:
+            self._skip("takes 20 GB and the time of a GPU")
+        problem = self._at(sizes_of(8, 8, 7168, 256))
+        with most_memory(cases.device_of(problem)) as free:
+            if free < _LARGE_CALL:
+                self._skip(f"takes {_LARGE_CALL / 1e9:.0f} GB, and {free / 1e9:.1f} GB are free")
+            check_call(self._compose(problem, self._native), cases.make_case(problem, 37500))

@@ -88,7 +88,7 @@ def whole(problem: MoEProblem) -> MoEProblem:
 
 def layouts(world: int) -> list[ParallelConfig]:
     """Return ways for ``world`` ranks to share experts and tokens, other than the usual one."""
-    made = []
+    made = [ParallelConfig(ep_size=world, dp_size=1)]
     if world > 1:
         made += [ParallelConfig(ep_size=1, tp_size=world, dp_size=world)]
     if world % 2 == 0:
@@ -435,18 +435,3 @@ def tp_shard(weights: ExpertWeights, problem: MoEProblem) -> ExpertWeights:
         bias = {"w13_bias": rows(weights.w13_bias), "w2_bias": weights.w2_bias}
     shard = ExpertWeights(rows(weights.w13), share(weights.w2, 2), **bias)
     return quantized(shard, problem)
-
-
-def interleaved(weights: ExpertWeights) -> ExpertWeights:
-    """Return the same weights with alternating rows of gate and up."""
-
-    def mix(t: Tensor | None) -> Tensor | None:
-        if t is None or t.shape[1] != weights.w13.shape[1]:
-            return t  # a per-tensor scale has no rows
-        return torch.stack(t.chunk(2, dim=1), dim=2).flatten(1, 2)
-
-    changes: dict[str, Any] = {
-        name: mix(getattr(weights, name))
-        for name in ("w13", "w13_bias", "w13_scale", "w13_zero_points")
-    }
-    return replace(weights, **changes, interleaved=True)

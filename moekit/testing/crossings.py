@@ -16,6 +16,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moekit.contract import Routing
 from moekit.contract.specs import ExpertsSpec
@@ -23,12 +24,13 @@ from moekit.errors import InvalidProblem
 from moekit.problem import DTYPES, DeviceSpec, MoEProblem, ParallelConfig
 from moekit.problem.activation import ALPHAS, CLAMPABLE, Activation
 from moekit.problem.quant import SCHEMES
+from moekit.problem.weights import ExpertWeights
 from moekit.testing import cases
 from moekit.testing.base import over
-from moekit.testing.calls import AROUND, QUANTIZED_WIRE, call, pack
+from moekit.testing.calls import AROUND, QUANTIZED_WIRE, call, check_call, pack
 from moekit.testing.cases import Case, make_case
 from moekit.testing.covering import Row, covering_array
-from moekit.testing.diagnose import assert_close
+from moekit.testing.diagnose import assert_right
 from moekit.testing.experts_base import ExpertsBase, sizes_of
 from moekit.testing.memory import poison
 
@@ -121,12 +123,15 @@ class ExpertsCases(ExpertsBase):
         case = _case(problem, row, key)
         kernel = self._compose(problem, dispatcher)
         packed = pack(kernel, case.weights)
-        out = None
-        if row["out"] == "strided":
-            T, H = case.x.shape
-            wide = torch.empty(T + AROUND, H + 16, dtype=case.x.dtype, device=case.x.device)
-            out = poison(wide)[:T, 8 : 8 + H]
-        assert_close(call(kernel, packed, case, out=out), case.reference(), problem, case=case)
+        if row["out"] == "contiguous":
+            check_call(kernel, case, packed)
+            return
+        T, H = case.x.shape
+        wide = poison(case.x.new_empty(T + 2 * AROUND, H + 16))
+        given = wide[AROUND:-AROUND, 8:-8]
+        assert_right(call(kernel, packed, case, out=given), case)
+        given.fill_(float("nan"))
+        assert bool(torch.isnan(wide).all()), "wrote outside the given output"
 
 
 def _case(problem: MoEProblem, row: Row, key: object) -> Case:
@@ -158,12 +163,25 @@ def _case(problem: MoEProblem, row: Row, key: object) -> Case:
         weights = weights * (steps % 3 - 1).to(weights)
     ids = ids.int() if row["ids"] == "int32" else ids
     case = replace(case, routing=Routing(weights.contiguous(), ids.contiguous()))
+    if row["scales"] == "signed":
+        case = replace(case, weights=_signed_scales(case.weights))
     if row["strides"] == "moved":
         return cases.moved(case)
     if row["strides"] == "strided":
         case = replace(case, weights=cases.strided_weights(case.weights))
         return cases.strided_inputs(case)
     return case
+
+
+def _signed_scales(weights: ExpertWeights) -> ExpertWeights:
+    """Return the weights with some scales negative, and some zero."""
+
+    def signed(scale: Tensor) -> Tensor:
+        factors = torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0], device=scale.device)
+        return scale * factors[torch.arange(scale.numel(), device=scale.device) % 5].view_as(scale)
+
+    assert weights.w13_scale is not None and weights.w2_scale is not None
+    return replace(weights, w13_scale=signed(weights.w13_scale), w2_scale=signed(weights.w2_scale))
 
 
 @cache
@@ -192,6 +210,7 @@ def _array(
         "strides": ("contiguous", "strided", "moved"),
         "ids": ("int64", "int32"),
         "order": ("random", "ascending"),
+        "scales": ("positive", "signed"),
         "via": ("native", "bridged", QUANTIZED_WIRE),
         "batch_invariant": (False, True) if spec.batch_invariant else (False,),
     }
@@ -247,6 +266,9 @@ def _possible(spec: ExpertsSpec, device: DeviceSpec, interpreted: bool, row: Row
         row["activation"] = _main_activation(spec)  # squares may exceed 65504
     if row["router"] == "signed" and row["via"] == "bridged":
         row["via"] = "native"  # bridged experts get no router weights
+    weight = SCHEMES[row["scheme"]].weight
+    if weight is None or weight.scale_dtype != "float32":
+        row["scales"] = "positive"  # the formats of other scales hold powers of two or magnitudes
     if row["batch_invariant"]:
         row["share"] = "all"  # ranks add up partial sums otherwise
     if interpreted and (wide or row["top_k"] == 40):

@@ -16,12 +16,12 @@ from moekit.contract import PrepareAndFinalize
 from moekit.contract.specs import DispatcherSpec
 from moekit.problem import DTYPES, ActivationFormat, DeviceSpec, MoEProblem, ParallelConfig
 from moekit.problem.quant import SCHEMES, WIRE_SCHEMES
-from moekit.testing import cases, interface, rank_failures, rank_threads, ranks
+from moekit.testing import cases, interface, rank_failures, ranks
 from moekit.testing.base import Capability, Conformance, Sizes
+from moekit.testing.calls import LEAVES_SUMS
 from moekit.testing.distributed import RankError, RankPool
 from moekit.testing.memory import older_objects_skipped
 from moekit.testing.ranks import Call, Job, Members
-from moekit.testing.unreduced import LEAVES_SUMS
 from moekit.untrusted.arguments import switch
 
 # Numbers of ranks to test with, up to 8, instead of `world_sizes`: "2,8".
@@ -48,6 +48,20 @@ _COUNTS = {
     "one_each": (1, 1, 1, 1),
     "one_in_all": (0, 0, 0, 1),
     "none": (0, 0, 0, 0),
+}
+
+
+# What is unusual in a call -> its routing, how it is made, and changes of the problem.
+_CALLS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "router_weight_on_input": ("rows", "plain", {"top_k": 1, "apply_router_weight_on_input": True}),
+    "every_token_to_every_expert": ("random", "plain", {"top_k": 8}),
+    "experts_do_not_divide_by_ranks": ("masked", "plain", {"num_experts": 7}),
+    "replicas": ("masked", "plain", {"num_redundant_experts": 2}),
+    "experts_that_do_not_reduce": ("masked", "plain", {"experts": "reference"}),
+    "strided_input": ("masked", "strided", {}),
+    "given_output": ("rows", "out", {}),
+    "one_expert_a_token": ("rows", "out", {"top_k": 1}),
+    "without_capacity": ("random", "plain", {"max_num_tokens": None}),
 }
 
 
@@ -133,7 +147,7 @@ class DispatcherConformance(Conformance):
         """Parametrize tests by numbers of ranks.
 
         world: every number. ends: the smallest and the largest, for tests that hardly depend on
-        it. most: the largest. several: those of 2 ranks and more.
+        it. most: the largest. several: 2 ranks and more.
         """
         super().pytest_generate_tests(metafunc)
         asked = os.environ.get(WORLD_SIZES_VARIABLE)
@@ -222,7 +236,9 @@ class DispatcherConformance(Conformance):
         if not self._devices_for(processes):
             self._skip(f"{processes} ranks need as many {kind} devices, or {SHARE_VARIABLE}=1")
         # Three ranks are a group of four processes: these exist already.
-        tasks = [(f, replace(job, spec=ranks.to_send(job.spec)), args) for f, job, args in tasks]
+        tasks = [
+            (f, replace(job, spec=ranks.sendable(self._spec())), args) for f, job, args in tasks
+        ]
         pool = _pool(4 if processes == 3 and self._devices_for(4) else processes, kind)
         groups = [
             Members(each, pool.failures, copy)
@@ -270,29 +286,19 @@ class DispatcherConformance(Conformance):
         """A hot expert, idle experts, ids of -1, and tokens without experts, which are NaN."""
         self._check(ends, ranks.calls, [Call((5, 2, 9, 13), kind)])
 
-    def test_router_weight_on_input(self, world: int) -> None:
-        changes = {"top_k": 1, "apply_router_weight_on_input": True}
-        self._check(world, ranks.calls, [Call((3, 1, 9, 13), "rows")], **changes)
-
-    def test_every_token_to_every_expert(self, world: int) -> None:
-        self._check(world, ranks.calls, [Call((3, 0, 9, 13))], top_k=8)
-
-    def test_experts_do_not_divide_by_ranks(self, world: int) -> None:
-        experts = 7 if world < 7 else 2 * world - 1
-        self._check(world, ranks.calls, [Call((3, 0, 9, 13), "masked")], num_experts=experts)
+    @pytest.mark.parametrize("name", _CALLS)
+    def test_calls(self, name: str, ends: int) -> None:
+        """Forms of problems and calls in which one thing is unusual."""
+        kind, how, changes = _CALLS[name]
+        if changes.get("num_experts") and ends >= changes["num_experts"]:
+            changes = {"num_experts": 2 * ends - 1}
+        counts = (3, 0, 9, 13)
+        self._check(ends, ranks.calls, [Call(counts, kind), Call(counts[::-1])], how, **changes)
 
     def test_three_ranks(self) -> None:
         """A number of ranks that is no power of two, with unequal shares of the experts."""
         self._needs_ranks()
         self._check(3, ranks.calls, [Call((3, 0, 9)), Call((5, 6, 4), "masked")])
-
-    def test_replicas(self, world: int) -> None:
-        self._check(world, ranks.calls, [Call((3, 0, 9, 13), "masked")], num_redundant_experts=2)
-
-    def test_same_tokens_on_all_ranks(self, world: int) -> None:
-        """With dp_size=1 no token moves, and each rank returns its partial sum."""
-        parallel = ParallelConfig(ep_size=world, dp_size=1)
-        self._check(world, ranks.calls, [Call((9,)), Call((0,))], parallel=parallel)
 
     def test_slices_and_shared_tokens(self, layout: ParallelConfig) -> None:
         """Ranks hold slices of the same experts (tp_size), or the same tokens (dp_size)."""
@@ -336,10 +342,6 @@ class DispatcherConformance(Conformance):
         self._check(most, interface.many_assignments, Call((3, 0, 9, 13)), **changes)
 
     # -- arithmetic -------------------------------------------------------------------------------
-
-    @pytest.mark.parametrize("experts", ["torch", "reference"])
-    def test_with_experts(self, experts: str, ends: int) -> None:
-        self._check(ends, ranks.calls, [Call((3, 0, 9, 13), "masked")], experts=experts)
 
     def test_sums_left_by_experts(self, world: int) -> None:
         """Experts of some ranks leave the sum over K to `finalize`, in rows anywhere."""
@@ -435,18 +437,6 @@ class DispatcherConformance(Conformance):
             for changes in self._quantized_wire(world):
                 self._check(world, ranks.in_flight, *both, ["in turn"], **changes)
 
-    def test_strided_input(self, ends: int) -> None:
-        self._check(ends, ranks.calls, [Call((7, 0, 3, 21), "masked")], "strided")
-
-    def test_given_output(self, ends: int) -> None:
-        """For tokens with one expert each, whose router weight is not 1."""
-        changes = self._first({"top_k": 1, "parallel": self._parallel(ends)}, {})
-        self._check(ends, ranks.calls, [Call((7, 0, 3, 21), "rows")], "out", **changes)
-
-    def test_without_capacity(self, ends: int) -> None:
-        """The problem has no max_num_tokens."""
-        self._check(ends, ranks.calls, [Call((7, 0, 3, 21))], max_num_tokens=None)
-
     def test_full_capacity(self, world: int) -> None:
         """Every rank has max_num_tokens tokens, all for one expert, then all for one rank."""
         parallel = {"parallel": self._parallel(world)}
@@ -457,11 +447,6 @@ class DispatcherConformance(Conformance):
         self._check(world, ranks.calls, calls, **changes)
 
     # -- errors -----------------------------------------------------------------------------------
-
-    @pytest.mark.parametrize("fault", ["shape", "ids", "capacity"])
-    def test_bad_input_on_one_rank(self, fault: str, world: int) -> None:
-        """All ranks raise instead of hanging, and the next call works."""
-        self._check(world, rank_failures.one_rank_fails, fault)
 
     def test_failure_after_dispatch(self, world: int) -> None:
         """One rank's experts raise: all ranks raise and name it, and other calls work."""
@@ -505,7 +490,7 @@ class DispatcherConformance(Conformance):
             self._skip("on a device, kernels that wait for other ranks must start in one order")
         try:
             arguments = Call((5, 0, 3, 9)), _THREAD_SECONDS
-            task = rank_threads.in_opposite_orders, self._job(most), arguments
+            task = rank_failures.in_opposite_orders, self._job(most), arguments
             self._check_at_once(most, [task], copies=2)
         except RankError:
             for pool in _pools().values():  # threads that are blocked keep their locks
@@ -518,7 +503,7 @@ class DispatcherConformance(Conformance):
         if self._device().type != "cpu":
             self._skip("libraries for devices may join only one set of ranks in a process")
         job = self._job(2)
-        job = replace(job, spec=ranks.to_send(job.spec))
+        job = replace(job, spec=ranks.sendable(self._spec()))
         with RankPool(3) as pool:
             *_, refused = pool.run(rank_failures.groups_of_one_name, job, Call((5, 3)))
         if refused is not None:
@@ -534,7 +519,7 @@ class DispatcherConformance(Conformance):
         """Two threads call one kernel of a dispatcher that moves no tokens."""
         if self._spec().moves_tokens:
             self._skip("moves tokens, so its calls in one group take turns")
-        self._check(1, rank_threads.of_one_kernel, Call((9,)), Call((21,), "masked"))
+        self._check(1, rank_failures.of_one_kernel, Call((9,)), Call((21,), "masked"))
 
     def test_group_mismatch(self, world: int) -> None:
         """Every rank refuses a group whose size differs from the problem's."""

@@ -23,14 +23,12 @@ import gc
 import io
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -194,7 +192,7 @@ class RankPool:
                     died[rank] = self._processes[rank].exitcode
                     continue
                 try:
-                    succeeded, value = pickle.loads(reply)
+                    succeeded, value = _loads(reply)
                 except Exception:  # a result of a type that only the worker can import
                     succeeded, value = False, traceback.format_exc()
                 (results if succeeded else tracebacks)[rank] = value
@@ -210,41 +208,27 @@ class RankPool:
             raised.setdefault(tracebacks[rank], []).append(rank)
         faults = [f"ranks {ranks} raised:\n{text}" for text, ranks in raised.items()]
         faults += [f"rank {rank} died with exit code {died[rank]}" for rank in sorted(died)]
-        if hung:
-            stacks = self._stacks_of(hung)
-            faults += [
-                f"rank {rank} hangs (neither returned nor raised):\n{stacks[rank]}" for rank in hung
-            ]
+        faults += [
+            f"rank {rank} hangs (neither returned nor raised):\n{self._stack_of(rank)}"
+            for rank in hung
+        ]
         message = f"{what} failed on ranks {sorted((*tracebacks, *died, *hung))}"
         if hung or died:
             message += "; the pool is now closed"
             self._end(f"{what} left ranks {sorted((*died, *hung))} hanging or dead", patience=0.0)
         raise RankError("\n".join([message, *faults]), tracebacks, hung, died)
 
-    def _stacks_of(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return the stack of each hanging rank, which it writes on a signal."""
-        for rank in ranks:
-            pid = self._processes[rank].pid
-            if pid is not None and Path(self._stacks.name, str(rank)).exists():
-                os.kill(pid, signal.SIGUSR1)
-        time.sleep(0.3)
-        return {rank: self._stack_of(rank) for rank in ranks}
-
     def _stack_of(self, rank: int) -> str:
+        """Return the stack of a hanging rank, which it writes on a signal."""
         file, process = Path(self._stacks.name, str(rank)), self._processes[rank]
-        if not file.exists():
+        if not file.exists() or process.pid is None:
             return "(no stack: not started yet)"
+        os.kill(process.pid, signal.SIGUSR1)
         deadline = time.monotonic() + _STACK_SECONDS
         while not (stack := file.read_text()) and time.monotonic() < deadline:
             time.sleep(0.1)
-        if stack:
-            return stack
-        where = ""
-        with suppress(OSError):  # where there is no /proc
-            status = Path(f"/proc/{process.pid}/status").read_text()
-            state = next(line for line in status.splitlines() if line.startswith("State"))
-            where = f"; {state}, in {Path(f'/proc/{process.pid}/wchan').read_text()}"
-        return f"(no stack: it does not answer signals{where})"
+        time.sleep(0.1)  # it may still write
+        return file.read_text() if stack else "(no stack: it does not answer signals)"
 
     def _end(self, why: str, patience: float) -> None:
         self._why_closed = why
@@ -291,30 +275,14 @@ def _start_method(device_type: str) -> SpawnContext | ForkServerContext:
     return context
 
 
-class _ByValue(pickle.Pickler):
-    """Pickles tensors as CPU copies of just their elements, not of the storage they view.
-
-    Through torch.save: pickle alone writes fp8 tensors that it cannot read.
-    """
-
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is torch.Tensor:
-            buffer = io.BytesIO()
-            torch.save(obj.detach().to("cpu", copy=True), buffer)
-            return _tensor, (buffer.getvalue(),)
-        return NotImplemented
-
-
-def _tensor(saved: bytes) -> torch.Tensor:
-    loaded = torch.load(io.BytesIO(saved), weights_only=True)
-    assert isinstance(loaded, torch.Tensor)
-    return loaded
-
-
 def _dumps(value: Any) -> bytes:
     buffer = io.BytesIO()
-    _ByValue(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    torch.save(value, buffer)
     return buffer.getvalue()
+
+
+def _loads(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
 def _work(settings: _Rank, pipe: Connection) -> None:
@@ -335,8 +303,8 @@ def _work(settings: _Rank, pipe: Connection) -> None:
 
             def call(task: bytes = task) -> Any:
                 # The parent's path may have grown since the start (pytest adds test folders).
-                sys.path[:], inner = pickle.loads(task)
-                function, args = pickle.loads(inner)
+                sys.path[:], inner = _loads(task)
+                function, args = _loads(inner)
                 gc.freeze()  # collections then skip the modules, which take 0.2 s each time
                 try:
                     return function(settings.rank, settings.world_size, *args)

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
-from moekit.contract import PermuteExpertsUnpermute
+from moekit.contract import PackedWeights, PermuteExpertsUnpermute
 from moekit.contract.specs import ExpertsSpec
+from moekit.kernel import ModularKernel
 from moekit.problem import DTYPES, ActivationFormat, DeviceSpec, MoEProblem
 from moekit.problem.activation import ACTIVATIONS, Activation
 from moekit.problem.quant import SCHEMES
+from moekit.problem.weights import ExpertWeights
 from moekit.testing.base import Capability, Conformance, Sizes
 from moekit.testing.calls import check_call, pack
 from moekit.testing.cases import make_case, random_weights
-
-# Numbers of tokens, some around common tiles; in Triton's interpreter those up to 33.
-TOKENS = (0, 1, 2, 33, 127, 128, 129, 257, 1000, 1024, 1025)
-_MOST_TOKENS_INTERPRETED = 33
 
 
 def sizes_of(num_experts: int, top_k: int, hidden: int, intermediate: int) -> Sizes:
@@ -115,8 +112,6 @@ class ExpertsBase(Conformance):
 
     def _declares(self, name: str, value: Any) -> bool:
         spec = self._spec()
-        if name == "num_tokens":
-            return not self._interpreted or value <= _MOST_TOKENS_INTERPRETED
         if name == "name":
             return value in spec.activations
         return value in {"scheme": spec.schemes, "dtype": spec.dtypes}[name]
@@ -130,6 +125,13 @@ class ExpertsBase(Conformance):
     def _many_tokens(self) -> int:
         """More tokens than a tile has rows; in Triton's interpreter a few."""
         return (8 if self._interpreted else 150) if self._on_cpu else 1100
+
+    def _packed(
+        self, problem: MoEProblem, dispatcher: str = "", weights: ExpertWeights | None = None
+    ) -> tuple[ModularKernel, PackedWeights]:
+        """Compose a kernel, behind the dispatcher of the native format by default, and pack."""
+        kernel = self._compose(problem, dispatcher or self._native)
+        return kernel, pack(kernel, weights or random_weights(problem))
 
     def _check(
         self,
@@ -154,8 +156,8 @@ class ExpertsBase(Conformance):
             kind: of the first call.
             invariant: also check the batch-invariant problem, if the backend does it.
         """
-        kernel, weights = self._compose(problem, self._native), random_weights(problem)
-        packed = pack(kernel, weights)
+        weights = random_weights(problem)
+        kernel, packed = self._packed(problem, weights=weights)
         calls = ((self._T, kind), (1, "random"), (self._many_tokens, "rows"))
         for num_tokens, each in calls[: 1 if self._interpreted else None]:
             check_call(kernel, make_case(problem, num_tokens, each, weights=weights), packed)
@@ -177,14 +179,6 @@ class ExpertsBase(Conformance):
                 return found
             reasons = found
         self._skip(reasons)
-
-    def _on_rank(self, problem: MoEProblem, **parallel: int) -> MoEProblem:
-        """Return the same layer as another rank sees it, or skip with the spec's reasons."""
-        mine = problem.replace(parallel=replace(problem.parallel, **parallel))
-        if reasons := self._spec().unsupported(mine):
-            self._check_refused(mine, reasons)
-            self._skip("; ".join(reasons))
-        return mine
 
     def test_constructor_keeps_spec_and_problem(self) -> None:
         problem = self._problem()

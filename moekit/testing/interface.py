@@ -13,20 +13,18 @@ from moekit.problem import MoEProblem
 from moekit.testing.calls import Watch, call, check_graph, check_quantized
 from moekit.testing.cases import device_of, generator
 from moekit.testing.memory import poison
-from moekit.testing.ranks import Call, Job, Rank
+from moekit.testing.ranks import Call, Rank, of_rank
 
 Delivery = tuple[int, int, int, float]  # source rank, token, physical expert, router weight
 
 
-def deliveries(
-    rank: int, world_size: int, job: Job, wanted: Call
-) -> tuple[list[Delivery], list[Delivery]]:
+@of_rank
+def deliveries(r: Rank, wanted: Call) -> tuple[list[Delivery], list[Delivery]]:
     """Return the assignments that this rank sent, and those that reached it.
 
     Marks in the tokens identify them. Asserts that `Dispatched` fits its docstring, and that
     `finalize` is right for experts that return their input.
     """
-    r = Rank(rank, world_size, job)
     p, dispatcher = r.problem, r.kernel.dispatcher
     case, _ = r.case(wanted)
     source = r.batch
@@ -43,7 +41,7 @@ def deliveries(
     arrived = list(_arrived(tokens, p, limit))
 
     out = poison(torch.empty_like(x))
-    result = dispatcher.finalize(_identity(tokens), tokens, out).result()
+    result = dispatcher.finalize(_scaled(tokens, p), tokens, out).result()
     assert result.data_ptr() == out.data_ptr(), "finalize did not return the out it was given"
     watch.check("prepare or finalize")
     ref = _identity_result(x, routing, r)
@@ -52,7 +50,6 @@ def deliveries(
     assert bool((apart <= 4 * torch.finfo(p.dtype).eps).all()), (
         f"identity experts: got {out[:, :3].tolist()}, want {ref[:, :3].tolist()}"
     )
-    r.finish()
 
     sent = [
         (source, t, int(routing.topk_ids[t, k]), round(float(routing.topk_weights[t, k]), 6))
@@ -104,19 +101,6 @@ def _check_contiguous(x: Tensor) -> None:
     assert x.is_contiguous(), f"x has strides {x.stride()}, expected a contiguous tensor"
 
 
-def _identity(tokens: Dispatched) -> Tensor:
-    """Return the output of experts that return their input; padding is NaN."""
-    if tokens.expert_num_tokens is not None:
-        C = tokens.x.shape[1]
-        real = torch.arange(C, device=tokens.x.device) < tokens.expert_num_tokens[:, None]
-        return torch.where(real[..., None], tokens.x, float("nan"))
-    assert tokens.topk_ids is not None and tokens.topk_weights is not None
-    weights = torch.where(tokens.topk_ids >= 0, tokens.topk_weights, 0.0)
-    total = weights.sum(dim=1, keepdim=True)
-    y = torch.where(total > 0, tokens.x.float() * total, 0.0)
-    return y.to(tokens.x.dtype)
-
-
 def _identity_result(x: Tensor, routing: Routing, r: Rank) -> Tensor:
     """Return what a rank gets back if every expert returns its input: (T, H) fp32."""
     p = r.problem
@@ -126,14 +110,14 @@ def _identity_result(x: Tensor, routing: Routing, r: Rank) -> Tensor:
     return torch.where(total > 0, x.float() * total, 0.0)
 
 
-def many_assignments(rank: int, world_size: int, job: Job, wanted: Call) -> None:
+@of_rank
+def many_assignments(r: Rank, wanted: Call) -> None:
     """Dispatch and combine many experts, assignments, and values of any size.
 
     Each expert multiplies a token by its own number. Tokens reach a hundred, and outside fp16 a
     million. Router weights are negative, zero, above 2 and (outside fp16) as small as 1e-8, and one
     element of one token is NaN.
     """
-    r = Rank(rank, world_size, job)
     p, dispatcher, device = r.problem, r.kernel.dispatcher, device_of(r.problem)
     T, P, K = r.tokens(wanted), p.num_physical_experts, p.top_k
     draw = generator("many assignments", r.batch)
@@ -156,7 +140,7 @@ def many_assignments(rank: int, world_size: int, job: Job, wanted: Call) -> None
     first, L = p.local_experts.start, p.num_local_experts
     numbers = 0.5 + torch.arange(P, device=device) % 61 / 61  # experts 2 ** n apart differ
     out = poison(torch.empty_like(x))
-    y = _scaled(tokens, numbers[first : first + L])
+    y = _scaled(tokens, p, numbers[first : first + L])
     dispatcher.finalize(y, tokens, out).result()
 
     terms = weights * numbers[ids]
@@ -172,16 +156,17 @@ def many_assignments(rank: int, world_size: int, job: Job, wanted: Call) -> None
         h = int(wrong[t].nonzero()[0])
         r.expect(
             False,
-            f"rank {rank}: {len(bad)} of {T} tokens are wrong, the first of them {bad[:8]}: "
+            f"rank {r.rank}: {len(bad)} of {T} tokens are wrong, the first of them {bad[:8]}: "
             f"[{t}, {h}] is {float(out[t, h]):.6g}, want {float(ref[t, h]):.6g}; x "
             f"{float(x[t, h]):.6g}, ids {ids[t].tolist()}, weights {weights[t].tolist()} ({p!r})",
         )
-    r.finish()
 
 
-def _scaled(tokens: Dispatched, numbers_L: Tensor) -> Tensor:
-    """Return the output of experts that multiply tokens by their number; padding is NaN."""
+def _scaled(tokens: Dispatched, p: MoEProblem, numbers_L: Tensor | None = None) -> Tensor:
+    """Return the output of experts that multiply tokens by their number, 1; padding is NaN."""
     x = tokens.x  # products with float32 are float32
+    if numbers_L is None:
+        numbers_L = torch.ones(p.num_local_experts, device=x.device)
     if tokens.expert_num_tokens is not None:
         real = torch.arange(x.shape[1], device=x.device) < tokens.expert_num_tokens[:, None]
         y = (x * numbers_L[:, None, None]).masked_fill_(~real[..., None], float("nan"))
@@ -193,14 +178,14 @@ def _scaled(tokens: Dispatched, numbers_L: Tensor) -> Tensor:
     return (x * factors).masked_fill_(~here.any(dim=1, keepdim=True), 0.0).to(x.dtype)
 
 
-def graph(rank: int, world_size: int, job: Job, num_tokens: int) -> None:
+@of_rank
+def graph(r: Rank, num_tokens: int) -> None:
     """Capture prepare and finalize in a CUDA graph, with experts that return their input."""
-    r = Rank(rank, world_size, job)
-    dispatcher = r.kernel.dispatcher
+    p, dispatcher = r.problem, r.kernel.dispatcher
 
     def run(x: Tensor, routing: Routing, out: Tensor) -> None:
         tokens = dispatcher.prepare(x, routing, None).result()
-        dispatcher.finalize(_identity(tokens), tokens, out).result()
+        dispatcher.finalize(_scaled(tokens, p), tokens, out).result()
 
     made = []
     for kind in ("random", "masked", "rows", "hot"):
@@ -208,12 +193,11 @@ def graph(rank: int, world_size: int, job: Job, num_tokens: int) -> None:
         routing = r.as_taken(case.routing)
         made.append((replace(case, routing=routing), _identity_result(case.x, routing, r)))
     check_graph(run, made)
-    r.finish()
 
 
-def wire(rank: int, world_size: int, job: Job, wanted: Call) -> None:
+@of_rank
+def wire(r: Rank, wanted: Call) -> None:
     """Assert that tokens travel quantized: quantized values arrive with their scales."""
-    r = Rank(rank, world_size, job)
     p = r.problem
     case, _ = r.case(wanted)
     tokens = r.kernel.dispatcher.prepare(
@@ -227,15 +211,13 @@ def wire(rank: int, world_size: int, job: Job, wanted: Call) -> None:
     out = poison(torch.empty_like(case.x))
     r.kernel.dispatcher.finalize(y, tokens, out).result()
     assert not bool(out.any()), "finalize of zeros is not zero"
-    r.finish()
 
 
-def sums_left(rank: int, world_size: int, job: Job, sequence: Iterable[Call]) -> int:
+@of_rank
+def sums_left(r: Rank, sequence: Iterable[Call]) -> int:
     """Make calls with `LeavesSums`; return how many of their sums were left to the dispatcher."""
-    r = Rank(rank, world_size, job)
     for index, wanted in enumerate(sequence):
         case, ref = r.case(wanted, index)
         r.compare(call(r.kernel, r.packed, case), ref, f"call {index} ({wanted})")
     left: int = r.kernel.experts.left  # type: ignore[attr-defined]
-    r.finish()
     return left

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from getpass import getuser
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock  # torch requires it
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moekit.contract import BufferSpec
 from moekit.runtime.workspace import Layout, Scratch, Workspace
-
-try:
-    import fcntl
-except ImportError:  # on Windows
-    fcntl = None  # type: ignore[assignment]
 
 _POISON = 0xFF  # all bits set: NaN in every float format
 # Not -1, which is a meaningful id: memory that nobody wrote must not say "no expert".
@@ -220,22 +216,12 @@ def most_memory(device: torch.device) -> Iterator[int]:
     Parallel test processes share it. What the block allocates is given back at its end.
     """
     module = torch.get_device_module(device)
-    with _one_process(f"{device.type}{device.index or 0}"):
+    name = f"moekit-testing-{getuser()}-{device.type}{device.index or 0}.lock"
+    with FileLock(Path(tempfile.gettempdir(), name)):
         module.empty_cache()
         yield int(module.mem_get_info(device)[0])
         gc.collect()
         module.empty_cache()
-
-
-@contextmanager
-def _one_process(name: str) -> Iterator[None]:
-    if fcntl is None:
-        yield
-        return
-    path = Path(tempfile.gettempdir()) / f"moekit-testing-{os.getuid()}-{name}.lock"
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def slack(device: torch.device, stated: int) -> int:

@@ -1,25 +1,41 @@
-"""Functions that ranks run to test failures: one rank's error, and groups or layers that differ.
+"""Functions that ranks run to test failures, groups and threads.
 
-The functions are called as those of `moekit.testing.ranks`.
+`moekit.testing.ranks` says how the functions are called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from moekit.contract import Routing
 from moekit.errors import GroupMismatch, InvalidInput, MoekitError, PeerFailed, Unsupported
 from moekit.problem import MoEProblem
 from moekit.testing.calls import call
 from moekit.testing.distributed import wait_until_connected
-from moekit.testing.ranks import Call, Job, Members, Rank, Refused, calls
+from moekit.testing.ranks import (
+    Call,
+    Job,
+    Members,
+    Rank,
+    Refused,
+    calls,
+    of_rank,
+    of_unchecked_rank,
+)
+from moekit.testing.threads import alternately
+
+# Seconds by which the first thread of a rank is ahead of the second one.
+_HEAD_START = 0.1
 
 
 def _culprit(r: Rank, round_: int) -> int:
@@ -33,70 +49,42 @@ def _check_next(r: Rank, key: object) -> None:
     r.compare(out, ref, "the call after the failed one")
 
 
-def one_rank_fails(rank: int, world_size: int, job: Job, fault: str) -> None:
-    """Give one rank bad input: every rank raises a MoekitError, and the next call is right."""
-    r = Rank(rank, world_size, job)
-    good = Call((5, 3))
-    for round_ in range(2):
-        culprit = _culprit(r, round_)
-        mine = r.alone or rank == culprit
-        case, _ = r.case(good, round_)
-        x, ids = case.x, case.routing.topk_ids
-        if mine and fault == "shape":
-            x = x[:, :-1]
-        if mine and fault == "ids":
-            ids = ids + r.problem.num_physical_experts
-        if mine and fault == "capacity":
-            assert r.problem.max_num_tokens is not None
-            case, _ = r.case(Call((r.problem.max_num_tokens + 1,)), round_)
-            x, ids = case.x, case.routing.topk_ids
-        try:
-            r.kernel(x, r.packed, Routing(case.routing.topk_weights, ids))
-        except MoekitError:
-            pass
-        else:
-            raise AssertionError(f"rank {rank} got no error although rank {culprit}'s input is bad")
-        _check_next(r, (round_, "after"))
-    r.finish()
-
-
-def unchecked_rank_fails(rank: int, world_size: int, job: Job) -> None:
+@of_unchecked_rank
+def unchecked_rank_fails(r: Rank) -> None:
     """Let ranks of an unchecked kernel fail before `prepare`: `abort` tells the others.
 
     One rank fails, then two, more often than a library has buffers.
     """
-    r = Rank(rank, world_size, job, checked=False)
     for round_ in range(4):
         culprits = [_culprit(r, round_ + n) for n in range(1 + round_ % 2)]
         whose = " and ".join(f"rank {culprit}" for culprit in culprits)
         case, _ = r.case(Call((5, 3)), round_)
-        x = case.x[:, :-1] if rank in culprits else case.x
+        x = case.x[:, :-1] if r.rank in culprits else case.x
         try:
             r.kernel(x, r.packed, case.routing)
         except MoekitError as error:
             r.expect(
-                rank in culprits or any(f"rank {each}" in str(error) for each in culprits),
-                f"rank {rank} learns of a failure, but not that it is {whose}'s: {error}",
+                r.rank in culprits or any(f"rank {each}" in str(error) for each in culprits),
+                f"rank {r.rank} learns of a failure, but not that it is {whose}'s: {error}",
             )
             r.expect(
-                rank in culprits or isinstance(error, PeerFailed),
-                f"rank {rank} learns of a failure by {type(error).__name__}, expected PeerFailed",
+                r.rank in culprits or isinstance(error, PeerFailed),
+                f"rank {r.rank} learns of a failure by {type(error).__name__}, expected PeerFailed",
             )
         else:
             raise AssertionError(
-                f"rank {rank} got no error although {whose} failed before prepare: abort() did not "
-                "tell it"
+                f"rank {r.rank} got no error although {whose} failed before prepare: abort() "
+                "did not tell it"
             )
         _check_next(r, (round_, "after"))
-    r.finish()
 
 
-def experts_fail(rank: int, world_size: int, job: Job) -> None:
+@of_rank
+def experts_fail(r: Rank) -> None:
     """Let one rank's experts raise: every rank raises a MoekitError, and other calls are right.
 
     One of them is in flight at that time, one is the next.
     """
-    r = Rank(rank, world_size, job)
     apply = r.kernel.experts.apply
 
     def broken(*args: object, **more: object) -> None:
@@ -104,7 +92,7 @@ def experts_fail(rank: int, world_size: int, job: Job) -> None:
 
     for round_ in range(4):  # more often than a library has buffers
         culprit = _culprit(r, round_)
-        mine = r.alone or rank == culprit
+        mine = r.alone or r.rank == culprit
         (case, _), (other, ref) = (r.case(Call((5, 3)), (round_, n)) for n in range(2))
         flying = r.kernel.start(other.x, r.packed, other.routing)
         failing = r.kernel.start(case.x, r.packed, case.routing)
@@ -116,28 +104,29 @@ def experts_fail(rank: int, world_size: int, job: Job) -> None:
         except MoekitError as error:
             r.expect(mine or f"rank {culprit} failed" in str(error), str(error))
         else:
-            raise AssertionError(f"rank {rank} got no error although rank {culprit}'s experts fail")
+            raise AssertionError(
+                f"rank {r.rank} got no error although rank {culprit}'s experts fail"
+            )
         r.kernel.experts.apply = apply  # type: ignore[method-assign]
         r.compare(flying.result(), ref, "the call in flight while another failed")
         _check_next(r, (round_, "after"))
-    r.finish()
 
 
-def resolves(rank: int, world_size: int, job: Job) -> None:
+@of_rank
+def resolves(r: Rank) -> None:
     """Assert that the dispatcher keeps its group, and that ranks that differ are refused."""
-    r = Rank(rank, world_size, job)
     kept = r.kernel.dispatcher.group
     assert kept is not None, (
         "tokens move, but the dispatcher's `group` is None, so checked calls check nothing: "
         "pass moekit.plugin.resolve(problem, group) to super().__init__()"
     )
-    given = None if job.members is None else job.members.group
+    given = None if r.job.members is None else r.job.members.group
     wanted = dist.get_process_group_ranks(given)
     assert dist.get_process_group_ranks(kept) == wanted, (
-        f"the dispatcher was given the group of ranks {wanted}, and keeps that of ranks "
+        f"the dispatcher was given the group of ranks {wanted}, and keeps the group of ranks "
         f"{dist.get_process_group_ranks(kept)}"
     )
-    last = rank == world_size - 1
+    last = r.rank == r.world_size - 1
     other = r.problem.replace(intermediate_size=2 * r.problem.intermediate_size)
     try:
         r.compose(other if last else r.problem)
@@ -145,25 +134,23 @@ def resolves(rank: int, world_size: int, job: Job) -> None:
         pass
     else:
         raise AssertionError(
-            f"rank {rank}: ranks compose for different layers, and get no GroupMismatch: call "
+            f"rank {r.rank}: ranks compose for different layers, and get no GroupMismatch: call "
             "moekit.plugin.resolve(problem, group) in the constructor"
         )
     _check_next(r, "after")
-    r.finish()
 
 
-def group_mismatch(rank: int, world_size: int, job: Job, other: MoEProblem) -> None:
+@of_rank
+def group_mismatch(r: Rank, other: MoEProblem) -> None:
     """Assert that every rank refuses ``other``, whose number of ranks is not the group's."""
-    r = Rank(rank, world_size, job)
     size = other.parallel.ep_size
-    mine = replace(other.parallel, ep_rank=rank % size)
+    mine = replace(other.parallel, ep_rank=r.rank % size)
     try:
         r.compose(other.replace(parallel=mine))
     except GroupMismatch:
         pass
     else:
-        raise AssertionError(f"a group of {world_size} ranks was taken for {size}")
-    r.finish()
+        raise AssertionError(f"a group of {r.world_size} ranks was taken for {size}")
 
 
 def after_some(
@@ -205,3 +192,83 @@ def groups_of_one_name(rank: int, world_size: int, job: Job, wanted: Call) -> Re
         r.compare(call(r.kernel, r.packed, case), ref, f"group {number} of one name")
         r.raise_first_fault()
     return refused
+
+
+def in_opposite_orders(rank: int, world_size: int, job: Job, wanted: Call, seconds: float) -> None:
+    """Serve two layers from two threads. Even ranks begin each step in one group, odd in the other.
+
+    If a dispatcher waits for other ranks while it holds a lock that groups share, every rank waits
+    in one group for ranks that wait for their lock.
+
+    Args:
+        seconds: how long a step may take.
+    """
+    assert job.members is not None
+    groups = job.members, replace(job.members, copy=1)  # `in_groups` has made both
+    layers = [Rank(rank, world_size, replace(job, members=g), checked=False) for g in groups]
+
+    def at_once(what: str, step: Callable[[int], Any]) -> list[Any]:
+        return _at_once(rank, what, step, seconds)
+
+    def make(which: int) -> None:
+        spec, problem = layers[which].spec, layers[which].problem
+        spec.load()(spec, problem, groups[which].group).destroy()
+
+    at_once("make dispatchers", make)
+    made = [
+        [r.case(wanted, (index, which)) for index in range(4)] for which, r in enumerate(layers)
+    ]
+    packed = [r.packed for r in layers]
+
+    def arguments(which: int, index: int) -> tuple[Any, ...]:
+        case = made[which][index][0]
+        return case.x, packed[which], case.routing
+
+    flights = at_once("start calls", lambda n: layers[n].kernel.start(*arguments(n, 0)))
+    at_once("run experts and combine", lambda n: flights[n].run())
+    first = at_once("wait for results", lambda n: flights[n].result())
+    more = at_once(
+        "make calls", lambda n: [layers[n].kernel(*arguments(n, index)) for index in range(1, 4)]
+    )
+    for which, r in enumerate(layers):
+        for index, out in enumerate([first[which], *more[which]]):
+            r.compare(out, made[which][index][1], f"call {index} of thread {which} of two")
+    at_once("end", lambda n: layers[n].finish())
+
+
+@of_unchecked_rank
+def of_one_kernel(r: Rank, *wanted: Call) -> None:
+    """Make two calls of one kernel at once, switching threads after every torch operator."""
+    packed, made = r.packed, [r.case(each, which) for which, each in enumerate(wanted)]
+    outs: dict[int, Tensor] = {}
+
+    def run(which: int) -> None:
+        case = made[which][0]
+        outs[which] = r.kernel(case.x, packed, case.routing)
+
+    alternately(lambda: run(0), lambda: run(1))
+    for which, (_, ref) in enumerate(made):
+        r.compare(outs[which], ref, f"the call of thread {which} of two")
+
+
+def _at_once(rank: int, what: str, step: Callable[[int], Any], seconds: float) -> list[Any]:
+    """Return step(0) and step(1), each from a thread. Raises what they raise, or a deadlock."""
+
+    def run(which: int) -> Any:
+        time.sleep(_HEAD_START * (which != rank % 2))
+        return step(which)
+
+    pool = ThreadPoolExecutor(2)
+    running = [pool.submit(run, which) for which in range(2)]
+    pool.shutdown(wait=False)
+    _, stuck = wait(running, seconds, FIRST_EXCEPTION)
+    if not stuck or any(each.done() and each.exception() for each in running):
+        for each in running:
+            if each.done():
+                each.result()
+        return [each.result() for each in running]
+    raise AssertionError(
+        f"rank {rank}: to {what} in two groups, from a thread for each, was not finished after "
+        f"{seconds:g} s. The other ranks begin with the other group, so a lock that groups share "
+        "must not be held while a rank waits for others: use a lock for each group"
+    )

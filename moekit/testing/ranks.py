@@ -1,7 +1,7 @@
 """The functions that ranks run in the dispatcher kit's tests. All of them are picklable.
 
-Each function takes ``(rank, world_size, job, ...)``, where rank and size are those of the job's
-process group. Where tokens move, `in_groups` runs it in rank processes. Elsewhere this process
+Each function takes ``(rank, world_size, job, ...)``, with rank and size in the job's process
+group. Where tokens move, `in_groups` runs it in rank processes. Elsewhere this process
 runs it for one rank after the other.
 """
 
@@ -11,10 +11,10 @@ import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cache, cached_property
-from typing import Any, NoReturn
+from functools import cache, cached_property, partial, wraps
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from moekit.runtime.workspace import Workspace
 from moekit.selection.select import compose
 from moekit.testing import cases
 from moekit.testing.calls import (
+    LEAVES_SUMS,
     Inputs,
     call,
     defaults,
@@ -40,20 +41,9 @@ from moekit.testing.calls import (
     same_bits,
     unchanged_process,
 )
-from moekit.testing.cases import (
-    Case,
-    beyond_float16,
-    device_of,
-    make_case,
-    output_factor,
-    random_weights,
-    strided_inputs,
-    whole,
-)
 from moekit.testing.diagnose import assert_close
 from moekit.testing.invariance import check_bits, rows_of
 from moekit.testing.memory import measure, poison, poisoned_allocations, slack
-from moekit.testing.unreduced import LEAVES_SUMS
 
 # Experts that compute with the activations that they get, and quantize none.
 _UNROUNDED = ("torch", "reference", LEAVES_SUMS)
@@ -62,34 +52,13 @@ _UNROUNDED = ("torch", "reference", LEAVES_SUMS)
 _GROUP_SECONDS = 300.0
 
 
-def same_spec(spec: DispatcherSpec, other: DispatcherSpec) -> bool:
-    """Return whether all fields are equal but functions: a ``functools.partial`` that was sent to
-    another process does not equal the one there."""
-    pairs = ((getattr(spec, f.name), getattr(other, f.name)) for f in fields(spec))
-    return all(a == b or (callable(a) and callable(b)) for a, b in pairs)
-
-
-def to_send(spec: DispatcherSpec) -> DispatcherSpec:
-    """Return the spec as other processes get it: a stand-in for each lambda and local function.
-
-    A `Rank` needs the installed spec then.
-    """
-    functions = {f.name: getattr(spec, f.name) for f in fields(spec)}
-    lost = [name for name, each in functions.items() if callable(each) and not _can_be_sent(each)]
-    changes: dict[str, Any] = dict.fromkeys(lost, _stand_in)
-    return replace(spec, **changes)
-
-
-def _can_be_sent(function: Callable[..., Any]) -> bool:
+def sendable(spec: DispatcherSpec) -> DispatcherSpec | str:
+    """Return the spec, or its name if it has lambdas: ranks then need the installed backend."""
     try:
-        pickle.dumps(function)
+        pickle.dumps(spec)
     except Exception:
-        return False
-    return True
-
-
-def _stand_in(problem: MoEProblem) -> NoReturn:
-    raise AssertionError("a spec that was sent to a rank without its functions was used there")
+        return spec.name
+    return spec
 
 
 @dataclass(frozen=True)
@@ -131,9 +100,13 @@ def _new_group(members: Members) -> dist.ProcessGroup:
 
 @dataclass(frozen=True)
 class Job:
-    """A dispatcher, the experts to compose it with, and the layer as rank 0 sees it."""
+    """A dispatcher, the experts to compose it with, and the layer as rank 0 sees it.
 
-    spec: DispatcherSpec
+    Attributes:
+        spec: the dispatcher's, or the name of an installed one.
+    """
+
+    spec: DispatcherSpec | str
     problem: MoEProblem
     seed: int
     experts: str = "torch"
@@ -175,14 +148,15 @@ class Rank:
 
     def __init__(self, rank: int, world_size: int, job: Job, *, checked: bool = True) -> None:
         cases.use_seed(job.seed)
-        self._backends = kit_registry(extra=[job.spec])
-        self.spec = self._backends.dispatcher(job.spec.name)
-        assert same_spec(self.spec, job.spec), "another backend of that name is installed"
-        lost = [f.name for f in fields(self.spec) if getattr(self.spec, f.name) is _stand_in]
-        assert not lost, (
-            f"{self.spec.name}'s {' and '.join(lost)} cannot be sent to rank processes, as lambdas "
-            "and local functions: use functions of a module, or install the backend's package"
+        name = job.spec if isinstance(job.spec, str) else job.spec.name
+        self._backends = kit_registry(extra=() if isinstance(job.spec, str) else [job.spec])
+        assert name in self._backends.dispatchers, (
+            f"{name}'s spec cannot be sent to rank processes, as lambdas and local functions "
+            "cannot: use functions of a module, or install the backend's package"
         )
+        self.spec = self._backends.dispatcher(name)
+        same = isinstance(job.spec, str) or job.spec.target == self.spec.target
+        assert same, f"another backend named {name!r} is installed: choose another name"
         self.rank, self.world_size, self.job = rank, world_size, job
         parallel, tp = job.problem.parallel, job.problem.parallel.tp_size
         self.problem = job.problem.replace(
@@ -238,7 +212,7 @@ class Rank:
 
     def as_taken(self, routing: Routing) -> Routing:
         """Return ``routing`` with ids of the dtype that the dispatcher takes."""
-        taken = self.job.spec.ids_dtype
+        taken = self.spec.ids_dtype
         if taken == "any":
             return routing
         return Routing(routing.topk_weights, routing.topk_ids.to(getattr(torch, taken)))
@@ -250,27 +224,29 @@ class Rank:
     @cached_property
     def layer(self) -> tuple[MoEProblem, ExpertWeights]:
         """The logical experts on one rank, which define the right result."""
-        problem = whole(self.problem).replace(num_redundant_experts=0)
-        return problem, random_weights(problem)
+        problem = cases.whole(self.problem).replace(num_redundant_experts=0)
+        return problem, cases.random_weights(problem)
 
     @cached_property
     def weights(self) -> ExpertWeights:
         """This rank's share of the experts, and of each expert's intermediate size."""
-        return random_weights(self.problem)
+        return cases.random_weights(self.problem)
 
     @cached_property
     def packed(self) -> PackedWeights:
         return pack(self.kernel, self.weights)
 
-    def case(self, call: Call, index: object = 0) -> tuple[Case, Tensor]:
+    def case(self, call: Call, index: object = 0) -> tuple[cases.Case, Tensor]:
         """Return this rank's input of the index-th call, and the (T, H) fp32 it must get back."""
-        mine, logical = self.cases(call, index)
+        mine, logical = self.forms(call, index)
         return mine, self.expected(mine, logical)
 
-    def cases(self, call: Call, index: object = 0) -> tuple[Case, Case]:
+    def forms(self, call: Call, index: object = 0) -> tuple[cases.Case, cases.Case]:
         """Return this rank's input of the index-th call, and the same call of the whole layer."""
         problem, weights = self.layer
-        logical = make_case(problem, self.tokens(call), call.kind, (index, self.batch), weights)
+        logical = cases.make_case(
+            problem, self.tokens(call), call.kind, (index, self.batch), weights
+        )
         extra = self.problem.num_redundant_experts
         physical = logical.routing
         if extra:
@@ -281,9 +257,9 @@ class Rank:
             physical = to_physical(logical.routing, replicas)
         if self.rank % 2:  # ranks may differ in the dtype of their ids
             physical = Routing(physical.topk_weights, physical.topk_ids.int())
-        return Case(self.problem, self.weights, logical.x, physical), logical
+        return cases.Case(self.problem, self.weights, logical.x, physical), logical
 
-    def expected(self, mine: Case, logical: Case) -> Tensor:
+    def expected(self, mine: cases.Case, logical: cases.Case) -> Tensor:
         """Return the (T, H) fp32 that this rank gets back of two forms of a call.
 
         After a call whose dispatcher quantized the tokens, it is the result of the rounded tokens.
@@ -292,7 +268,7 @@ class Rank:
         case = mine if partial else logical
         return (self._rounded(case) if self._quantizes else case).reference()
 
-    def _rounded(self, case: Case) -> Case:
+    def _rounded(self, case: cases.Case) -> cases.Case:
         activation, ids = self.problem.quant.activation, case.routing.topk_ids
         assert activation is not None and not self.problem.apply_router_weight_on_input
         local = case.problem.local_experts
@@ -320,9 +296,24 @@ class Rank:
         return by_dispatcher or self.job.experts not in _UNROUNDED
 
 
-def calls(
-    rank: int, world_size: int, job: Job, sequence: Iterable[Call], how: str = "plain"
-) -> None:
+def of_rank(function: Callable[..., Any], checked: bool = True) -> Callable[..., Any]:
+    """Let a function of a `Rank` be called with ``(rank, world_size, job, ...)``."""
+
+    @wraps(function)
+    def run(rank: int, world_size: int, job: Job, *args: Any) -> Any:
+        r = Rank(rank, world_size, job, checked=checked)
+        result = function(r, *args)
+        r.finish()
+        return result
+
+    return run
+
+
+of_unchecked_rank = partial(of_rank, checked=False)
+
+
+@of_rank
+def calls(r: Rank, sequence: Iterable[Call], how: str = "plain") -> None:
     """Make calls on one kernel, one after the other, and compare each with the oracle.
 
     Args:
@@ -330,16 +321,15 @@ def calls(
             around it); fresh (without out and without poison, and as engines call: with another
             default dtype, partly in inference mode, with parts of larger buffers, and on a GPU with
             input that is written late, partly on another stream).
-            All outputs must be right at the end, too.
+            All outputs must still be right at the end.
     """
-    r = Rank(rank, world_size, job)
-    device = device_of(r.problem)
+    device = cases.device_of(r.problem)
     results = []
     for index, wanted in enumerate(sequence):
-        case, logical = r.cases(wanted, index)
+        case, logical = r.forms(wanted, index)
         T, H = case.x.shape
         if how == "strided":
-            case = strided_inputs(case)
+            case = cases.strided_inputs(case)
         if how == "out":
             wide = poison(torch.empty(T + 2, H + 16, dtype=case.x.dtype, device=case.x.device))
             out = call(r.kernel, r.packed, case, out=wide[1:-1, 8:-8]).clone()
@@ -359,18 +349,16 @@ def calls(
         results.append((out, ref))
     for index, (out, ref) in enumerate(results):
         r.compare(out, ref, f"call {index} after the later ones")
-    r.finish()
 
 
-def outputs_beyond_float16(rank: int, world_size: int, job: Job, wanted: Call) -> None:
+@of_rank
+def outputs_beyond_float16(r: Rank, wanted: Call) -> None:
     """Let experts' outputs exceed 65504, and router weights bring them back into range."""
-    r = Rank(rank, world_size, job)
     problem, weights = r.layer
-    factor = output_factor(make_case(problem, 32, "masked", "calibration", weights))
-    mine, logical = (beyond_float16(case, factor) for case in r.cases(wanted))
+    factor = cases.output_factor(cases.make_case(problem, 32, "masked", "calibration", weights))
+    mine, logical = (cases.beyond_float16(case, factor) for case in r.forms(wanted))
     out = call(r.kernel, pack(r.kernel, mine.weights), mine)
     r.compare(out, r.expected(mine, logical), "outputs beyond the range of float16")
-    r.finish()
 
 
 @contextmanager
@@ -399,13 +387,11 @@ _ORDERS = {
 }
 
 
-def in_flight(
-    rank: int, world_size: int, job: Job, first: Call, second: Call, orders: Iterable[str] = _ORDERS
-) -> None:
+@of_rank
+def in_flight(r: Rank, first: Call, second: Call, orders: Iterable[str] = _ORDERS) -> None:
     """Have two calls in flight, and finish them in orders that ranks share."""
-    r = Rank(rank, world_size, job)
     for order in orders:
-        made = [r.cases(wanted, (order, i)) for i, wanted in enumerate((first, second, first))]
+        made = [r.forms(wanted, (order, i)) for i, wanted in enumerate((first, second, first))]
         flying = {}
         for step in _ORDERS[order].split():
             index = int(step[1])
@@ -417,17 +403,16 @@ def in_flight(
             else:
                 what = f"call {index} of those in flight, finished {order}"
                 r.compare(flying[index].result(), r.expected(case, logical), what)
-    r.finish()
 
 
-def long_run(rank: int, world_size: int, job: Job, wanted: Call) -> None:
+@of_unchecked_rank
+def long_run(r: Rank, wanted: Call) -> None:
     """Make 260 calls of one shape on an unchecked kernel, on ranks that are not in step.
 
-    Where no token moves, 72 are enough. The data of a call differ from those of the six calls
-    before it. No call leaves memory behind. After 72 calls, only those at which a counter of 7 or 8
+    Where no token moves, 72 are enough. The data of a call differ from the six calls before
+    it. No call leaves memory behind. After 72 calls, only those at which a counter of 7 or 8
     bits wraps are compared.
     """
-    r = Rank(rank, world_size, job, checked=False)
     made = [r.case(wanted, index) for index in range(7)]
     device = made[0][0].x.device
     number = 0
@@ -436,7 +421,7 @@ def long_run(rank: int, world_size: int, job: Job, wanted: Call) -> None:
         nonlocal number
         for _ in range(count):
             case, ref = made[number % len(made)]
-            if (number + rank) % 11 == 0:
+            if (number + r.rank) % 11 == 0:
                 time.sleep(0.002)
             number += 1
             if number > 72 and 4 <= number % 128 < 124:
@@ -454,11 +439,10 @@ def long_run(rank: int, world_size: int, job: Job, wanted: Call) -> None:
     kept = min(measure(device, lambda: some(12))[1] for _ in range(3))
     r.expect(
         kept <= _KEPT,
-        f"rank {rank}: 12 calls leave {kept} bytes allocated; a call must not keep its tensors",
+        f"rank {r.rank}: 12 calls leave {kept} bytes allocated; a call must not keep its tensors",
     )
     if not r.alone:
         some(260 - number)
-    r.finish()
 
 
 _KEPT = 2 * 1024
@@ -477,7 +461,7 @@ def layers(rank: int, world_size: int, job: Job, other: MoEProblem) -> None:
         flights = []
         for which in pair:
             r = made[which]
-            mine, logical = r.cases(wanted[which], ("in flight", pair, which))
+            mine, logical = r.forms(wanted[which], ("in flight", pair, which))
             flights.append((mine, logical, r.kernel.start(mine.x, r.packed, mine.routing)))
         for which, (mine, logical, flying) in zip(pair, flights, strict=True):
             r, out = made[which], flying.result()
@@ -487,19 +471,19 @@ def layers(rank: int, world_size: int, job: Job, other: MoEProblem) -> None:
             made[0].kernel.destroy()
             made[0].kernel.destroy()
         r = made[which]
-        mine, logical = r.cases(wanted[which], index)
+        mine, logical = r.forms(wanted[which], index)
         out = call(r.kernel, r.packed, mine)
         r.compare(out, r.expected(mine, logical), f"call {index}, layer {which}")
     for r in reversed(made):
         r.finish()
 
 
-def memory(rank: int, world_size: int, job: Job, num_tokens: int) -> None:
+@of_rank
+def memory(r: Rank, num_tokens: int) -> None:
     """Hold a call's peak to kernel.memory(), what stays to buffer_bytes(), and destroy twice.
 
     Nothing stays after that.
     """
-    r = Rank(rank, world_size, job)
     case, _ = r.case(Call((num_tokens,), "hot"))
     out = torch.empty_like(case.x)
     device, stated = case.x.device, r.kernel.memory(num_tokens)
@@ -510,7 +494,7 @@ def memory(rank: int, world_size: int, job: Job, num_tokens: int) -> None:
     )
     r.expect(
         peak <= stated.total + slack(device, stated.total),
-        f"rank {rank}: a call held {peak} bytes, stated are {stated.total}: {stated}; state the "
+        f"rank {r.rank}: a call held {peak} bytes, stated are {stated.total}: {stated}; state the "
         "rest in buffer_bytes() or transient_bytes()",
     )
     if r.spec.footprint is not None and not r.alone:
@@ -538,11 +522,12 @@ def memory(rank: int, world_size: int, job: Job, num_tokens: int) -> None:
     more = min(beyond_what_is_stated() for _ in range(times))
     r.expect(
         more <= 0,
-        f"rank {rank}: {more} bytes too many stay allocated: state them in buffer_bytes()",
+        f"rank {r.rank}: {more} bytes too many stay allocated: state them in buffer_bytes()",
     )
     live = min(measure(device, compose_and_destroy)[1] for _ in range(times))
-    r.expect(live <= slack(device, 0), f"rank {rank}: {live} bytes stay allocated after destroy()")
-    r.finish()
+    r.expect(
+        live <= slack(device, 0), f"rank {r.rank}: {live} bytes stay allocated after destroy()"
+    )
 
 
 def _check_footprint(r: Rank, said: Footprint) -> None:
@@ -554,22 +539,22 @@ def _check_footprint(r: Rank, said: Footprint) -> None:
         ("bytes of buffers", said.buffer_bytes, made.buffer_bytes()),
         ("bytes for a call", said.transient, made.transient_bytes(most)),
     ):
-        spare = 0 if what == "rows" else slack(device_of(r.problem), needed)
+        spare = 0 if what == "rows" else slack(cases.device_of(r.problem), needed)
         r.expect(
             bytes_or_rows + spare >= needed,
             f"the spec's footprint says {bytes_or_rows} {what}, and the dispatcher {needed}",
         )
 
 
-def batch_invariant(rank: int, world_size: int, job: Job, sequence: Iterable[Call]) -> None:
+@of_rank
+def batch_invariant(r: Rank, sequence: Iterable[Call]) -> None:
     """Assert that tokens have the bits that each gets as the only token of one rank."""
-    r = Rank(rank, world_size, job)
     problem, weights = r.layer
-    local = "local" if job.spec.format is ActivationFormat.STANDARD else "batched_reference"
-    single = compose(problem, local, job.experts, workspace=Workspace(), backends=kit_registry())
+    local = "local" if r.spec.format is ActivationFormat.STANDARD else "batched_reference"
+    single = compose(problem, local, r.job.experts, workspace=Workspace(), backends=kit_registry())
     packed = pack(single, weights)
     for index, wanted in enumerate(sequence):
-        mine, logical = r.cases(wanted, index)
+        mine, logical = r.forms(wanted, index)
         out = call(r.kernel, r.packed, mine)
         r.compare(out, r.expected(mine, logical), f"call {index} ({wanted})")
         for token in range(len(out)):
@@ -578,19 +563,17 @@ def batch_invariant(rank: int, world_size: int, job: Job, sequence: Iterable[Cal
                 check_bits(
                     out[token : token + 1],
                     single(one.x, packed, one.routing),
-                    f"call {index} ({wanted}), token {token} of rank {rank} of {world_size}, "
+                    f"call {index} ({wanted}), token {token} of rank {r.rank} of {r.world_size}, "
                     "compared with a call of this token on one rank",
                 )
             except AssertionError as error:
                 r.expect(False, str(error))
-    r.finish()
 
 
-def repeat(rank: int, world_size: int, job: Job, wanted: Call) -> None:
+@of_rank
+def repeat(r: Rank, wanted: Call) -> None:
     """Assert that equal calls give equal bits."""
-    r = Rank(rank, world_size, job)
     case, _ = r.case(wanted)
     outs = [call(r.kernel, r.packed, case) for _ in range(4)]
     same = all(same_bits(outs[0], out) for out in outs)
-    r.expect(same, f"rank {rank}: equal calls give different bits")
-    r.finish()
+    r.expect(same, f"rank {r.rank}: equal calls give different bits")

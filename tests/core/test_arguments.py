@@ -1,6 +1,6 @@
 """Arguments that would give a wrong number, a crash or a hang: an error names each.
 
-A row is a call and the words of its error. tests/support/fuzz_surface.py draws calls at random.
+A row is a call and the words of its error. fuzz_surface.py draws such calls at random.
 """
 
 from __future__ import annotations

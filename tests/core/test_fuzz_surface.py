@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from moekit.errors import InvalidInput, PeerFailed
+from moekit.errors import InvalidInput
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from fuzz_surface import SURFACE, Late, case, fault_of
+from fuzz_surface import KERNEL, PACKED, SURFACE, Case, Late, OtherBits, fault_of
 
 CASES = 400
 
@@ -24,7 +24,7 @@ def _seed() -> str:
     return os.environ.get("MOEKIT_TEST_SEED", str(int(commit or "0", 16)))
 
 
-def test_random_calls_return_or_raise_an_allowed_error() -> None:
+def test_random_calls_leave_nothing_behind() -> None:
     script, seed = Path(__file__).parents[1] / "support" / "fuzz_surface.py", _seed()
     print(f"repeat with MOEKIT_TEST_SEED={seed}")
     done = subprocess.run(
@@ -32,16 +32,16 @@ def test_random_calls_return_or_raise_an_allowed_error() -> None:
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-2000:]}"
-    assert done.stdout.split("\n")[-2].startswith(f"{CASES} cases, 0 faults"), done.stdout
+    assert f"{CASES} cases, 0 faults" in done.stdout
 
 
 def test_all_kinds_of_calls_are_drawn() -> None:
-    assert {case(seed)[0] for seed in range(2000)} == set(SURFACE)
+    assert {Case(seed).name for seed in range(2000)} == set(SURFACE)
 
 
 def test_a_case_is_the_same_for_the_same_seed() -> None:
-    again = [[fault_of(case(seed)[1]) for seed in range(20)] for _ in range(2)]
-    assert again[0] == again[1] == [None] * 20
+    once, again = ([str(Case(seed)).partition(" at 0x")[0] for seed in range(50)] for _ in range(2))
+    assert once == again
 
 
 def _hang() -> None:
@@ -53,27 +53,26 @@ def _raise(error: BaseException) -> None:
     raise error
 
 
-class Unprintable(InvalidInput):
-    def __str__(self) -> str:
-        raise KeyError("no text")
+def _spoil() -> None:
+    PACKED["w2"].mul_(2)
 
 
 @pytest.mark.parametrize(
     ("call", "fault"),
     [
-        (lambda: _raise(RuntimeError("x")), RuntimeError),
+        (int, None),
+        (lambda: _raise(InvalidInput("x")), None),
+        (lambda: _raise(TypeError("x")), None),
         (lambda: _raise(AssertionError()), AssertionError),
         (lambda: _raise(SystemExit(2)), SystemExit),
         (lambda: _raise(KeyboardInterrupt()), KeyboardInterrupt),
-        (lambda: _raise(Unprintable()), KeyError),
         (_hang, Late),
+        (_spoil, OtherBits),
     ],
 )
 def test_faults_are_told(call, fault) -> None:
-    assert type(fault_of(call, seconds=0.5)) is fault
-
-
-@pytest.mark.parametrize("call", [int, lambda: _raise(TypeError("x")),
-                                  lambda: _raise(PeerFailed("x"))])  # fmt: skip
-def test_what_is_allowed_is_no_fault(call) -> None:
-    assert fault_of(call) is None
+    kept = {name: tensor.clone() for name, tensor in PACKED.experts.items()}
+    assert type(fault_of(call, seconds=0.5 if call is _hang else 60)) is (fault or type(None))
+    for name, tensor in kept.items():
+        PACKED[name].copy_(tensor)
+    assert KERNEL.problem.num_experts == 4

@@ -25,9 +25,8 @@ from moekit.errors import (
 )
 from moekit.selection.composite import composite
 from moekit.testing import assert_close, relative_error
-from moekit.testing.calls import kit_registry
+from moekit.testing.calls import SUMS_ITSELF, kit_registry
 from moekit.testing.cases import make_case
-from moekit.testing.unreduced import SUMS_ITSELF
 
 T, K, E, H, I = 9, 2, 4, 64, 48
 PROBLEM = MoEProblem(

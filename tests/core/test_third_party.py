@@ -119,13 +119,19 @@ def test_it_composes_with_the_cores_backends(stranger: Stranger) -> None:
     assert "experts 'acme' cannot do this problem: has no bias support" in refused
 
 
-def test_its_own_tests(stranger: Stranger) -> None:
+# Each runs other parts of the kit: numbers, ranks, packing, and memory.
+SOME = "test_dtype or test_routing or test_tokens_per_rank or test_pack or memory"
+
+
+@pytest.mark.parametrize(
+    ("some", "least"), [(SOME, 20), pytest.param("test", 100, marks=pytest.mark.full)]
+)
+def test_its_own_tests(stranger: Stranger, some: str, least: int) -> None:
     tests = stranger.root.parent / "custom_backend" / "tests" / "test_conformance.py"
     # One thread: on products this small, more are ten times slower when the machine is busy.
-    out = stranger.run(
-        "-m", "pytest", str(tests), "-q", "-p", "no:cacheprovider", OMP_NUM_THREADS="1"
-    )
-    assert int(re.search(r"(\d+) passed", out)[1]) > 100
+    options = ("-q", "-p", "no:cacheprovider", "-k", some)
+    out = stranger.run("-m", "pytest", str(tests), *options, OMP_NUM_THREADS="1")
+    assert int(re.search(r"(\d+) passed", out)[1]) > least
 
 
 def test_it_leaves_no_trace(stranger: Stranger) -> None:

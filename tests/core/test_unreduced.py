@@ -12,9 +12,16 @@ from moekit.backends.torch_experts import TorchExperts
 from moekit.contract import Unreduced
 from moekit.plugin import BufferSpec, Workspace
 from moekit.testing import assert_close
-from moekit.testing.calls import check_call, kit_registry, pack
+from moekit.testing.calls import (
+    LEAVES_SUMS,
+    SUMS_ITSELF,
+    SumsItself,
+    by_assignment,
+    check_call,
+    kit_registry,
+    pack,
+)
 from moekit.testing.cases import make_case, random_weights
-from moekit.testing.unreduced import LEAVES_SUMS, SUMS_ITSELF, SumsItself, by_assignment
 
 PROBLEM = moekit.MoEProblem(
     num_experts=4, top_k=2, hidden_size=96, intermediate_size=48, dtype=torch.float32, device="cpu"

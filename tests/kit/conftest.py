@@ -9,7 +9,7 @@ import pytest
 _REPEATS = re.compile(
     "|".join(
         (
-            # `torch` computes these, too, and `reference` computes each row by itself.
+            # `torch` also computes these, and `reference` computes each row by itself.
             r"TestReference::test_batch_invariant_tokens\[(bfloat16|float16)\]",
             r"TestReference::test_batch_invariant_scheme\[\w*(g64|g128|act_order)",
             # TestLocal runs as many calls.

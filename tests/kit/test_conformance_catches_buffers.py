@@ -6,16 +6,17 @@ from abc import abstractmethod
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import pytest
 import torch
-from moekit_naive.dispatcher import NaiveDispatcher
-from right_naive import caught_naive
+from conformance_catches import killed_by, mutants_of, wrong
+from right_naive import Naive
 
 from moekit.contract.pending import Pending
 
 # -- calls -------------------------------------------------------------------------------
 
 
-class Receives(NaiveDispatcher):
+class Receives(Naive):
     """Receives in the buffers that `key` names."""
 
     _shared: ClassVar[dict[Any, torch.Tensor]] = {}
@@ -39,13 +40,12 @@ class Receives(NaiveDispatcher):
         everyone.set_(buffer[: everyone.numel()].view(everyone.shape).copy_(everyone))
 
 
-class OneReceiveBuffer(Receives):
-    """Receives all calls' tokens in one buffer."""
-
-    def key(self):
-        return self
+wrong("OneReceiveBuffer", "Receives all calls' tokens in one buffer",
+      killed_by("test_two_calls_in_flight", 2, says="call 0 of those in flight"), of=Receives,
+      key=lambda self: self)  # fmt: skip
 
 
+@killed_by("test_two_calls_in_flight", 2, says="call 0 of those in flight, finished last first")
 class BuffersInTurn(Receives):
     """Receives the tokens of its calls in two buffers in turn, in whichever order calls end."""
 
@@ -53,6 +53,7 @@ class BuffersInTurn(Receives):
         return self, self._calls % 2
 
 
+@killed_by("test_two_calls_in_flight", 2, says="call 0 of those in flight")
 class OneScalesBuffer(Receives):
     """Receives the scales of all calls in one buffer."""
 
@@ -63,14 +64,8 @@ class OneScalesBuffer(Receives):
         return self
 
 
-def test_receive_buffer_of_a_call_in_flight_overwritten():
-    test = "test_two_calls_in_flight"
-    caught_naive(OneReceiveBuffer, test, 2, says="call 0 of those in flight")
-    caught_naive(BuffersInTurn, test, 2, says="call 0 of those in flight, finished last first")
-    caught_naive(OneScalesBuffer, test, 2, says="call 0 of those in flight")
-
-
-class FreeAtTheLaunch(NaiveDispatcher):
+@killed_by("test_two_calls_in_flight", 2, says="call 1 of those in flight, finished run ahead")
+class FreeAtTheLaunch(Naive):
     """Copies y to one of its buffers, which the next call has when the combine is launched."""
 
     def __init__(self, spec, problem, group=None):
@@ -95,14 +90,10 @@ class FreeAtTheLaunch(NaiveDispatcher):
         return Pending(lambda: launch(mine, tokens, out_TH).result())
 
 
-def test_buffer_of_a_combine_in_flight_overwritten():
-    says = "call 1 of those in flight, finished run ahead"
-    caught_naive(FreeAtTheLaunch, "test_two_calls_in_flight", 2, says=says)
-
-
 # -- layers ------------------------------------------------------------------------------
 
 
+@killed_by("test_layers_in_turn", 2, says="layer 0, while both were in flight")
 class BuffersOfLayersInTurn(Receives):
     """Layers of a group share two receive buffers, and each layer uses them in turn."""
 
@@ -110,14 +101,13 @@ class BuffersOfLayersInTurn(Receives):
         return self.group, self._calls % 2
 
 
-class BuffersOfLikeLayersInTurn(Receives):
-    """The same, for layers that are alike."""
-
-    def key(self):
-        return self.group, self.problem, self._calls % 2
+wrong("BuffersOfLikeLayersInTurn", "The same, for layers that are alike",
+      killed_by("test_layers_in_turn", 2, says="layer 0, while both were in flight"), of=Receives,
+      key=lambda self: (self.group, self.problem, self._calls % 2))  # fmt: skip
 
 
-class BufferOfTheFirstLayer(NaiveDispatcher):
+@killed_by("test_layers_in_turn", 2, says="layer 1.*: relative error")
+class BufferOfTheFirstLayer(Naive):
     """Layers share what was made for the first of them."""
 
     _columns: dict[Any, int] = {}
@@ -129,7 +119,8 @@ class BufferOfTheFirstLayer(NaiveDispatcher):
         return tokens
 
 
-class BufferOfTheSameSize(NaiveDispatcher):
+@killed_by("test_layers_in_turn", 2, says="layer 1.*: relative error")
+class BufferOfTheSameSize(Naive):
     """Layers share what was made for the first of them that has rows as wide and as many."""
 
     _columns: ClassVar[dict[Any, int]] = {}
@@ -141,7 +132,8 @@ class BufferOfTheSameSize(NaiveDispatcher):
         return tokens
 
 
-class WidthOfTheFirstLayer(NaiveDispatcher):
+@killed_by("test_layers_in_turn", 2, says="layer 1.*: relative error")
+class WidthOfTheFirstLayer(Naive):
     """Layers share receive buffers as wide as the first of them needs."""
 
     _widths: ClassVar[dict[Any, int]] = {}
@@ -152,7 +144,8 @@ class WidthOfTheFirstLayer(NaiveDispatcher):
         return replace(tokens, x=tokens.x.index_fill(1, torch.arange(width, tokens.x.shape[1]), 0))
 
 
-class RoomOfTheFirstLayer(NaiveDispatcher):
+@killed_by("test_layers_in_turn", 2, says="layer 1.*(relative error|exact zeros)")
+class RoomOfTheFirstLayer(Naive):
     """Layers share receive buffers with as many rows as the first of them needs."""
 
     _rooms: ClassVar[dict[Any, int]] = {}
@@ -163,7 +156,8 @@ class RoomOfTheFirstLayer(NaiveDispatcher):
         return tokens
 
 
-class SchemeOfTheFirstLayer(NaiveDispatcher):
+@killed_by("test_layers_in_turn", 2, says="layer 1.*: relative error")
+class SchemeOfTheFirstLayer(Naive):
     """Layers of equal sizes share buffers without room for scales, if the first needs none."""
 
     _quantized: ClassVar[dict[Any, bool]] = {}
@@ -176,7 +170,8 @@ class SchemeOfTheFirstLayer(NaiveDispatcher):
         return replace(tokens, x_scale=torch.ones_like(tokens.x_scale))
 
 
-class BytesOfTheFirstLayer(NaiveDispatcher):
+@killed_by("test_layers_in_turn", 2, says="layer 1.*: relative error")
+class BytesOfTheFirstLayer(Naive):
     """Layers of equal sizes share buffers with as many bytes a row as the first of them sends."""
 
     _bytes: ClassVar[dict[Any, int]] = {}
@@ -192,7 +187,8 @@ class BytesOfTheFirstLayer(NaiveDispatcher):
         self._bytes.clear()
 
 
-class DestroyedTwice(NaiveDispatcher):
+@killed_by("test_layers_in_turn", 2, says="buffers are gone")
+class DestroyedTwice(Naive):
     """Counts a layer that is destroyed twice as two users of what like layers share."""
 
     _users: ClassVar[dict[Any, int]] = {}
@@ -210,7 +206,8 @@ class DestroyedTwice(NaiveDispatcher):
         self._users[self._key] = max(0, self._users[self._key] - 1)
 
 
-class DestroyedForAll(NaiveDispatcher):
+@killed_by("test_layers_in_turn", 2, says="buffers are gone")
+class DestroyedForAll(Naive):
     """Frees what layers share with the first layer that ends."""
 
     _open = False
@@ -227,15 +224,6 @@ class DestroyedForAll(NaiveDispatcher):
         DestroyedForAll._open = False
 
 
-def test_layers_that_share_buffers():
-    test = "test_layers_in_turn"
-    caught_naive(BufferOfTheFirstLayer, test, 2, says="layer 1.*: relative error")
-    caught_naive(BufferOfTheSameSize, test, 2, says="layer 1.*: relative error")
-    caught_naive(WidthOfTheFirstLayer, test, 2, says="layer 1.*: relative error")
-    caught_naive(RoomOfTheFirstLayer, test, 2, says="layer 1.*(relative error|exact zeros)")
-    caught_naive(SchemeOfTheFirstLayer, test, 2, says="layer 1.*: relative error")
-    caught_naive(BytesOfTheFirstLayer, test, 2, says="layer 1.*: relative error")
-    caught_naive(DestroyedForAll, test, 2, says="buffers are gone")
-    caught_naive(DestroyedTwice, test, 2, says="buffers are gone")
-    for wrong in (BuffersOfLayersInTurn, BuffersOfLikeLayersInTurn):
-        caught_naive(wrong, test, 2, says="layer 0, while both were in flight")
+@pytest.mark.parametrize("mutant", mutants_of(__name__))
+def test_killed(mutant):
+    mutant.check()

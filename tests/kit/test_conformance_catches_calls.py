@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conformance_catches import killed_by, mutants_of
-from right_experts import Batched, Plain, Skips
+from conformance_catches import killed_by, mutants_of, wrong
+from right_experts import Batched, Plain
 
 from moekit.contract import BufferSpec
 
@@ -27,36 +27,29 @@ class ResultCachedByAddress(Plain):
 
 
 @killed_by("test_repeated_calls", says="relative error|exact zeros|NaN")
-class RoutingCachedByAddress(Plain):
+def RoutingCachedByAddress(self, tokens):
     """Sorts ids once for each address and shape."""
-
-    def apply(self, y, tokens, weights, workspace):
-        kept = self.__dict__.setdefault("kept", {})
-        key = (tokens.topk_ids.data_ptr(), tokens.topk_ids.shape)
-        ids = kept.setdefault(key, tokens.topk_ids.clone())
-        super().apply(y, replace(tokens, topk_ids=ids), weights, workspace)
+    kept = self.__dict__.setdefault("kept", {})
+    key = (tokens.topk_ids.data_ptr(), tokens.topk_ids.shape)
+    ids = kept.setdefault(key, tokens.topk_ids.clone())
+    return replace(tokens, topk_ids=ids)
 
 
 @killed_by("test_calls_in_other_orders", says="relative error")
-class RoutingCachedBySum(Plain):
+def RoutingCachedBySum(self, tokens):
     """Sorts ids once for each shape and sum."""
-
-    def apply(self, y, tokens, weights, workspace):
-        kept = self.__dict__.setdefault("kept", {})
-        key = (tokens.topk_ids.shape, int(tokens.topk_ids.sum()))
-        ids = kept.setdefault(key, tokens.topk_ids.clone())
-        super().apply(y, replace(tokens, topk_ids=ids), weights, workspace)
+    kept = self.__dict__.setdefault("kept", {})
+    key = (tokens.topk_ids.shape, int(tokens.topk_ids.sum()))
+    ids = kept.setdefault(key, tokens.topk_ids.clone())
+    return replace(tokens, topk_ids=ids)
 
 
 @killed_by("test_equal_tokens", says="relative error")
-class EqualTokensMerged(Plain):
+def EqualTokensMerged(self, y, tokens, weights):
     """Computes a token that is equal to the one before only once."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        for row in range(1, len(y)):
-            if tokens.topk_ids.shape[1] > 1 and torch.equal(tokens.x[row], tokens.x[row - 1]):
-                y[row] = y[row - 1]
+    for row in range(1, len(y)):
+        if tokens.topk_ids.shape[1] > 1 and torch.equal(tokens.x[row], tokens.x[row - 1]):
+            y[row] = y[row - 1]
 
 
 @killed_by("test_fewer_columns", says="relative error|exact zeros|NaN|index|size")
@@ -103,38 +96,27 @@ class Stale20(Plain):
             y.copy_(kept[y.shape])
 
 
-@killed_by("test_many_calls", says="call 58 of one shape")
-class Stale60(Stale20):
-    """Returns the previous output at every 60th call of a shape."""
-
-    EVERY = 60
+wrong("Stale60", "Returns the previous output at every 60th call of a shape",
+      killed_by("test_many_calls", says="call 58 of one shape"), of=Stale20, EVERY=60)  # fmt: skip
 
 
 @killed_by("test_nothing_is_kept", says="bytes are left")
-class KeepsInputs(Plain):
+def KeepsInputs(self, y, tokens, weights):
     """Keeps the tokens of every call."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        self.__dict__.setdefault("kept", []).append(tokens)
+    self.__dict__.setdefault("kept", []).append(tokens)
 
 
 @killed_by("test_nothing_is_kept", says="bytes are left")
-class KeepsWeights(Plain):
+def KeepsWeights(self, weights):
     """Keeps all weights that it has packed."""
-
-    def pack(self, weights):
-        self.__dict__.setdefault("kept", []).append(weights)
-        return super().pack(weights)
+    self.__dict__.setdefault("kept", []).append(weights)
+    return weights
 
 
 @killed_by("test_nothing_is_kept", says="bytes are left")
-class KeepsOutputs(Plain):
+def KeepsOutputs(self, y, tokens, weights):
     """Keeps a copy of every result."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        self.__dict__.setdefault("kept", []).append(y.clone())
+    self.__dict__.setdefault("kept", []).append(y.clone())
 
 
 @killed_by("test_kernels_in_turns")
@@ -152,38 +134,28 @@ class SharedByClass(Plain):
 
 
 @killed_by("test_dtype", "float32", says="default dtype")
-class DefaultDtypeChanged(Plain):
+def DefaultDtypeChanged(self, y, tokens, weights):
     """Changes the process's default dtype."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(torch.float64)
 
 
 @killed_by("test_dtype", "float32", says="random numbers")
-class Reseeded(Plain):
+def Reseeded(self, tokens):
     """Seeds the process's random numbers."""
-
-    def apply(self, y, tokens, weights, workspace):
-        torch.manual_seed(0)
-        super().apply(y, tokens, weights, workspace)
+    torch.manual_seed(0)
+    return tokens
 
 
-@killed_by("test_routing", "masked")
-class StopsAtTheFirstMaskedId(Skips):
-    """Drops a token's assignments behind its first id of -1."""
-
-    def kept(self, ids, tokens):
-        return (ids >= 0).cumprod(dim=1).bool()
+wrong("StopsAtTheFirstMaskedId", "Drops a token's assignments behind its first id of -1",
+      lambda self, ids, tokens: (ids >= 0).cumprod(dim=1).bool(),
+      killed_by("test_routing", "masked"))  # fmt: skip
 
 
 @killed_by("test_dtype", "float32")
-class IdsAscend(Plain):
+def IdsAscend(self, tokens):
     """Sorts a token's ids, but not its weights."""
-
-    def apply(self, y, tokens, weights, workspace):
-        ids = tokens.topk_ids.sort(dim=1).values
-        super().apply(y, replace(tokens, topk_ids=ids), weights, workspace)
+    ids = tokens.topk_ids.sort(dim=1).values
+    return replace(tokens, topk_ids=ids)
 
 
 @killed_by("test_repeated_calls", says="relative error|NaN|exact zeros")
@@ -220,50 +192,37 @@ def in_whole_tiles(rows):
 
 
 @killed_by("test_cases", "none", says="relative error|exact zeros|shape|size")
-class IdsOf64Bits(Plain):
+def IdsOf64Bits(self, tokens):
     """Reads the memory of ids as int64."""
-
-    def apply(self, y, tokens, weights, workspace):
-        ids = tokens.topk_ids.view(torch.int64)
-        super().apply(y, replace(tokens, topk_ids=ids), weights, workspace)
+    ids = tokens.topk_ids.view(torch.int64)
+    return replace(tokens, topk_ids=ids)
 
 
 @killed_by("test_cases", "none", says="NaN|relative error")
-class LoadsOf64Bytes(Plain):
+def LoadsOf64Bytes(self, tokens):
     """Reads x from the multiple of 64 bytes below its first one."""
-
-    def apply(self, y, tokens, weights, workspace):
-        x, over = tokens.x, tokens.x.data_ptr() % 64 // tokens.x.itemsize
-        if 0 < over <= x.storage_offset():
-            x = torch.as_strided(x, x.shape, x.stride(), x.storage_offset() - over)
-        super().apply(y, replace(tokens, x=x), weights, workspace)
+    x, over = tokens.x, tokens.x.data_ptr() % 64 // tokens.x.itemsize
+    if 0 < over <= x.storage_offset():
+        x = torch.as_strided(x, x.shape, x.stride(), x.storage_offset() - over)
+    return replace(tokens, x=x)
 
 
 @killed_by("test_cases", "none")
-class OffsetOfWeightsIgnored(Plain):
+def OffsetOfWeightsIgnored(self, weights):
     """Reads weights from where their storage begins."""
-
-    def pack(self, weights):
-        return super().pack(
-            replace(weights, **{n: from_its_storage(t) for n, t in weights.tensors().items()})
-        )
+    return replace(weights, **{n: from_its_storage(t) for n, t in weights.tensors().items()})
 
 
-@killed_by("test_repeated_calls", says="NaN|relative error")
-class OffsetOfTokensIgnored(Plain):
-    """Reads tokens from where their storage begins."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, replace(tokens, x=from_its_storage(tokens.x)), weights, workspace)
+wrong("OffsetOfTokensIgnored", "Reads tokens from where their storage begins",
+      lambda self, tokens: replace(tokens, x=from_its_storage(tokens.x)),
+      killed_by("test_repeated_calls", says="NaN|relative error"))  # fmt: skip
 
 
 @killed_by("test_repeated_calls", says="exact zeros|relative error")
-class OffsetOfIdsIgnored(Plain):
+def OffsetOfIdsIgnored(self, tokens):
     """Reads ids from where their storage begins."""
-
-    def apply(self, y, tokens, weights, workspace):
-        ids = from_its_storage(tokens.topk_ids)
-        super().apply(y, replace(tokens, topk_ids=ids), weights, workspace)
+    ids = from_its_storage(tokens.topk_ids)
+    return replace(tokens, topk_ids=ids)
 
 
 @killed_by("test_fewer_columns", says="relative error|exact zeros|NaN")
@@ -288,13 +247,10 @@ class OffsetOfBatchesIgnored(Batched):
         super().apply(y, replace(tokens, x=from_its_storage(tokens.x)), weights, workspace)
 
 
-@killed_by("test_given_output", says="outside the given output")
-class WritesWholeTiles(Plain):
+@killed_by("test_dtype", "float32", says="behind its output")
+def WritesWholeTiles(self, y, tokens, weights):
     """Writes the output's last tile of 16 rows whole."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        in_whole_tiles(y)
+    in_whole_tiles(y)
 
 
 @killed_by("test_dtype", "float32", says="behind the end of workspace buffer 0")
@@ -337,7 +293,7 @@ class MemoryOfBalancedExperts(Plain):
 # -- what the process or thread has set -----------------------------------------------------------
 
 
-@killed_by("test_default_dtype", "bfloat16", says="meta")
+@killed_by("test_scheme", "none", says="meta")
 class ScratchOfTheDefaultDevice(Plain):
     """Sums in a tensor on torch's default device."""
 
@@ -374,13 +330,11 @@ class ThreadsOfTheFirstCall(Plain):
         y[-(-len(y) // self.threads) * torch.get_num_threads() :] = 0
 
 
-@killed_by("test_pack_is_pure", "none", says="random numbers")
-class PackReseeds(Plain):
+@killed_by("test_pack", "none", says="random numbers")
+def PackReseeds(self, weights):
     """Seeds the process's random numbers when it packs weights."""
-
-    def pack(self, weights):
-        torch.manual_seed(0)
-        return super().pack(weights)
+    torch.manual_seed(0)
+    return weights
 
 
 @killed_by("test_dtype", "float32", says="number of threads")
@@ -396,12 +350,9 @@ class MadeForOneThread(Plain):
 
 
 @killed_by("test_input_form", "fp8_block", "kit_quantized_wire", says="x_scale in float32")
-class ScaleInFloat64(Plain):
+def ScaleInFloat64(self, x, scale):
     """Quantizes with a scale that its own kernels convert, and other dispatchers cannot send."""
-
-    def quantize(self, x_RH, weights, valid_rows):
-        x, scale = super().quantize(x_RH, weights, valid_rows)
-        return x, scale.double()
+    return x, scale.double()
 
 
 @killed_by("test_input_form", "fp8_block", "kit_quantized_wire", says="x_scale is")
@@ -445,16 +396,13 @@ class RowsByTopKOrOne(RowsByTopK):
 
 
 @killed_by("test_routing", "masked", says="relative error|NaN")
-class IdsNotFilled(Plain):
+def IdsNotFilled(self, tokens):
     """Takes new memory for ids to say that no expert is there."""
-
-    def apply(self, y, tokens, weights, workspace):
-        used = tokens.topk_ids >= 0
-        ids = torch.empty_like(tokens.topk_ids, memory_format=torch.contiguous_format)
-        ids[used] = tokens.topk_ids[used]
-        router_weights = tokens.topk_weights.masked_fill(~used, 1.0)
-        tokens = replace(tokens, topk_ids=ids, topk_weights=router_weights)
-        super().apply(y, tokens, weights, workspace)
+    used = tokens.topk_ids >= 0
+    ids = torch.empty_like(tokens.topk_ids, memory_format=torch.contiguous_format)
+    ids[used] = tokens.topk_ids[used]
+    router_weights = tokens.topk_weights.masked_fill(~used, 1.0)
+    return replace(tokens, topk_ids=ids, topk_weights=router_weights)
 
 
 @killed_by("test_routing", "masked", says="relative error|NaN")
@@ -492,14 +440,11 @@ class AtomicsForManyTokens(AtomicsForOneToken):
 
 
 @killed_by("test_two_calls_in_flight", says="modified the dispatcher's x")
-class QuantizesToOneBuffer(Plain):
+def QuantizesToOneBuffer(self, x, scale):
     """Quantizes to memory that it keeps, and that the next call quantizes to."""
-
-    def quantize(self, x_RH, weights, valid_rows):
-        x, scale = super().quantize(x_RH, weights, valid_rows)
-        shape = max(64, len(x)), *x.shape[1:]
-        kept = self.__dict__.setdefault("kept", torch.empty(shape, dtype=x.dtype))
-        return kept[: len(x)].copy_(x), scale
+    shape = max(64, len(x)), *x.shape[1:]
+    kept = self.__dict__.setdefault("kept", torch.empty(shape, dtype=x.dtype))
+    return kept[: len(x)].copy_(x), scale
 
 
 @killed_by("test_many_calls", says="call 0 of one shape")
@@ -545,12 +490,10 @@ class StateOfPacking(Plain):
 
 
 @killed_by("test_dtype", "float32", says="deterministic algorithms")
-class AsksForDeterminism(Plain):
+def AsksForDeterminism(self, tokens):
     """Makes torch use deterministic algorithms in the whole process."""
-
-    def apply(self, y, tokens, weights, workspace):
-        torch.use_deterministic_algorithms(True)
-        super().apply(y, tokens, weights, workspace)
+    torch.use_deterministic_algorithms(True)
+    return tokens
 
 
 @killed_by("test_constructor_keeps_spec_and_problem", says="division")

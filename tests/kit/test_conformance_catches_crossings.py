@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conformance_catches import killed_by, mutants_of
-from right_experts import Plain, Skips
+from conformance_catches import killed_by, mutants_of, wrong
+from right_experts import Plain
 from test_conformance_catches_sizes import (
     DropsTheLast,
     EightAssignments,
@@ -51,13 +51,9 @@ class WhereQuantized(Plain):
         super().apply(y, tokens, weights, workspace)
 
 
-@killed_by("test_cases", "int4_w4a16_g32")
-@killed_by("test_cases", "fp8_tensor")
-class UnsignedWhereQuantized(WhereQuantized):
-    """Takes the absolute value of router weights in quantized schemes."""
-
-    def router(self, weights):
-        return weights.abs()
+wrong("UnsignedWhereQuantized", "Takes the absolute value of router weights in quantized schemes",
+      killed_by("test_cases", "int4_w4a16_g32"), killed_by("test_cases", "fp8_tensor"),
+      of=WhereQuantized, router=lambda self, weights: weights.abs())  # fmt: skip
 
 
 @killed_by("test_cases", "int8_w8a16")
@@ -94,28 +90,15 @@ class WithoutBiasOf(Plain):
             y[without] = wrong[without]
 
 
-@killed_by("test_cases", "none")
-class BiasOf256Tokens(WithoutBiasOf):
-    """Adds biases to the first 256 tokens."""
-
-    def without(self, tokens):
-        return torch.arange(len(tokens.x)) >= 256
-
-
-@killed_by("test_cases", "none")
-class BiasOf128Rows(WithoutBiasOf):
-    """Adds biases to an expert's first 128 rows."""
-
-    def without(self, tokens):
-        return (rank_in_expert(tokens.topk_ids) > 128).any(dim=1)
-
-
-@killed_by("test_cases", "none")
-class BiasOfPositiveWeights(WithoutBiasOf):
-    """Adds biases where router weights are positive."""
-
-    def without(self, tokens):
-        return (tokens.topk_weights < 0).any(dim=1)
+wrong("BiasOf256Tokens", "Adds biases to the first 256 tokens",
+      killed_by("test_cases", "none"), of=WithoutBiasOf,
+      without=lambda self, tokens: torch.arange(len(tokens.x)) >= 256)  # fmt: skip
+wrong("BiasOf128Rows", "Adds biases to an expert's first 128 rows",
+      killed_by("test_cases", "none"), of=WithoutBiasOf,
+      without=lambda self, tokens: (rank_in_expert(tokens.topk_ids) > 128).any(dim=1))  # fmt: skip
+wrong("BiasOfPositiveWeights", "Adds biases where router weights are positive",
+      killed_by("test_cases", "none"), of=WithoutBiasOf,
+      without=lambda self, tokens: (tokens.topk_weights < 0).any(dim=1))  # fmt: skip
 
 
 @killed_by("test_cases", "none")
@@ -143,47 +126,32 @@ class BiasOf64QuantizedTokens(WithoutBiasOf):
 
 
 @killed_by("test_cases", "none")
-class Hidden8192(Plain):
+def Hidden8192(self, tokens):
     """Reads the first 8192 columns of x."""
-
-    def apply(self, y, tokens, weights, workspace):
-        x = tokens.x.clone()
-        x[:, 8192:] = 0
-        super().apply(y, replace(tokens, x=x), weights, workspace)
+    x = tokens.x.clone()
+    x[:, 8192:] = 0
+    return replace(tokens, x=x)
 
 
 @killed_by("test_cases", "none")
-class Output8192(Plain):
+def Output8192(self, y, tokens, weights):
     """Writes the first 8192 columns of y, and zeros to the others."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        y[:, 8192:] = 0
+    y[:, 8192:] = 0
 
 
 @killed_by("test_cases", "none")
-class Intermediate8192(Plain):
+def Intermediate8192(self, weights):
     """Sums over the first 8192 columns of w2."""
-
-    def pack(self, weights):
-        w2 = weights.w2.clone()
-        w2[..., 8192:] = 0
-        return super().pack(replace(weights, w2=w2))
+    w2 = weights.w2.clone()
+    w2[..., 8192:] = 0
+    return replace(weights, w2=w2)
 
 
-@killed_by("test_cases", "none")
-class AtLeast32(DropsTheLast):
-    """Drops the last token if H is smaller than a tile of 32."""
-
-    def wrong(self, tokens):
-        return self.problem.hidden_size < 32
-
-
-@killed_by("test_cases", "none")
-class ThirtyTwoAssignments(EightAssignments):
-    """Drops a token's assignments from the 33rd on."""
-
-    LIMIT = 32
+wrong("AtLeast32", "Drops the last token if H is smaller than a tile of 32",
+      killed_by("test_cases", "none"), of=DropsTheLast,
+      wrong=lambda self, tokens: self.problem.hidden_size < 32)  # fmt: skip
+wrong("ThirtyTwoAssignments", "Drops a token's assignments from the 33rd on",
+      killed_by("test_cases", "none"), of=EightAssignments, LIMIT=32)  # fmt: skip
 
 
 class Prints(Plain):
@@ -199,29 +167,23 @@ class Prints(Plain):
 killed_by("test_prints_nothing", says="printed 'apply ")(Prints)
 
 
-@killed_by("test_prints_nothing", says="printed 'apply ")
-class PrintsErrors(Prints):
-    """Prints the sizes of each call to stderr."""
-
-    WHERE = "stderr"
+wrong("PrintsErrors", "Prints the sizes of each call to stderr",
+      killed_by("test_prints_nothing", says="printed 'apply "), of=Prints,
+      WHERE="stderr")  # fmt: skip
 
 
 @killed_by("test_prints_nothing", says="printed 'packed")
-class PrintsWhenItPacks(Plain):
+def PrintsWhenItPacks(self, weights):
     """Prints when it packs weights."""
-
-    def pack(self, weights):
-        print("packed")
-        return super().pack(weights)
+    print("packed")
+    return weights
 
 
 @killed_by("test_cases", "none")
-class IdsOf32BitsWithReplicas(Skips):
+def IdsOf32BitsWithReplicas(self, ids, tokens):
     """Drops the assignments of replicas whose ids have 32 bits."""
-
-    def kept(self, ids, tokens):
-        narrow = ids.dtype == torch.int32
-        return (ids < self.problem.num_experts) | (not narrow)
+    narrow = ids.dtype == torch.int32
+    return (ids < self.problem.num_experts) | (not narrow)
 
 
 @killed_by("test_cases", "none")
@@ -232,6 +194,14 @@ class ClampDroppedForTopOne(OtherProblem):
         if problem.activation.limit is None or problem.top_k > 1:
             return problem
         return problem.replace(activation=replace(problem.activation, limit=1e6))
+
+
+@killed_by("test_cases", "int8_w8a16")
+@killed_by("test_cases", "fp8_block")
+def ScalesMadePositive(self, weights):
+    """Takes the magnitude of a weight's scale."""
+    scales = {name: t.abs() for name, t in weights.tensors().items() if name.endswith("scale")}
+    return replace(weights, **scales)
 
 
 @pytest.mark.parametrize("mutant", mutants_of(__name__))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from conformance_catches import caught, suite
+from conformance_catches import killed_by, mutants_of
 from torch.nn.functional import pad
 
 from moekit import Routing
@@ -15,39 +14,55 @@ from moekit.backends.local import LocalDispatcher
 from moekit.backends.reference import BatchedReference
 from moekit.contract.pending import Pending
 from moekit.plugin import Unreduced
-from moekit.testing.unreduced import SumsItself
+from moekit.testing.calls import SumsItself
 
 
 class Local_(LocalDispatcher):
     """The right control."""
 
+    BASE = "local"
+
 
 class Batched_(BatchedReference):
     """The right control."""
 
-
-def caught_local(wrong: type, test: str, *args: Any, says: str, **declared: Any) -> None:
-    caught(wrong, "local", test, *args, says=says, right=Local_, **declared)
+    BASE = "batched_reference"
 
 
-def caught_batched(wrong: type, test: str, *args: Any, says: str, **declared: Any) -> None:
-    caught(wrong, "batched_reference", test, *args, says=says, right=Batched_, **declared)
+class Quantizes_(Local_):
+    """The right control where tokens travel quantized."""
+
+    BASE = "local"
+    DECLARED = {"wire_schemes": frozenset({"fp8_channel_token"})}
 
 
-class TokenDropped(LocalDispatcher):
+class BatchedQuantizes_(Batched_):
+    """The right control where batched tokens travel quantized."""
+
+    BASE = "batched_reference"
+    DECLARED = {"wire_schemes": frozenset({"fp8_block"})}
+
+
+class Sums(SumsItself):
+    """The right control of dispatchers that sum over K."""
+
+    BASE = "local"
+
+
+@killed_by("test_tokens_per_rank", "uneven", 1, says="worst row")
+@killed_by("test_each_assignment_is_delivered_once", "uneven", "random", 1, says=".")
+class TokenDropped(Local_):
+    """The last token has no expert."""
+
     def prepare(self, x_TH, routing, quantize):
         ids = routing.topk_ids.clone()
         ids[-1:] = -1
         return super().prepare(x_TH, Routing(routing.topk_weights, ids), quantize)
 
 
-def test_token_dropped():
-    once = "test_each_assignment_is_delivered_once"
-    caught_local(TokenDropped, "test_tokens_per_rank", "uneven", 1, says="worst row")
-    caught_local(TokenDropped, once, "uneven", "random", 1, says=".")
-
-
-class EightColumns(LocalDispatcher):
+@killed_by("test_each_assignment_is_delivered_once", "uneven", "random", 1,
+           says="ids have 8 columns, expected at most top_k=2")  # fmt: skip
+class EightColumns(Local_):
     """Sends eight assignments a row, as a library of fixed size would; -1 in the rest."""
 
     def prepare(self, x_TH, routing, quantize):
@@ -57,13 +72,10 @@ class EightColumns(LocalDispatcher):
         return super().prepare(x_TH, Routing(weights, ids), quantize)
 
 
-def test_more_columns_than_top_k():
-    once = "test_each_assignment_is_delivered_once"
-    says = "ids have 8 columns, expected at most top_k=2"
-    caught_local(EightColumns, once, "uneven", "random", 1, says=says)
+@killed_by("test_tokens_per_rank", "even", 2, says="worst row|exact zeros")
+class TokensSwapped(Local_):
+    """Two rows are exchanged."""
 
-
-class TokensSwapped(LocalDispatcher):
     def finalize(self, y, dispatched, out_TH):
         y = y.clone()
         if len(y) > 1:
@@ -71,28 +83,26 @@ class TokensSwapped(LocalDispatcher):
         return super().finalize(y, dispatched, out_TH)
 
 
-def test_tokens_swapped():
-    caught_local(TokensSwapped, "test_tokens_per_rank", "even", 2, says="worst row|exact zeros")
+@killed_by("test_dtype", "float32", 1, says="relative error")
+class DispatcherWeightsTwice(Local_):
+    """Router weights are squared."""
 
-
-class DispatcherWeightsTwice(LocalDispatcher):
     def prepare(self, x_TH, routing, quantize):
         squared = Routing(routing.topk_weights.square(), routing.topk_ids)
         return super().prepare(x_TH, squared, quantize)
 
 
-class BatchedWeightsTwice(BatchedReference):
+@killed_by("test_dtype", "float32", 1, says="relative error")
+class BatchedWeightsTwice(Batched_):
+    """Router weights are squared."""
+
     def prepare(self, x_TH, routing, quantize):
         squared = Routing(routing.topk_weights.square(), routing.topk_ids)
         return super().prepare(x_TH, squared, quantize)
 
 
-def test_dispatcher_weighs_twice():
-    caught_local(DispatcherWeightsTwice, "test_dtype", "float32", 1, says="relative error")
-    caught_batched(BatchedWeightsTwice, "test_dtype", "float32", 1, says="relative error")
-
-
-class TopOneUnweighted(LocalDispatcher):
+@killed_by("test_calls", "one_expert_a_token", 1, says="relative error")
+class TopOneUnweighted(Local_):
     """Sends no router weights to a token's only expert."""
 
     def prepare(self, x_TH, routing, quantize):
@@ -101,7 +111,8 @@ class TopOneUnweighted(LocalDispatcher):
         return super().prepare(x_TH, routing, quantize)
 
 
-class BatchedTopOneUnweighted(BatchedReference):
+@killed_by("test_calls", "one_expert_a_token", 1, says="relative error")
+class BatchedTopOneUnweighted(Batched_):
     """Keeps no router weights for a token's only expert."""
 
     def prepare(self, x_TH, routing, quantize):
@@ -110,12 +121,8 @@ class BatchedTopOneUnweighted(BatchedReference):
         return super().prepare(x_TH, routing, quantize)
 
 
-def test_weights_of_tokens_with_one_expert():
-    caught_local(TopOneUnweighted, "test_given_output", 1, says="relative error")
-    caught_batched(BatchedTopOneUnweighted, "test_given_output", 1, says="relative error")
-
-
-class Capacity1024(BatchedReference):
+@killed_by("test_full_capacity", 1, says="relative error|NaN")
+class Capacity1024(Batched_):
     """Drops an expert's rows beyond 1024."""
 
     def prepare(self, x_TH, routing, quantize):
@@ -124,11 +131,8 @@ class Capacity1024(BatchedReference):
         return Pending.ready(replace(tokens, expert_num_tokens=counts))
 
 
-def test_more_rows_than_a_batched_layout_has():
-    caught_batched(Capacity1024, "test_full_capacity", 1, says="relative error|NaN")
-
-
-class SumOrderByPosition(LocalDispatcher):
+@killed_by("test_batch_invariant", "float32", "none", 1, says="not batch-invariant")
+class SumOrderByPosition(Local_):
     """Sums K backwards in every second token, as tiles with other orders would."""
 
     def finalize(self, y, dispatched, out_TH):
@@ -143,7 +147,8 @@ class SumOrderByPosition(LocalDispatcher):
         return super().finalize(y, turned, out_TH)
 
 
-class BatchedSumsByExpert(BatchedReference):
+@killed_by("test_batch_invariant", "float32", "none", 1, says="not batch-invariant")
+class BatchedSumsByExpert(Batched_):
     """Sums in the order of ids, and not of K."""
 
     def prepare(self, x_TH, routing, quantize):
@@ -152,21 +157,8 @@ class BatchedSumsByExpert(BatchedReference):
         return super().prepare(x_TH, ascending, quantize)
 
 
-def test_order_of_sums():
-    caught_local(
-        SumOrderByPosition, "test_batch_invariant", "float32", "none", 1, says="not batch-invariant"
-    )
-    caught_batched(
-        BatchedSumsByExpert,
-        "test_batch_invariant",
-        "float32",
-        "none",
-        1,
-        says="not batch-invariant",
-    )
-
-
-class DeliveredTwice(BatchedReference):
+@killed_by("test_each_assignment_is_delivered_once", "uneven", "random", 1, says=".")
+class DeliveredTwice(Batched_):
     """An expert computes its first row twice; the second result is never used."""
 
     def prepare(self, x_TH, routing, quantize):
@@ -179,28 +171,28 @@ class DeliveredTwice(BatchedReference):
         return Pending.ready(replace(tokens, expert_num_tokens=counts))
 
 
-def test_pair_delivered_twice():
-    args = ("uneven", "random", 1)
-    caught_batched(DeliveredTwice, "test_each_assignment_is_delivered_once", *args, says=".")
+@killed_by("test_routing", "rows", 1, says="modified the caller's x")
+class DispatcherModifies(Local_):
+    """It writes the caller's x."""
 
-
-class DispatcherModifies(LocalDispatcher):
     def prepare(self, x_TH, routing, quantize):
         x_TH[(routing.topk_ids < 0).all(dim=1)] = 0.0
         return super().prepare(x_TH, routing, quantize)
 
 
-def test_dispatcher_modifies_input():
-    caught_local(DispatcherModifies, "test_routing", "rows", 1, says="modified the caller's x")
+@killed_by("test_tokens_per_rank", "none", 1, says="non-zero size|reduction")
+class DispatcherFailsOnNoTokens(Local_):
+    """It fails for T = 0."""
 
-
-class DispatcherFailsOnNoTokens(LocalDispatcher):
     def prepare(self, x_TH, routing, quantize):
         x_TH.amax()  # no value for an empty tensor
         return super().prepare(x_TH, routing, quantize)
 
 
-class NothingWrittenForIdleTokens(BatchedReference):
+@killed_by("test_routing", "rows", 1, says="NaN")
+class NothingWrittenForIdleTokens(Batched_):
+    """Tokens without an expert get no zeros."""
+
     def finalize(self, y, dispatched, out_TH):
         keep = out_TH.clone()
         super().finalize(y, dispatched, out_TH)
@@ -210,13 +202,10 @@ class NothingWrittenForIdleTokens(BatchedReference):
         return Pending.ready(out_TH)
 
 
-def test_dispatcher_garbage_on_no_tokens():
-    says = "non-zero size|reduction"
-    caught_local(DispatcherFailsOnNoTokens, "test_tokens_per_rank", "none", 1, says=says)
-    caught_batched(NothingWrittenForIdleTokens, "test_routing", "rows", 1, says="NaN")
+@killed_by("test_two_calls_in_flight", 1, says=".")
+class StateInTheDispatcher(Batched_):
+    """Finalize uses the handle of the last call."""
 
-
-class StateInTheDispatcher(BatchedReference):
     def prepare(self, x_TH, routing, quantize):
         pending = super().prepare(x_TH, routing, quantize)
         self._handle = pending.result().handle
@@ -226,31 +215,27 @@ class StateInTheDispatcher(BatchedReference):
         return super().finalize(y, replace(dispatched, handle=self._handle), out_TH)
 
 
-def test_state_kept_in_the_dispatcher():
-    caught_batched(StateInTheDispatcher, "test_two_calls_in_flight", 1, says=".")
+@killed_by("test_each_assignment_is_delivered_once", "uneven", "random", 1, says="max_rows")
+class RowsUnderstated(Batched_):
+    """More rows than `max_rows` says."""
 
-
-class RowsUnderstated(BatchedReference):
     def prepare(self, x_TH, routing, quantize):
         tokens = super().prepare(x_TH, routing, quantize).result()
         wider = torch.cat([tokens.x, torch.full_like(tokens.x, float("nan"))], dim=1)
         return Pending.ready(replace(tokens, x=wider))
 
 
-class BuffersUnderstated(LocalDispatcher):
+@killed_by("test_memory_is_stated", 1, says="stay allocated")
+class BuffersUnderstated(Local_):
+    """More bytes than `buffer_bytes` says."""
+
     def __init__(self, spec, problem, group=None):
         super().__init__(spec, problem, group)
         self._buffer = torch.empty(1 << 20, dtype=torch.uint8)
 
 
-def test_dispatcher_memory_understated():
-    args = ("uneven", "random", 1)
-    once = "test_each_assignment_is_delivered_once"
-    caught_batched(RowsUnderstated, once, *args, says="max_rows")
-    caught_local(BuffersUnderstated, "test_memory_is_stated", 1, says="stay allocated")
-
-
-class IgnoresPlaces(SumsItself):
+@killed_by("test_sums_left_by_experts", 1, says="relative error|NaN or infinite")
+class IgnoresPlaces(Sums):
     """Takes the row of each assignment for the one of its number."""
 
     def finalize(self, y, dispatched, out_TH):
@@ -259,7 +244,10 @@ class IgnoresPlaces(SumsItself):
         return super().finalize(y, dispatched, out_TH)
 
 
-class SumsWithoutWeights(SumsItself):
+@killed_by("test_sums_left_by_experts", 1, says="relative error|NaN or infinite")
+class SumsWithoutWeights(Sums):
+    """It sums the rows that experts leave without their weights."""
+
     def finalize(self, y, dispatched, out_TH):
         if isinstance(y, Unreduced):
             ones = torch.ones_like(dispatched.topk_weights)
@@ -267,7 +255,10 @@ class SumsWithoutWeights(SumsItself):
         return super().finalize(y, dispatched, out_TH)
 
 
-class SumsRowsWithoutExpert(SumsItself):
+@killed_by("test_sums_left_by_experts", 1, says="relative error|NaN or infinite")
+class SumsRowsWithoutExpert(Sums):
+    """It sums a row of NaN where the id is -1."""
+
     def finalize(self, y, dispatched, out_TH):
         if isinstance(y, Unreduced):
             y = Unreduced(y.rows_NH, y.places_RK.clamp(min=0))
@@ -275,29 +266,29 @@ class SumsRowsWithoutExpert(SumsItself):
         return super().finalize(y, dispatched, out_TH)
 
 
-@pytest.mark.parametrize("wrong", [IgnoresPlaces, SumsWithoutWeights, SumsRowsWithoutExpert])
-def test_rows_that_experts_leave(wrong):
-    says = "relative error|NaN or infinite"
-    caught(wrong, "local", "test_sums_left_by_experts", 1, says=says, right=SumsItself)
+@killed_by(
+    "test_quantized_wire", "fp8_block", 1, says="x is torch.bfloat16, expected torch.float8_e4m3fn"
+)
+class SendsUnquantized(BatchedQuantizes_):
+    """Declares a wire scheme that it does not send."""
 
-
-class SendsUnquantized(BatchedReference):
     def prepare(self, x_TH, routing, quantize):
         return super().prepare(x_TH, routing, None)
 
 
-def test_dispatcher_declares_wrongly():
-    wire = frozenset({"fp8_block"})
-    suite(Batched_, "batched_reference", wire_schemes=wire).test_quantized_wire("fp8_block", 1)
-    wrong = suite(SendsUnquantized, "batched_reference", wire_schemes=wire)
-    with pytest.raises(AssertionError, match="x is torch.bfloat16, expected torch.float8_e4m3fn"):
-        wrong.test_quantized_wire("fp8_block", 1)
-    # It says that it exchanges tokens: two rank processes show that it does not.
-    args = ("test_tokens_per_rank", "uneven", 2)
-    caught_local(Local_, *args, says="(?s)ranks .0.*raised.*relative error", moves_tokens=True)
+@killed_by(
+    "test_tokens_per_rank",
+    "uneven",
+    2,
+    moves_tokens=True,
+    says="(?s)ranks .0.*raised.*relative error",
+)
+class ExchangesNothing(Local_):
+    """Declares an exchange that it does not make."""
 
 
-class ScalesInAByte(LocalDispatcher):
+@killed_by("test_quantized_tokens", "fp8_channel_token", 1)
+class ScalesInAByte(Quantizes_):
     """Sends scales as e4m3, which costs less than the rounding of the tokens themselves."""
 
     def prepare(self, x_TH, routing, quantize):
@@ -309,25 +300,16 @@ class ScalesInAByte(LocalDispatcher):
         return Pending.ready(replace(tokens, x_scale=scale))
 
 
-def test_scales_lose_bits():
-    declared = {"wire_schemes": frozenset({"fp8_channel_token"})}
-    args = ("test_quantized_tokens", "fp8_channel_token", 1)
-    suite(Local_, "local", **declared).test_quantized_tokens(*args[1:])
-    caught_local(ScalesInAByte, *args, says="relative error", **declared)
-
-
-class RoundsBeforeWeighting(BatchedReference):
+@killed_by("test_outputs_beyond_float16", 2, says="NaN or infinite")
+class RoundsBeforeWeighting(Batched_):
     """Declares weights_in_fp32, and rounds experts' outputs to the problem's dtype."""
 
     def finalize(self, y, dispatched, out_TH):
         return super().finalize(y.to(self.problem.dtype), dispatched, out_TH)
 
 
-def test_outputs_rounded_before_they_are_weighted():
-    caught_batched(RoundsBeforeWeighting, "test_outputs_beyond_float16", 2, says="NaN or infinite")
-
-
-class FirstInFirstOut(BatchedReference):
+@killed_by("test_two_calls_in_flight", 1, says="last first|must match|out of bounds")
+class FirstInFirstOut(Batched_):
     """Finalizes the oldest call in flight, whichever is asked for."""
 
     def __init__(self, spec, problem, group=None):
@@ -343,13 +325,8 @@ class FirstInFirstOut(BatchedReference):
         return super().finalize(y, replace(dispatched, handle=self._handles.pop(0)), out_TH)
 
 
-def test_calls_finished_only_in_the_order_of_their_starts():
-    caught_batched(
-        FirstInFirstOut, "test_two_calls_in_flight", 1, says="last first|must match|out of bounds"
-    )
-
-
-class SumsInAnAttribute(BatchedReference):
+@killed_by("test_threads", says="the call of thread [01] of two")
+class SumsInAnAttribute(Batched_):
     """Its calls sum in one tensor."""
 
     def __init__(self, spec, problem, group=None):
@@ -362,5 +339,6 @@ class SumsInAnAttribute(BatchedReference):
         return Pending.ready(out_TH.copy_(total))
 
 
-def test_scratch_that_threads_share():
-    caught_batched(SumsInAnAttribute, "test_threads", says="the call of thread [01] of two")
+@pytest.mark.parametrize("mutant", mutants_of(__name__))
+def test_killed(mutant):
+    mutant.check()

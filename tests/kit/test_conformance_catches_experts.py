@@ -7,52 +7,47 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conformance_catches import killed_by, mutants_of, suite
+from conformance_catches import killed_by, mutants_of, suite, wrong
 from right_experts import LeavesSums, Plain, Unreduced
 
 from moekit.contract import PackedWeights
 
-
-@killed_by("test_dtype", "float32")
-class WeightsTwice(Plain):
-    """Applies the router weights twice."""
-
-    def apply(self, y, tokens, weights, workspace):
-        tokens = replace(tokens, topk_weights=tokens.topk_weights.square())
-        super().apply(y, tokens, weights, workspace)
+wrong("WeightsTwice", "Applies the router weights twice",
+      lambda self, tokens: replace(tokens, topk_weights=tokens.topk_weights.square()),
+      killed_by("test_dtype", "float32"))  # fmt: skip
 
 
 @killed_by("test_sums_left_to_the_dispatcher")
 class WeightsRowsItLeaves(LeavesSums):
     """Weights the rows whose weights it leaves to the dispatcher."""
 
-    def given(self, rows, places, order, tokens):
+    def leaves(self, rows, places, order, tokens):
         weights = tokens.topk_weights.flatten()[order][:, None]
-        return super().given((rows * weights).to(rows.dtype), places, order, tokens)
+        return super().leaves((rows * weights).to(rows.dtype), places, order, tokens)
 
 
 @killed_by("test_sums_left_to_the_dispatcher")
 class PlacesTheOtherWay(LeavesSums):
     """Names the assignment of each row it leaves, not the row of each assignment."""
 
-    def given(self, rows, places, order, tokens):
-        return super().given(rows, order.int().view_as(places), order, tokens)
+    def leaves(self, rows, places, order, tokens):
+        return super().leaves(rows, order.int().view_as(places), order, tokens)
 
 
 @killed_by("test_sums_left_to_the_dispatcher", says="rows_NH is torch.float32")
 class LeavesRowsInFloat32(LeavesSums):
     """Leaves rows in float32 to the dispatcher."""
 
-    def given(self, rows, places, order, tokens):
-        return super().given(rows.float(), places, order, tokens)
+    def leaves(self, rows, places, order, tokens):
+        return super().leaves(rows.float(), places, order, tokens)
 
 
 @killed_by("test_sums_left_to_the_dispatcher", says="places_RK is torch.int64")
 class LongPlaces(LeavesSums):
     """Names the rows it leaves in int64."""
 
-    def given(self, rows, places, order, tokens):
-        return super().given(rows, places.long(), order, tokens)
+    def leaves(self, rows, places, order, tokens):
+        return super().leaves(rows, places.long(), order, tokens)
 
 
 @killed_by("test_sums_left_to_the_dispatcher")
@@ -66,7 +61,7 @@ class LeavesTheBias(LeavesSums):
         return super().apply_unreduced(tokens, weights, workspace)
 
 
-@killed_by("test_default_dtype", "bfloat16", says="same scalar type")
+@killed_by("test_scheme", "none", says="same scalar type")
 class ScratchOfTheDefaultDtype(Plain):
     """Sums in a tensor of torch's default dtype."""
 
@@ -75,13 +70,9 @@ class ScratchOfTheDefaultDtype(Plain):
         super().apply(y, tokens, weights, (total,))
 
 
-@killed_by("test_dtype", "float32")
-class WeightsNever(Plain):
-    """Does not apply the router weights."""
-
-    def apply(self, y, tokens, weights, workspace):
-        tokens = replace(tokens, topk_weights=torch.ones_like(tokens.topk_weights))
-        super().apply(y, tokens, weights, workspace)
+wrong("WeightsNever", "Does not apply the router weights",
+      lambda self, tokens: replace(tokens, topk_weights=torch.ones_like(tokens.topk_weights)),
+      killed_by("test_dtype", "float32"))  # fmt: skip
 
 
 @killed_by("test_weights_in_turns", says="call 1, weights 1")
@@ -96,24 +87,20 @@ class FirstWeights(Plain):
 
 
 @killed_by("test_many_experts")
-class FirstExperts(Plain):
+def FirstExperts(self, tokens):
     """Skips experts from 64 on."""
-
-    def apply(self, y, tokens, weights, workspace):
-        ids = torch.where(tokens.topk_ids < 64, tokens.topk_ids, -1)
-        super().apply(y, replace(tokens, topk_ids=ids), weights, workspace)
+    ids = torch.where(tokens.topk_ids < 64, tokens.topk_ids, -1)
+    return replace(tokens, topk_ids=ids)
 
 
 @killed_by("test_rows_per_expert")
-class FirstRows(Plain):
+def FirstRows(self, tokens):
     """Skips an expert's rows from the 129th on."""
-
-    def apply(self, y, tokens, weights, workspace):
-        ids = tokens.topk_ids.flatten()
-        one_hot = ids[:, None] == torch.arange(self.problem.num_local_experts)
-        rank = (one_hot.cumsum(0) * one_hot).sum(1)
-        ids = torch.where(rank <= 128, ids, -1).view_as(tokens.topk_ids)
-        super().apply(y, replace(tokens, topk_ids=ids), weights, workspace)
+    ids = tokens.topk_ids.flatten()
+    one_hot = ids[:, None] == torch.arange(self.problem.num_local_experts)
+    rank = (one_hot.cumsum(0) * one_hot).sum(1)
+    ids = torch.where(rank <= 128, ids, -1).view_as(tokens.topk_ids)
+    return replace(tokens, topk_ids=ids)
 
 
 class OtherActivation(Plain):
@@ -129,8 +116,8 @@ class OtherActivation(Plain):
         self.problem = asked
 
 
-@killed_by("test_clamp", "silu")
-@killed_by("test_clamp", "swigluoai")
+@killed_by("test_activation", "silu")
+@killed_by("test_activation", "swigluoai")
 class ClampDropped(OtherActivation):
     """Drops the clamp."""
 
@@ -138,45 +125,22 @@ class ClampDropped(OtherActivation):
         return replace(activation, limit=None if activation.name == "silu" else 1e6)
 
 
-@killed_by("test_clamp", "swiglustep")
-class ClampBeforeSilu(OtherActivation):
-    """Clamps the gate before silu instead of after it."""
-
-    def _instead(self, activation):
-        return replace(activation, name="silu")
-
-
-@killed_by("test_clamp", "swiglustep")
-@killed_by("test_clamp", "situ")
-class LimitOfSeven(OtherActivation):
-    """Uses the usual limit whatever the problem's is."""
-
-    def _instead(self, activation):
-        return replace(activation, limit=7.0)
-
-
-@killed_by("test_activation", "situ")
-class SituWithoutTanh(OtherActivation):
-    """Leaves the gate unbounded."""
-
-    def _instead(self, activation):
-        return replace(activation, name="silu", alpha=None)
-
-
-@killed_by("test_clamp", "situ")
-class AlphaOfOne(OtherActivation):
-    """Ignores alpha."""
-
-    def _instead(self, activation):
-        return replace(activation, alpha=1.0)
-
-
-@killed_by("test_activation", "relu2_and_mul")
-class SiluForRelu2(OtherActivation):
-    """Computes another gate."""
-
-    def _instead(self, activation):
-        return replace(activation, name="silu")
+wrong("ClampBeforeSilu", "Clamps the gate before silu instead of after it",
+      killed_by("test_activation", "swiglustep"), of=OtherActivation,
+      _instead=lambda self, activation: replace(activation, name="silu"))  # fmt: skip
+wrong("LimitOfSeven", "Uses the usual limit whatever the problem's is",
+      killed_by("test_activation", "swiglustep"), killed_by("test_activation", "situ"),
+      of=OtherActivation,
+      _instead=lambda self, activation: replace(activation, limit=7.0))  # fmt: skip
+wrong("SituWithoutTanh", "Leaves the gate unbounded",
+      killed_by("test_activation", "situ"), of=OtherActivation,
+      _instead=lambda self, activation: replace(activation, name="silu", alpha=None))  # fmt: skip
+wrong("AlphaOfOne", "Ignores alpha",
+      killed_by("test_activation", "situ"), of=OtherActivation,
+      _instead=lambda self, activation: replace(activation, alpha=1.0))  # fmt: skip
+wrong("SiluForRelu2", "Computes another gate",
+      killed_by("test_activation", "relu2_and_mul"), of=OtherActivation,
+      _instead=lambda self, activation: replace(activation, name="silu"))  # fmt: skip
 
 
 @killed_by("test_activation", "gelu")
@@ -187,136 +151,103 @@ class TanhForErf(OtherActivation):
         return replace(activation, name=activation.name.replace("gelu", "gelu_tanh"))
 
 
-@killed_by("test_cases", "none")
-class BiasDropped(Plain):
-    """Drops both biases."""
-
-    def pack(self, weights):
-        return super().pack(replace(weights, w13_bias=None, w2_bias=None))
+wrong("BiasDropped", "Drops both biases",
+      lambda self, weights: replace(weights, w13_bias=None, w2_bias=None),
+      killed_by("test_cases", "none"))  # fmt: skip
 
 
 @killed_by("test_scheme", "fp8_block")
 @killed_by("test_scheme", "fp8_channel_token")
 @killed_by("test_scheme", "int8_w8a16")
 @killed_by("test_scheme", "nvfp4_w4a16")
-class ScalesIgnored(Plain):
+def ScalesIgnored(self, packed):
     """Uses the first scale of a weight for the whole weight."""
-
-    def pack(self, weights):
-        packed = super().pack(weights)
-        experts = {
-            n: t[:, :1, :1].expand_as(t).contiguous() if n.endswith("_scale") else t
-            for n, t in packed.experts.items()
-        }
-        return replace(packed, experts=experts)
+    experts = {
+        n: t[:, :1, :1].expand_as(t).contiguous() if n.endswith("_scale") else t
+        for n, t in packed.experts.items()
+    }
+    return replace(packed, experts=experts)
 
 
-@killed_by("test_scheme", "int4_w4a16_g32_act_order")
-@killed_by("test_scheme", "int4_w4a16_g128_zp_act_order")
-class OrderIgnored(Plain):
-    """Treats groups as runs of columns."""
-
-    def pack(self, weights):
-        return super().pack(replace(weights, w13_g_idx=None, w2_g_idx=None))
+wrong("OrderIgnored", "Treats groups as runs of columns",
+      lambda self, weights: replace(weights, w13_g_idx=None, w2_g_idx=None),
+      killed_by("test_scheme", "int4_w4a16_g32_act_order"),
+      killed_by("test_scheme", "int4_w4a16_g128_zp_act_order"))  # fmt: skip
 
 
 @killed_by("test_scheme", "int4_w4a16_g32_act_order")
 @killed_by("test_scheme", "int4_w4a16_g128_zp_act_order")
-class OneOrderForAll(Plain):
+def OneOrderForAll(self, weights):
     """Uses the first expert's order for all experts."""
-
-    def pack(self, weights):
-        first = {
-            name: t[:1].expand_as(t).contiguous()
-            for name, t in weights.tensors().items()
-            if name.endswith("g_idx")
-        }
-        return super().pack(replace(weights, **first))
+    first = {
+        name: t[:1].expand_as(t).contiguous()
+        for name, t in weights.tensors().items()
+        if name.endswith("g_idx")
+    }
+    return replace(weights, **first)
 
 
-@killed_by("test_padded_tensor_parallel_slices", "fp8_block")
-class EqualShares(Plain):
+@killed_by("test_cases", "fp8_block")
+def EqualShares(self, weights):
     """Uses I / tp_size of a rank's share, where whole blocks make it larger."""
-
-    def pack(self, weights):
-        p = self.problem
-        share = p.intermediate_size // p.parallel.tp_size
-        w2_scale = weights.w2_scale
-        if p.parallel.tp_size > 1 and w2_scale is not None and w2_scale.dim() == 3:
-            w2 = weights.w2.clone()
-            w2[..., share:] = 0
-            weights = replace(weights, w2=w2)
-        return super().pack(weights)
+    p = self.problem
+    share = p.intermediate_size // p.parallel.tp_size
+    w2_scale = weights.w2_scale
+    if p.parallel.tp_size > 1 and w2_scale is not None and w2_scale.dim() == 3:
+        w2 = weights.w2.clone()
+        w2[..., share:] = 0
+        weights = replace(weights, w2=w2)
+    return weights
 
 
 @killed_by("test_columns_in_order", says="w2_g_idx is missing")
-class OrderNeeded(Plain):
+def OrderNeeded(self, weights):
     """Fails without g_idx."""
-
-    def pack(self, weights):
-        assert weights.w2_g_idx is not None, "w2_g_idx is missing"
-        return super().pack(weights)
+    assert weights.w2_g_idx is not None, "w2_g_idx is missing"
+    return weights
 
 
 @killed_by("test_routing", "masked", says="NaN")
-@killed_by("test_expert_parallel_slices", "random", says="exact zeros")
-class ForeignRows(Plain):
+def ForeignRows(self, tokens):
     """Computes ids of -1 as expert 0."""
-
-    def apply(self, y, tokens, weights, workspace):
-        ids = tokens.topk_ids.clamp(min=0)
-        super().apply(y, replace(tokens, topk_ids=ids), weights, workspace)
+    ids = tokens.topk_ids.clamp(min=0)
+    return replace(tokens, topk_ids=ids)
 
 
 @killed_by("test_routing", "rows", says="NaN")
-class ForeignRowsOnly(Plain):
+def ForeignRowsOnly(self, tokens):
     """Computes ids of -1 as expert 0 with weight 0, but NaN * 0 is not 0."""
-
-    def apply(self, y, tokens, weights, workspace):
-        zero = tokens.topk_weights.masked_fill(tokens.topk_ids < 0, 0.0)
-        ids = tokens.topk_ids.clamp(min=0)
-        tokens = replace(tokens, topk_ids=ids, topk_weights=zero)
-        super().apply(y, tokens, weights, workspace)
+    zero = tokens.topk_weights.masked_fill(tokens.topk_ids < 0, 0.0)
+    ids = tokens.topk_ids.clamp(min=0)
+    return replace(tokens, topk_ids=ids, topk_weights=zero)
 
 
 @killed_by("test_dtype", "float32", says="modified the caller's x")
-class InputModified(Plain):
+def InputModified(self, y, tokens, weights):
     """Modifies x."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        tokens.x.nan_to_num_().neg_()
+    tokens.x.nan_to_num_().neg_()
 
 
 @killed_by("test_routing", "masked", says="modified the caller's topk_ids")
-class RoutingModified(Plain):
+def RoutingModified(self, y, tokens, weights):
     """Modifies the ids."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        tokens.topk_ids.clamp_(min=0)
+    tokens.topk_ids.clamp_(min=0)
 
 
 @killed_by("test_dtype", "float32", says="modified the caller's w2")
-class PackedModified(Plain):
+def PackedModified(self, y, tokens, weights):
     """Modifies the packed weights."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        weights["w2"].neg_()
+    weights["w2"].neg_()
 
 
-@killed_by("test_pack_is_pure", "none", says="pack modified the caller's w13")
-class PackInPlace(Plain):
+@killed_by("test_pack", "none", says="pack modified the caller's w13")
+def PackInPlace(self, weights):
     """Modifies the weights when it packs them."""
-
-    def pack(self, weights):
-        weights.w13.mul_(2)
-        return super().pack(weights)
+    weights.w13.mul_(2)
+    return weights
 
 
 @killed_by("test_routing", "none", says="NaN")
-@killed_by("test_expert_parallel_slices", "one_expert", says="NaN")
 class NothingWritten(Plain):
     """Writes no output if no row has a local expert."""
 
@@ -343,13 +274,11 @@ class PaddingInScale(Plain):
 
 
 @killed_by("test_input_form", "fp8_tensor", "kit_row_scales", says="relative error")
-class OneScaleForAll(Plain):
+def OneScaleForAll(self, tokens):
     """Uses the first token's scale for all tokens."""
-
-    def apply(self, y, tokens, weights, workspace):
-        if tokens.x_scale is not None:
-            tokens = replace(tokens, x_scale=tokens.x_scale[:1])
-        super().apply(y, tokens, weights, workspace)
+    if tokens.x_scale is not None:
+        tokens = replace(tokens, x_scale=tokens.x_scale[:1])
+    return tokens
 
 
 @killed_by("test_deterministic", says="different bits")
@@ -387,7 +316,7 @@ class Accumulates(Plain):
         self._last = y.clone()
 
 
-@killed_by("test_pack_is_expert_major", "none", says="dim 0 is not L")
+@killed_by("test_pack", "none", says="dim 0 is not L")
 class IntermediateMajor(Plain):
     """Packs w13 with experts in dim 1."""
 
@@ -401,34 +330,25 @@ class IntermediateMajor(Plain):
         super().apply(y, tokens, replace(weights, experts=turned), workspace)
 
 
-@killed_by("test_pack_is_expert_major", "none", says="depends on the order")
-class SharedByOrder(Plain):
+@killed_by("test_pack", "none", says="experts in another order")
+def SharedByOrder(self, packed):
     """Packs w2's bias as shared, although it differs between experts."""
-
-    def pack(self, weights):
-        packed = super().pack(weights)
-        experts = {n: t for n, t in packed.experts.items() if n != "w2_bias"}
-        return replace(packed, experts=experts, shared={"w2_bias": packed["w2_bias"]})
+    experts = {n: t for n, t in packed.experts.items() if n != "w2_bias"}
+    return replace(packed, experts=experts, shared={"w2_bias": packed["w2_bias"]})
 
 
-@killed_by("test_memory_is_stated", "local", says="stated are")
-class MemoryUnderstated(Plain):
-    """States no transient memory, and allocates some."""
-
-    def transient_bytes(self, rows):
-        return 0
+wrong("MemoryUnderstated", "States no transient memory, and allocates some",
+      killed_by("test_memory_is_stated", "local", says="stated are"), of=Plain,
+      transient_bytes=lambda self, rows: 0)  # fmt: skip
 
 
 @killed_by("test_fresh_output", says="changed an earlier output")
-class OverwritesEarlierOutput(Plain):
+def OverwritesEarlierOutput(self, y, tokens, weights):
     """Overwrites the output of an earlier call."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        self._kept = getattr(self, "_kept", None)
-        if self._kept is not None:
-            self._kept.zero_()
-        self._kept = y
+    self._kept = getattr(self, "_kept", None)
+    if self._kept is not None:
+        self._kept.zero_()
+    self._kept = y
 
 
 @killed_by("test_dtype", "float32", says="shape mismatch", reduces=True)

@@ -7,20 +7,28 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from moekit_naive.dispatcher import NaiveDispatcher
-from right_naive import caught_naive
+from conformance_catches import killed_by, mutants_of
+from right_naive import Naive
 
 from moekit.contract.pending import Pending
 from moekit.errors import InvalidInput, MoekitError, PeerFailed
 from moekit.plugin import exchange
 
 
-class NoAbort(NaiveDispatcher):
+@killed_by(
+    "test_failure_without_checks", 2, says="got no error although rank 1 failed before prepare"
+)
+class NoAbort(Naive):
+    """`abort` does nothing, though declared."""
+
     def abort(self, reason):
         pass
 
 
-class AbortAnonymous(NaiveDispatcher):
+@killed_by("test_failure_without_checks", 2, says="but not that it is rank")
+class AbortAnonymous(Naive):
+    """`abort` does not name the rank."""
+
     def _agree(self, *args):
         try:
             return super()._agree(*args)
@@ -28,19 +36,9 @@ class AbortAnonymous(NaiveDispatcher):
             raise PeerFailed("some rank failed") from None
 
 
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        (NoAbort, "got no error although rank 1 failed before prepare"),
-        (AbortAnonymous, "but not that it is rank"),
-    ],
-)
-def test_abort_that_tells_nothing(wrong, says):
-    caught_naive(wrong, "test_failure_without_checks", 2, says=says)
-
-
-class AbortsByThemselves(NaiveDispatcher):
-    """Leaves out its reason if another rank fails, too."""
+@killed_by("test_failure_without_checks", 4, says="gave up at 'end a call'|did not come")
+class AbortsByThemselves(Naive):
+    """Leaves out its reason if another rank also fails."""
 
     def abort(self, reason):
         headers = self._exchange_headers([-1, 0, 0])
@@ -48,7 +46,10 @@ class AbortsByThemselves(NaiveDispatcher):
             exchange("end a call", reason, self.group, timeout=3.0)
 
 
-class AbortOfAnotherKind(NaiveDispatcher):
+@killed_by("test_failure_without_checks", 2, says="by InvalidInput, expected PeerFailed")
+class AbortOfAnotherKind(Naive):
+    """Ranks that are told of a failure raise InvalidInput."""
+
     def _agree(self, *args):
         try:
             return super()._agree(*args)
@@ -56,8 +57,9 @@ class AbortOfAnotherKind(NaiveDispatcher):
             raise InvalidInput(str(error)) from None
 
 
-class AbortLosesLanes(NaiveDispatcher):
-    """Has three buffers, and does not give back that of a call that another rank aborts."""
+@killed_by("test_failure_without_checks", 4, says="no free buffer")
+class AbortLosesLanes(Naive):
+    """Has three buffers, and keeps one when another rank aborts its call."""
 
     _free = 3
 
@@ -70,7 +72,8 @@ class AbortLosesLanes(NaiveDispatcher):
         return sizes
 
 
-class AbortsInWorld(NaiveDispatcher):
+@killed_by("test_failure_without_checks", 2, says="gave up at 'end a call'|did not come")
+class AbortsInWorld(Naive):
     """Resolves its group, but says in WORLD why a call ends."""
 
     def _agree(self, *args):
@@ -86,20 +89,7 @@ def exchange_in_world(what, said, group):
     return exchange(what, said, dist.group.WORLD, timeout=3.0)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "ranks", "says"),
-    [
-        (AbortsByThemselves, 4, "gave up at 'end a call'|did not come"),
-        (AbortOfAnotherKind, 2, "by InvalidInput, expected PeerFailed"),
-        (AbortLosesLanes, 4, "no free buffer"),
-        (AbortsInWorld, 2, "gave up at 'end a call'|did not come"),
-    ],
-)
-def test_abort_that_is_wrong_for_some(wrong, ranks, says):
-    caught_naive(wrong, "test_failure_without_checks", ranks, says=says)
-
-
-class AbandonsAll(NaiveDispatcher):
+class AbandonsAll(Naive):
     """Ends all calls in flight when one of them is abandoned."""
 
     _failures = 0
@@ -118,8 +108,9 @@ class AbandonsAll(NaiveDispatcher):
         self._failures += 1
 
 
-class LanesLost(NaiveDispatcher):
-    """Has three buffers, and gives back those of finished calls alone."""
+@killed_by("test_failure_after_dispatch", 2, says="no free buffer")
+class LanesLost(Naive):
+    """Has three buffers, and gives one back only when its call finishes."""
 
     _free = 3
 
@@ -134,5 +125,6 @@ class LanesLost(NaiveDispatcher):
         return super().finalize(*args)
 
 
-def test_abandoned_call_keeps_its_buffer():
-    caught_naive(LanesLost, "test_failure_after_dispatch", 2, says="no free buffer")
+@pytest.mark.parametrize("mutant", mutants_of(__name__))
+def test_killed(mutant):
+    mutant.check()

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conformance_catches import killed_by, mutants_of
+from conformance_catches import killed_by, mutants_of, wrong
 from right_experts import Batched, Plain, Skips, Unreduced
 from test_conformance_catches_calls import in_whole_tiles
 from test_conformance_catches_sizes import (
@@ -59,25 +59,21 @@ class ZeroPointsPlusOne(ZeroPointOfZero):
 
 
 @killed_by("test_fewer_columns", says="relative error|exact zeros|NaN")
-class RouterStridesOfIds(Plain):
+def RouterStridesOfIds(self, tokens):
     """Reads router weights with the strides of ids."""
-
-    def apply(self, y, tokens, weights, workspace):
-        ids, router = tokens.topk_ids, tokens.topk_weights
-        room = router.untyped_storage().nbytes() // router.itemsize - router.storage_offset()
-        if sum((n - 1) * step for n, step in zip(ids.shape, ids.stride(), strict=True)) < room:
-            router = torch.as_strided(router, ids.shape, ids.stride(), router.storage_offset())
-        super().apply(y, replace(tokens, topk_weights=router), weights, workspace)
+    ids, router = tokens.topk_ids, tokens.topk_weights
+    room = router.untyped_storage().nbytes() // router.itemsize - router.storage_offset()
+    if sum((n - 1) * step for n, step in zip(ids.shape, ids.stride(), strict=True)) < room:
+        router = torch.as_strided(router, ids.shape, ids.stride(), router.storage_offset())
+    return replace(tokens, topk_weights=router)
 
 
 @killed_by("test_fewer_columns", says="view size is not compatible|relative error|NaN")
-class IdsInARow(Plain):
+def IdsInARow(self, tokens):
     """Takes a call's ids for a vector with one stride."""
-
-    def apply(self, y, tokens, weights, workspace):
-        shape = tokens.topk_ids.shape
-        ids, router = (t.view(-1).view(shape) for t in (tokens.topk_ids, tokens.topk_weights))
-        super().apply(y, replace(tokens, topk_ids=ids, topk_weights=router), weights, workspace)
+    shape = tokens.topk_ids.shape
+    ids, router = (t.view(-1).view(shape) for t in (tokens.topk_ids, tokens.topk_weights))
+    return replace(tokens, topk_ids=ids, topk_weights=router)
 
 
 # -- many scales, and biases of wide experts ------------------------------------------------------
@@ -112,14 +108,9 @@ class EightBlocksOfRows(EightGroups):
         return super().changed(tensor.mT).mT.contiguous()
 
 
-@killed_by("test_cases", "int4_w4a16_g32_act_order")
-class GroupsInSevenBits(Packs):
-    """Keeps the group of a column in seven bits."""
-
-    NAMES = ("w13_g_idx", "w2_g_idx")
-
-    def changed(self, tensor):
-        return tensor % 128
+wrong("GroupsInSevenBits", "Keeps the group of a column in seven bits",
+      killed_by("test_cases", "int4_w4a16_g32_act_order"), of=Packs,
+      NAMES=("w13_g_idx", "w2_g_idx"), changed=lambda self, tensor: tensor % 128)  # fmt: skip
 
 
 @killed_by("test_cases", "none")
@@ -152,12 +143,10 @@ class ScalesOfAllSlices(Packs):
 
 @killed_by("test_cases", "int8_w8a16")
 @killed_by("test_cases", "mxfp4_w4a16")
-class ShareSubtractedTwice(Skips):
+def ShareSubtractedTwice(self, ids, tokens):
     """Subtracts the first expert of a rank's share from local ids, in quantized schemes."""
-
-    def kept(self, ids, tokens):
-        first = self.problem.local_experts.start
-        return ids >= (first if self.problem.quant.weight is not None else 0)
+    first = self.problem.local_experts.start
+    return ids >= (first if self.problem.quant.weight is not None else 0)
 
 
 # -- activations of quantized experts -------------------------------------------------------------
@@ -184,13 +173,10 @@ class SiluWhereQuantized(OtherActivation):
         return Activation("silu") if asked.gated and asked.limit is None else asked
 
 
-@killed_by("test_cases", "mxfp4_w4a16")
-@killed_by("test_cases", "int4_w4a16_channel")
-class AlphaWhereQuantized(OtherActivation):
-    """Uses the usual alpha in quantized schemes."""
-
-    def activation(self, asked):
-        return Activation(asked.name, limit=asked.limit)
+wrong("AlphaWhereQuantized", "Uses the usual alpha in quantized schemes",
+      killed_by("test_cases", "mxfp4_w4a16"), killed_by("test_cases", "int4_w4a16_channel"),
+      of=OtherActivation,
+      activation=lambda self, asked: Activation(asked.name, limit=asked.limit))  # fmt: skip
 
 
 @killed_by("test_cases", "mxfp4_w4a16")
@@ -205,26 +191,16 @@ class LimitWhereQuantized(OtherActivation):
 
 
 @killed_by("test_many_assignments")
-class TokensUnsigned16Bit(Skips):
+def TokensUnsigned16Bit(self, ids, tokens):
     """Drops tokens from 65535 on, the most that a grid has in its second dimension."""
-
-    def kept(self, ids, tokens):
-        return (torch.arange(len(ids)) < 65535)[:, None]
+    return (torch.arange(len(ids)) < 65535)[:, None]
 
 
-@killed_by("test_many_assignments")
-class OneTokenBeyondAChunk(DropsTheLast):
-    """Drops the last chunk of 4096 tokens if it has a single one."""
-
-    def wrong(self, tokens):
-        return len(tokens.x) > 4096 and len(tokens.x) % 4096 == 1
-
-
-@killed_by("test_rows_per_expert")
-class FullTileOf384(FullTile):
-    """Drops the last row of an expert whose rows fill tiles of 384."""
-
-    TILE = 384
+wrong("OneTokenBeyondAChunk", "Drops the last chunk of 4096 tokens if it has a single one",
+      killed_by("test_many_assignments"), of=DropsTheLast,
+      wrong=lambda self, tokens: len(tokens.x) > 4096 and len(tokens.x) % 4096 == 1)  # fmt: skip
+wrong("FullTileOf384", "Drops the last row of an expert whose rows fill tiles of 384",
+      killed_by("test_rows_per_expert"), of=FullTile, TILE=384)  # fmt: skip
 
 
 @killed_by("test_rows_per_expert")
@@ -234,21 +210,16 @@ class FullBlockOfRows(FullTile):
     TILE = 1024
 
 
-@killed_by("test_full_tiles")
-class FullBlockOfTokens(DropsTheLast):
-    """Drops the last of 512 tokens, as many as its block has threads."""
-
-    def wrong(self, tokens):
-        return len(tokens.x) == 512
+wrong("FullBlockOfTokens", "Drops the last of 512 tokens, as many as its block has threads",
+      killed_by("test_num_tokens", "hot"), of=DropsTheLast,
+      wrong=lambda self, tokens: len(tokens.x) == 512)  # fmt: skip
 
 
 @killed_by("test_many_experts")
-class FullBlockOfExperts(Skips):
+def FullBlockOfExperts(self, ids, tokens):
     """Drops the last expert if experts fill blocks of 256."""
-
-    def kept(self, ids, tokens):
-        L = self.problem.num_local_experts
-        return ids < L - (L % 256 == 0)
+    L = self.problem.num_local_experts
+    return ids < L - (L % 256 == 0)
 
 
 # -- calls ----------------------------------------------------------------------------------------
@@ -285,13 +256,11 @@ class QuantizedProductsOfAutocast(ProductsOfAutocast):
 
 
 @killed_by("test_autocast")
-class PackedInAutocast(Plain):
+def PackedInAutocast(self, weights):
     """Packs weights by a product, whose dtype torch.autocast chooses."""
-
-    def pack(self, weights):
-        if weights.w2.dtype == torch.float32:
-            weights = replace(weights, w2=(weights.w2 @ torch.eye(weights.w2.shape[2])).float())
-        return super().pack(weights)
+    if weights.w2.dtype == torch.float32:
+        weights = replace(weights, w2=(weights.w2 @ torch.eye(weights.w2.shape[2])).float())
+    return weights
 
 
 @killed_by("test_repeated_calls", says="wrote behind its output")
@@ -408,13 +377,10 @@ class TableOfTheDefaultDevice(Plain):
 
 @killed_by("test_scheme", "int8_w8a16", says="behind its output")
 @killed_by("test_scheme", "mxfp4_w4a16", says="behind its output")
-class WritesWholeTilesWhereQuantized(Plain):
+def WritesWholeTilesWhereQuantized(self, y, tokens, weights):
     """Writes the output's last tile of 16 rows whole, in quantized schemes."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        if self.problem.quant.weight is not None:
-            in_whole_tiles(y)
+    if self.problem.quant.weight is not None:
+        in_whole_tiles(y)
 
 
 @killed_by("test_memory_is_stated", "local", says="a call of 1 tokens")
@@ -439,13 +405,10 @@ class PaddingMadeZero(Batched):
 
 
 @killed_by("test_input_form", "fp8_block", "kit_quantized_wire", says="the dispatcher's x_scale")
-class ScalesMultiplied(Plain):
+def ScalesMultiplied(self, y, tokens, weights):
     """Multiplies the scales that arrive by another factor, in place."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        if tokens.x_scale is not None:
-            tokens.x_scale.mul_(2)
+    if tokens.x_scale is not None:
+        tokens.x_scale.mul_(2)
 
 
 @killed_by("test_constructor_keeps_spec_and_problem", says="a warm-up for")
@@ -472,12 +435,10 @@ class TunedOnce(Plain):
 
 
 @killed_by("test_dtype", "float32", says="rounding of small numbers to zero")
-class FlushesSmallNumbers(Plain):
+def FlushesSmallNumbers(self, tokens):
     """Makes the process round small numbers to zero."""
-
-    def apply(self, y, tokens, weights, workspace):
-        torch.set_flush_denormal(True)
-        super().apply(y, tokens, weights, workspace)
+    torch.set_flush_denormal(True)
+    return tokens
 
 
 @killed_by("test_dtype", "float32", says="allow_bf16_reduced_precision_reduction")

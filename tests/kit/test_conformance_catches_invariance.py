@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conformance_catches import killed_by, mutants_of
+from conformance_catches import killed_by, mutants_of, wrong
 
 from moekit.backends.torch_experts import TorchExperts
 from moekit.contract import PackedWeights
@@ -43,13 +43,10 @@ def all_if(condition, tokens):
     return torch.full_like(tokens.topk_ids, condition, dtype=torch.bool)
 
 
-@killed_by("test_batch_invariant_tokens", "float32", says=OTHER)
-@killed_by("test_batch_invariant_tokens", "bfloat16", says=OTHER)
-class KernelByTokens(Blocks):
-    """Computes calls of at most two tokens by another kernel."""
-
-    def rows_in_reverse(self, tokens):
-        return all_if(len(tokens.x) <= 2, tokens)
+wrong("KernelByTokens", "Computes calls of at most two tokens by another kernel",
+      killed_by("test_batch_invariant_tokens", "float32", says=OTHER),
+      killed_by("test_batch_invariant_tokens", "bfloat16", says=OTHER), of=Blocks,
+      rows_in_reverse=lambda self, tokens: all_if(len(tokens.x) <= 2, tokens))  # fmt: skip
 
 
 @killed_by("test_batch_invariant_tokens", "float32", says=OTHER)
@@ -62,7 +59,7 @@ class TileByRows(Blocks):
         return (counts[1:] > 85)[ids.clamp(min=0)]
 
 
-@killed_by("test_batch_invariant_position", 1, says=OTHER)
+@killed_by("test_batch_invariant_neighbours", 1, says=OTHER)
 @killed_by("test_batch_invariant_tokens", "float32", says=OTHER)
 class OrderByPosition(Blocks):
     """Sums odd rows in another order than even ones."""
@@ -102,7 +99,7 @@ class SplitByExperts(Blocks):
         return all_if(self.problem.num_local_experts < 4, tokens)
 
 
-@killed_by("test_batch_invariant_format", 1, says=OTHER)
+@killed_by("test_batch_invariant_neighbours", 1, says=OTHER)
 class OtherOrderWhenBatched(Blocks):
     """Computes rows of one expert by another kernel than rows of several."""
 
@@ -147,7 +144,7 @@ class QuantizedByTokens(Blocks):
             y.mul_(1 + 2**-7)
 
 
-@killed_by("test_batch_invariant_memory", "local", says="stated are")
+@killed_by("test_memory_is_stated", "local", says="stated are")
 class CopiesUnstated(Blocks):
     """Copies each token often in batch-invariant problems, and does not state it."""
 
@@ -181,16 +178,13 @@ class InvariantInSilu(Blocks):
         self.problem = asked
 
 
-@killed_by("test_batch_invariant_tokens", "bfloat16", says=OTHER)
-class TileBetweenPowersOfTwo(SecondGemmByRows):
-    """Has another tile for calls of about 384 tokens."""
-
-    def rows_in_reverse(self, tokens):
-        return all_if(320 < len(tokens.x) < 448, tokens)
+wrong("TileBetweenPowersOfTwo", "Has another tile for calls of about 384 tokens",
+      killed_by("test_batch_invariant_tokens", "bfloat16", says=OTHER), of=SecondGemmByRows,
+      rows_in_reverse=lambda self, tokens: all_if(320 < len(tokens.x) < 448, tokens))  # fmt: skip
 
 
 class Summing(Blocks):
-    """Right: a weighted sum of its own, one product and one sum after the other."""
+    """Right: its weighted sum adds one product and one sum after the other."""
 
     BASE = "torch"
 
@@ -215,7 +209,7 @@ class Summing(Blocks):
 
 @killed_by("test_weight_and_reduce", "float32", says=OTHER)
 class FusedMultiplyAdd(Summing):
-    """Does not round products: the bits differ from those of other backends' sums."""
+    """Does not round products: the bits differ from other backends' sums."""
 
     @staticmethod
     def added(total, rows, weights):

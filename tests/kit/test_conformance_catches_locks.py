@@ -5,16 +5,15 @@ from __future__ import annotations
 import threading
 
 import pytest
-from conformance_catches import suite
-from moekit_naive.dispatcher import NaiveDispatcher
-from right_naive import Naive_
+from conformance_catches import killed_by, mutants_of
+from right_naive import Naive
 
 from moekit.contract.pending import Pending
 from moekit.testing import dispatchers
-from moekit.testing.distributed import RankError
 
 
-class OneLockForAllGroups(NaiveDispatcher):
+@killed_by("test_groups_in_threads", 4, says="to start calls in two groups.*use a lock")
+class OneLockForAllGroups(Naive):
     """Holds a lock of the process while it exchanges sizes with other ranks."""
 
     _lock = threading.Lock()
@@ -24,7 +23,8 @@ class OneLockForAllGroups(NaiveDispatcher):
             return super()._exchange_headers(header)
 
 
-class OneLockForConstructors(NaiveDispatcher):
+@killed_by("test_groups_in_threads", 4, says="to make dispatchers in two groups.*use a lock")
+class OneLockForConstructors(Naive):
     """Holds a lock of the process while ranks make a dispatcher together."""
 
     _lock = threading.Lock()
@@ -34,7 +34,12 @@ class OneLockForConstructors(NaiveDispatcher):
             super().__init__(spec, problem, group)
 
 
-class OneLockForCombines(NaiveDispatcher):
+@killed_by(
+    "test_groups_in_threads",
+    4,
+    says="to run experts and combine in two groups",
+)
+class OneLockForCombines(Naive):
     """Holds a lock of the process while it waits for the experts' results."""
 
     _lock = threading.Lock()
@@ -44,16 +49,8 @@ class OneLockForCombines(NaiveDispatcher):
             return Pending.ready(super().finalize(y, dispatched, out_TH).result())
 
 
-@pytest.mark.parametrize(
-    ("wrong", "step"),
-    [
-        (OneLockForAllGroups, "start calls"),
-        (OneLockForConstructors, "make dispatchers"),
-        (OneLockForCombines, "run experts and combine"),
-    ],
-)
-def test_lock_that_groups_share(wrong, step, monkeypatch):
-    suite(Naive_, "naive").test_groups_in_threads(4)
+@pytest.mark.parametrize("mutant", mutants_of(__name__))
+def test_killed(mutant, monkeypatch):
+    mutant.check_right()
     monkeypatch.setattr(dispatchers, "_THREAD_SECONDS", 5.0)
-    with pytest.raises(RankError, match=f"to {step} in two groups.*use a lock for each group"):
-        suite(wrong, "naive").test_groups_in_threads(4)
+    mutant.check()

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conformance_catches import killed_by, mutants_of
+from conformance_catches import killed_by, mutants_of, wrong
 from right_experts import Plain, Skips
 
 
 def rank_in_expert(ids):
-    """Return the place of each assignment among those of its expert, from 1."""
+    """Return the position of each assignment in its expert's rows, from 1."""
     flat = ids.flatten()
     order = flat.argsort(stable=True)
     counts = flat[order].unique_consecutive(return_counts=True)[1]
@@ -73,12 +73,10 @@ class Experts512(Experts256):
 
 
 @killed_by("test_many_experts")
-class ExpertsInBlocks(Skips):
+def ExpertsInBlocks(self, ids, tokens):
     """Drops experts beyond the last whole block of 128, if there are more than 512."""
-
-    def kept(self, ids, tokens):
-        L = self.problem.num_local_experts
-        return ids < (L // 128 * 128 if L > 512 else L)
+    L = self.problem.num_local_experts
+    return ids < (L // 128 * 128 if L > 512 else L)
 
 
 @killed_by("test_rows_per_expert")
@@ -121,12 +119,9 @@ class FullTile(OneRowBeyondATile):
         return ~((rank_in_expert(ids) == rows) & (rows > 0) & (rows % self.TILE == 0))
 
 
-@killed_by("test_rows_per_expert")
-class SingleRows(Skips):
-    """Skips experts with exactly one row."""
-
-    def kept(self, ids, tokens):
-        return (rows_of_expert(ids) != 1) | (len(ids) < 2)
+wrong("SingleRows", "Skips experts with exactly one row",
+      lambda self, ids, tokens: (rows_of_expert(ids) != 1) | (len(ids) < 2),
+      killed_by("test_rows_per_expert"))  # fmt: skip
 
 
 @killed_by("test_many_assignments")
@@ -139,116 +134,81 @@ class Assignments16Bit(Skips):
         return (torch.arange(ids.numel()) < self.LIMIT).view_as(ids)
 
 
-@killed_by("test_many_assignments")
-class Rows4096(Skips):
-    """Drops tokens from 4096 on."""
-
-    def kept(self, ids, tokens):
-        return torch.arange(len(ids))[:, None] < 4096
-
-
-@killed_by("test_num_tokens", 33)
-class TailOfFour(Skips):
-    """Drops the tokens beyond a multiple of four."""
-
-    def kept(self, ids, tokens):
-        return torch.arange(len(ids))[:, None] < max(len(ids) // 4 * 4, 3)
+wrong("Rows4096", "Drops tokens from 4096 on",
+      lambda self, ids, tokens: torch.arange(len(ids))[:, None] < 4096,
+      killed_by("test_many_assignments"))  # fmt: skip
+wrong("TailOfFour", "Drops the tokens beyond a multiple of four",
+      lambda self, ids, tokens: torch.arange(len(ids))[:, None] < max(len(ids) // 4 * 4, 3),
+      killed_by("test_num_tokens", "random"))  # fmt: skip
 
 
 @killed_by("test_cases", "none")
-class WideHidden(Plain):
+def WideHidden(self, tokens):
     """Reads the first 4096 columns of x."""
-
-    def apply(self, y, tokens, weights, workspace):
-        x = tokens.x.clone()
-        x[:, 4096:] = 0
-        super().apply(y, replace(tokens, x=x), weights, workspace)
+    x = tokens.x.clone()
+    x[:, 4096:] = 0
+    return replace(tokens, x=x)
 
 
 @killed_by("test_cases", "none")
-class WideOutput(Plain):
+def WideOutput(self, y, tokens, weights):
     """Writes the first 4096 columns of y, and zeros to the others."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        y[:, 4096:] = 0
+    y[:, 4096:] = 0
 
 
 @killed_by("test_cases", "none")
-class WideIntermediate(Plain):
+def WideIntermediate(self, weights):
     """Sums over the first 4096 columns of w2."""
-
-    def pack(self, weights):
-        w2 = weights.w2.clone()
-        w2[..., 4096:] = 0
-        return super().pack(replace(weights, w2=w2))
+    w2 = weights.w2.clone()
+    w2[..., 4096:] = 0
+    return replace(weights, w2=w2)
 
 
 @killed_by("test_published_sizes", "gpt-oss-120b")
-class LayoutFromShape(Plain):
+def LayoutFromShape(self, weights):
     """Treats a square w2 as transposed."""
-
-    def pack(self, weights):
-        if weights.w2.shape[1] == weights.w2.shape[2]:
-            weights = replace(weights, w2=weights.w2.mT.contiguous())
-        return super().pack(weights)
+    if weights.w2.shape[1] == weights.w2.shape[2]:
+        weights = replace(weights, w2=weights.w2.mT.contiguous())
+    return weights
 
 
 @killed_by("test_published_sizes", "olmoe")
-class LayoutOfW13FromShape(Plain):
+def LayoutOfW13FromShape(self, weights):
     """Treats a square w13 (2I = H) as transposed."""
-
-    def pack(self, weights):
-        if weights.w13.shape[1] == weights.w13.shape[2]:
-            weights = replace(weights, w13=weights.w13.mT.contiguous())
-        return super().pack(weights)
+    if weights.w13.shape[1] == weights.w13.shape[2]:
+        weights = replace(weights, w13=weights.w13.mT.contiguous())
+    return weights
 
 
 @killed_by("test_one_expert")
-class OneExpertSqueezed(Plain):
+def OneExpertSqueezed(self, y, tokens, weights):
     """Treats the weights of a single expert as no weights."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        if self.problem.num_local_experts == 1:
-            y.zero_()
+    if self.problem.num_local_experts == 1:
+        y.zero_()
 
 
 # -- more sizes, and forms of problems ------------------------------------------------------------
 
 
-@killed_by("test_many_experts")
-class SixteenAssignments(EightAssignments):
-    """Drops a token's assignments from the 17th on."""
-
-    LIMIT = 16
+wrong("SixteenAssignments", "Drops a token's assignments from the 17th on",
+      killed_by("test_many_experts"), of=EightAssignments, LIMIT=16)  # fmt: skip
 
 
 @killed_by("test_many_experts")
-class AssignmentsInTwos(Skips):
+def AssignmentsInTwos(self, ids, tokens):
     """Takes a token's assignments two at a time, and drops the last of an odd number."""
-
-    def kept(self, ids, tokens):
-        K = ids.shape[1]
-        return torch.arange(K) < max(K // 2 * 2, 1)
+    K = ids.shape[1]
+    return torch.arange(K) < max(K // 2 * 2, 1)
 
 
-@killed_by("test_many_experts")
-class Experts1024(Experts256):
-    """Drops experts from 1024 on."""
-
-    LIMIT = 1024
-
-
-@killed_by("test_many_experts")
-class ExpertsInTwos(Skips):
-    """Drops the last of an odd number of experts."""
-
-    def kept(self, ids, tokens):
-        return ids < max(self.problem.num_local_experts // 2 * 2, 1)
+wrong("Experts1024", "Drops experts from 1024 on",
+      killed_by("test_many_experts"), of=Experts256, LIMIT=1024)  # fmt: skip
+wrong("ExpertsInTwos", "Drops the last of an odd number of experts",
+      lambda self, ids, tokens: ids < max(self.problem.num_local_experts // 2 * 2, 1),
+      killed_by("test_many_experts"))  # fmt: skip
 
 
-@killed_by("test_num_tokens", 128)
+@killed_by("test_num_tokens", "random")
 class FullTileOfTokens(Skips):
     """Drops the last token if tokens fill tiles of 128."""
 
@@ -259,14 +219,11 @@ class FullTileOfTokens(Skips):
         return (torch.arange(T) < T - (T > 1 and T % 128 == self.MORE))[:, None]
 
 
-@killed_by("test_num_tokens", 129)
-class OneTokenBeyondATile(FullTileOfTokens):
-    """Drops the last token if there is one more than tiles of 128 hold."""
-
-    MORE = 1
+wrong("OneTokenBeyondATile", "Drops the last token if there is one more than tiles of 128 hold",
+      killed_by("test_num_tokens", "random"), of=FullTileOfTokens, MORE=1)  # fmt: skip
 
 
-@killed_by("test_full_tiles")
+@killed_by("test_num_tokens", "hot")
 class OneTileOfTokens(Skips):
     """Drops the last token of a call that fills its tile of 8."""
 
@@ -277,86 +234,67 @@ class OneTileOfTokens(Skips):
         return (torch.arange(T) < T - (T == self.TILE))[:, None]
 
 
-@killed_by("test_full_tiles")
+@killed_by("test_num_tokens", "hot")
 class MostTokensOfDecoding(OneTileOfTokens):
     """Drops the last of 64 tokens, the most that its kernel for decoding takes."""
 
     TILE = 64
 
 
-@killed_by("test_full_tiles")
-class RowsOfATileOfEight(Skips):
+@killed_by("test_num_tokens", "hot")
+def RowsOfATileOfEight(self, ids, tokens):
     """Drops the last row of an expert that has nine, one more than tiles of 8 hold."""
-
-    def kept(self, ids, tokens):
-        rows = rows_of_expert(ids)
-        return ~((rank_in_expert(ids) == 9) & (rows == 9))
+    rows = rows_of_expert(ids)
+    return ~((rank_in_expert(ids) == 9) & (rows == 9))
 
 
-@killed_by("test_many_assignments")
-class AssignmentsUnsigned16Bit(Assignments16Bit):
-    """Drops assignments from 65536 on: their index is a uint16."""
-
-    LIMIT = 65536
+wrong("AssignmentsUnsigned16Bit", "Drops assignments from 65536 on: their index is a uint16",
+      killed_by("test_many_assignments"), of=Assignments16Bit, LIMIT=65536)  # fmt: skip
 
 
 @killed_by("test_large")
-class HiddenInTilesOf256(Plain):
+def HiddenInTilesOf256(self, y, tokens, weights):
     """Writes no columns behind the last whole tile of 256 if H is a multiple of 128."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        H = y.shape[1]
-        if H % 256 == 128:
-            y[:, H - 128 :] = 0
+    H = y.shape[1]
+    if H % 256 == 128:
+        y[:, H - 128 :] = 0
 
 
 @killed_by("test_cases", "none", says="NaN|exact zeros|relative error")
-class RowsOfOwnTokens(Skips):
-    """Computes max_num_tokens rows at most, although other ranks send rows, too."""
-
-    def kept(self, ids, tokens):
-        most = self.problem.max_num_tokens or len(ids)
-        return torch.arange(len(ids))[:, None] < most
+def RowsOfOwnTokens(self, ids, tokens):
+    """Computes max_num_tokens rows at most, although other ranks also send rows."""
+    most = self.problem.max_num_tokens or len(ids)
+    return torch.arange(len(ids))[:, None] < most
 
 
 @killed_by("test_cases", "none")
-class TopOneUnweighted(Plain):
+def TopOneUnweighted(self, tokens):
     """Takes the weight of a token's only expert to be 1."""
-
-    def apply(self, y, tokens, weights, workspace):
-        if self.problem.top_k == 1:
-            tokens = replace(tokens, topk_weights=torch.ones_like(tokens.topk_weights))
-        super().apply(y, tokens, weights, workspace)
+    if self.problem.top_k == 1:
+        tokens = replace(tokens, topk_weights=torch.ones_like(tokens.topk_weights))
+    return tokens
 
 
 @killed_by("test_cases", "none")
-class EveryExpertInOrder(Plain):
+def EveryExpertInOrder(self, tokens):
     """Takes weights in the order of the experts if each token has all of them."""
+    ids = tokens.topk_ids
+    if ids.shape[1] == self.problem.num_local_experts:
+        ids = torch.where(ids < 0, -1, torch.arange(ids.shape[1])).to(ids)
+    return replace(tokens, topk_ids=ids)
 
-    def apply(self, y, tokens, weights, workspace):
-        ids = tokens.topk_ids
-        if ids.shape[1] == self.problem.num_local_experts:
-            ids = torch.where(ids < 0, -1, torch.arange(ids.shape[1])).to(ids)
-        super().apply(y, replace(tokens, topk_ids=ids), weights, workspace)
+
+wrong("LogicalExperts", "Drops the assignments of replicas",
+      lambda self, ids, tokens: ids < self.problem.num_experts,
+      killed_by("test_cases", "none"))  # fmt: skip
 
 
 @killed_by("test_cases", "none")
-class LogicalExperts(Skips):
-    """Drops the assignments of replicas."""
-
-    def kept(self, ids, tokens):
-        return ids < self.problem.num_experts
-
-
-@killed_by("test_tensor_parallel_slices")
-class GateOfAllSlices(Plain):
+def GateOfAllSlices(self, weights):
     """Looks for the up projection behind the gates of all tensor-parallel ranks."""
-
-    def pack(self, weights):
-        p = self.problem
-        more = p.intermediate_size - p.local_intermediate_size
-        return super().pack(replace(weights, w13=weights.w13.roll(more, dims=1)))
+    p = self.problem
+    more = p.intermediate_size - p.local_intermediate_size
+    return replace(weights, w13=weights.w13.roll(more, dims=1))
 
 
 class DropsBiases(Plain):
@@ -371,40 +309,29 @@ class DropsBiases(Plain):
         return super().pack(weights)
 
 
-@killed_by("test_cases", "fp8_block")
-class BiasDroppedInBlocks(DropsBiases):
-    """Drops biases in fp8_block alone."""
-
-    def dropped(self):
-        return self.problem.quant.name == "fp8_block"
-
-
-@killed_by("test_clamp", "silu")
-class BiasDroppedWithClamp(DropsBiases):
-    """Drops biases if there is a clamp."""
-
-    def dropped(self):
-        return self.problem.activation.limit is not None
+wrong("BiasDroppedInBlocks", "Drops biases in fp8_block alone",
+      killed_by("test_cases", "fp8_block"), of=DropsBiases,
+      dropped=lambda self: self.problem.quant.name == "fp8_block")  # fmt: skip
+wrong("BiasDroppedWithClamp", "Drops biases if there is a clamp",
+      killed_by("test_activation", "silu"), of=DropsBiases,
+      dropped=lambda self: self.problem.activation.limit is not None)  # fmt: skip
 
 
 @killed_by("test_cases", "int8_w8a16")
-class ScalesOfTwoHalves(Plain):
+def ScalesOfTwoHalves(self, packed):
     """Takes w13's scales of the first half of its rows for the second, where there is no gate."""
-
-    def pack(self, weights):
-        packed = super().pack(weights)
-        if self.problem.activation.gated or "w13_scale" not in packed.experts:
-            return packed
-        scale = packed["w13_scale"].clone()
-        half = scale.shape[1] // 2
-        scale[:, half : 2 * half] = scale[:, :half]
-        return replace(packed, experts={**packed.experts, "w13_scale": scale})
+    if self.problem.activation.gated or "w13_scale" not in packed.experts:
+        return packed
+    scale = packed["w13_scale"].clone()
+    half = scale.shape[1] // 2
+    scale[:, half : 2 * half] = scale[:, :half]
+    return replace(packed, experts={**packed.experts, "w13_scale": scale})
 
 
 # -- kernels that are chosen by sizes and forms ----------------------------------------------------
 
 
-@killed_by("test_token_ranges", says="relative error|exact zeros")
+@killed_by("test_num_tokens", "random", says="relative error|exact zeros")
 class TailOfOneKernel(Skips):
     """Drops the last token of calls of 301 to 320 tokens, for which it has a kernel."""
 
@@ -416,35 +343,20 @@ class TailOfOneKernel(Skips):
         return (torch.arange(T) < last)[:, None]
 
 
-@killed_by("test_rows_per_expert")
-class FullTileOf192(FullTile):
-    """Drops the last row of an expert whose rows fill tiles of 192."""
-
-    TILE = 192
-
-
-@killed_by("test_rows_per_expert")
-class OneRowBeyond112(OneRowBeyondATile):
-    """Drops the last row of an expert that has one more than tiles of 112 hold."""
-
-    TILE = 112
+wrong("FullTileOf192", "Drops the last row of an expert whose rows fill tiles of 192",
+      killed_by("test_rows_per_expert"), of=FullTile, TILE=192)  # fmt: skip
+wrong("OneRowBeyond112", "Drops the last row of an expert that has one more than tiles of 112 hold",
+      killed_by("test_rows_per_expert"), of=OneRowBeyondATile, TILE=112)  # fmt: skip
+wrong("Tokens16Bit", "Drops tokens from 32768 on: their index is an int16",
+      lambda self, ids, tokens: (torch.arange(len(ids)) < 32768)[:, None],
+      killed_by("test_many_assignments"))  # fmt: skip
 
 
 @killed_by("test_many_assignments")
-class Tokens16Bit(Skips):
-    """Drops tokens from 32768 on: their index is an int16."""
-
-    def kept(self, ids, tokens):
-        return (torch.arange(len(ids)) < 32768)[:, None]
-
-
-@killed_by("test_many_assignments")
-class CapacityFactor(Skips):
-    """Drops an expert's rows beyond seven times those of a balanced routing."""
-
-    def kept(self, ids, tokens):
-        fair = ids.numel() / self.problem.num_local_experts
-        return rank_in_expert(ids) <= max(64, 7 * fair)
+def CapacityFactor(self, ids, tokens):
+    """Drops an expert's rows beyond seven times the rows of a balanced routing."""
+    fair = ids.numel() / self.problem.num_local_experts
+    return rank_in_expert(ids) <= max(64, 7 * fair)
 
 
 class DropsTheLast(Skips):
@@ -477,12 +389,9 @@ class OneTokenQuantized(DropsTheLast):
         return operand is not None and operand.packed and len(tokens.x) == 1
 
 
-@killed_by("test_input_form", "fp8_block", "kit_quantized_wire")
-class ManyQuantizedRows(DropsTheLast):
-    """Drops the last of more than 64 rows that arrive quantized."""
-
-    def wrong(self, tokens):
-        return tokens.x_scale is not None and len(tokens.x) > 64
+wrong("ManyQuantizedRows", "Drops the last of more than 64 rows that arrive quantized",
+      killed_by("test_input_form", "fp8_block", "kit_quantized_wire"), of=DropsTheLast,
+      wrong=lambda self, tokens: tokens.x_scale is not None and len(tokens.x) > 64)  # fmt: skip
 
 
 @killed_by("test_dtype", "float16", says="relative error|exact zeros")
@@ -493,16 +402,13 @@ class ManyTokensInFloat16(DropsTheLast):
         return self.problem.dtype == torch.float16 and len(tokens.x) > 64
 
 
-@killed_by("test_cases", "none", says="relative error|exact zeros")
-class OneAssignment(DropsTheLast):
-    """Squeezes the ids of a call with a single assignment, and finds none."""
-
-    def wrong(self, tokens):
-        return tokens.topk_ids.numel() == 1
+wrong("OneAssignment", "Squeezes the ids of a call with a single assignment, and finds none",
+      killed_by("test_cases", "none", says="relative error|exact zeros"), of=DropsTheLast,
+      wrong=lambda self, tokens: tokens.topk_ids.numel() == 1)  # fmt: skip
 
 
 class OtherProblem(Plain):
-    """Computes another problem, which `instead` makes of its own."""
+    """Computes another problem, which `instead` makes of the given one."""
 
     @abstractmethod
     def instead(self, problem, num_tokens): ...
@@ -523,7 +429,7 @@ class SiluForManyTokens(OtherProblem):
         return problem.replace(activation="silu") if gelu else problem
 
 
-@killed_by("test_clamp", "silu")
+@killed_by("test_activation", "silu")
 class ClampDroppedForOneToken(OtherProblem):
     """Has no clamp in its kernel for one token."""
 
@@ -557,15 +463,13 @@ class BiasDroppedForManyTokens(Plain):
 
 @killed_by("test_cases", "int8_w8a16")
 @killed_by("test_cases", "int4_w4a16_g32")
-class NeedsSixteenUnstated(Plain):
+def NeedsSixteenUnstated(self, tokens):
     """Ignores the columns behind the last whole tile of 16 in quantized schemes, unstated."""
-
-    def apply(self, y, tokens, weights, workspace):
-        if self.problem.quant.weight is not None and tokens.x_scale is None:
-            x = tokens.x.clone()
-            x[..., x.shape[-1] // 16 * 16 :] = 0
-            tokens = replace(tokens, x=x)
-        super().apply(y, tokens, weights, workspace)
+    if self.problem.quant.weight is not None and tokens.x_scale is None:
+        x = tokens.x.clone()
+        x[..., x.shape[-1] // 16 * 16 :] = 0
+        tokens = replace(tokens, x=x)
+    return tokens
 
 
 @pytest.mark.parametrize("mutant", mutants_of(__name__))

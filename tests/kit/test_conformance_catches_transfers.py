@@ -11,17 +11,20 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from moekit_naive.dispatcher import NaiveDispatcher
-from right_naive import caught_naive
+from conformance_catches import killed_by, mutants_of, wrong
+from right_naive import Naive
 
 from moekit import Routing
 from moekit.contract.pending import Pending
 from moekit.contract.sizes import Footprint
 
+many = killed_by("test_many_assignments", 4, says="tokens are wrong")
+
 # -- what travels ------------------------------------------------------------------------
 
 
-class OneScaleColumn(NaiveDispatcher):
+@killed_by("test_quantized_tokens", "fp8_block", 4, says="relative error")
+class OneScaleColumn(Naive):
     """Sends the scale of a token's first group for all its groups."""
 
     def _to_send(self, x_TH, routing, quantize):
@@ -31,23 +34,20 @@ class OneScaleColumn(NaiveDispatcher):
         return x, columns
 
 
+@killed_by("test_quantized_tokens", "fp8_block", 4, says="relative error")
 class EightScaleColumns(OneScaleColumn):
     """Sends the scales of a token's first eight groups, and the eighth for the others."""
 
     def _to_send(self, x_TH, routing, quantize):
-        x, columns = NaiveDispatcher._to_send(self, x_TH, routing, quantize)
+        x, columns = Naive._to_send(self, x_TH, routing, quantize)
         behind = 2 * self.problem.top_k + 8
         columns[:, behind:] = columns[:, behind - 1 : behind]
         return x, columns
 
 
-@pytest.mark.parametrize("wrong", [OneScaleColumn, EightScaleColumns])
-def test_scales_of_other_groups(wrong):
-    caught_naive(wrong, "test_quantized_tokens", "fp8_block", 4, says="relative error")
-
-
-class RowsInTheirMessage(NaiveDispatcher):
-    """Leaves quantized rows in the message in which their scales arrived, too."""
+@killed_by("test_quantized_wire", "fp8_block", 2, says="expected a contiguous tensor")
+class RowsInTheirMessage(Naive):
+    """Leaves quantized rows in the message in which their scales also arrived."""
 
     def _arrived(self, x_RH, *args):
         tokens = super()._arrived(x_RH, *args)
@@ -59,94 +59,61 @@ class RowsInTheirMessage(NaiveDispatcher):
         return replace(tokens, x=message.view(x_RH.dtype)[:, :H])
 
 
-def test_quantized_rows_that_are_not_contiguous():
-    test, says = "test_quantized_wire", "expected a contiguous tensor"
-    caught_naive(RowsInTheirMessage, test, "fp8_block", 2, says=says)
-
-
-class ScalesOnTheDefaultDevice(NaiveDispatcher):
+@killed_by("test_quantized_tokens", "fp8_channel_token", 2, says="meta")
+def ScalesOnTheDefaultDevice(self, handed):
     """Receives scales in a tensor on torch's default device."""
-
-    def _arrived(self, *args):
-        tokens = super()._arrived(*args)
-        if tokens.x_scale is None:
-            return tokens
-        return replace(tokens, x_scale=torch.empty(tokens.x_scale.shape).copy_(tokens.x_scale))
+    if handed.x_scale is None:
+        return handed
+    return replace(handed, x_scale=torch.empty(handed.x_scale.shape).copy_(handed.x_scale))
 
 
-def test_scales_on_another_device():
-    test = "test_quantized_tokens"
-    caught_naive(ScalesOnTheDefaultDevice, test, "fp8_channel_token", 2, says="meta")
-
-
-class ReturnsTheOutput(NaiveDispatcher):
+@killed_by("test_tokens_per_rank", "even", 2, says="finalize must return a Pending")
+class ReturnsTheOutput(Naive):
     """Returns its output from `finalize`, and not a `Pending`."""
 
     def finalize(self, *args):
         return super().finalize(*args).result()
 
 
-def test_output_that_is_no_pending():
-    says = "finalize must return a Pending"
-    caught_naive(ReturnsTheOutput, "test_tokens_per_rank", "even", 2, says=says)
-
-
-class SixteenChoices(NaiveDispatcher):
+@many
+def SixteenChoices(self, routing):
     """Drops a token's assignments from the 17th on."""
-
-    def _to_send(self, x_TH, routing, quantize):
-        ids = routing.topk_ids.clone()
-        ids[:, 16:] = -1
-        return super()._to_send(x_TH, Routing(routing.topk_weights, ids), quantize)
+    ids = routing.topk_ids.clone()
+    ids[:, 16:] = -1
+    return Routing(routing.topk_weights, ids)
 
 
-class Assignments65536(NaiveDispatcher):
+@many
+def Assignments65536(self, handed):
     """Counts assignments in 16 bits without a sign."""
-
-    def _arrived(self, *args):
-        tokens = super()._arrived(*args)
-        tokens.topk_ids.view(-1)[65536:] = -1
-        return tokens
+    handed.topk_ids.view(-1)[65536:] = -1
+    return handed
 
 
-class SmallWeightsDropped(NaiveDispatcher):
+@many
+def SmallWeightsDropped(self, routing):
     """Sends no assignment whose router weight is below 1e-4."""
-
-    def _to_send(self, x_TH, routing, quantize):
-        ids = routing.topk_ids.where(routing.topk_weights.abs() >= 1e-4, -1)
-        return super()._to_send(x_TH, Routing(routing.topk_weights, ids), quantize)
+    ids = routing.topk_ids.where(routing.topk_weights.abs() >= 1e-4, -1)
+    return Routing(routing.topk_weights, ids)
 
 
-class WeightsInFloat16(NaiveDispatcher):
+@many
+def WeightsInFloat16(self, routing):
     """Sends router weights in float16, which cannot hold small ones."""
-
-    def _to_send(self, x_TH, routing, quantize):
-        weights = routing.topk_weights.half().float()
-        return super()._to_send(x_TH, Routing(weights, routing.topk_ids), quantize)
+    weights = routing.topk_weights.half().float()
+    return Routing(weights, routing.topk_ids)
 
 
-@pytest.mark.parametrize(
-    "wrong", [SixteenChoices, Assignments65536, SmallWeightsDropped, WeightsInFloat16]
-)
-def test_more_assignments(wrong):
-    caught_naive(wrong, "test_many_assignments", 4, says="tokens are wrong")
-
-
-class ForPowersOfTwo(NaiveDispatcher):
+@killed_by("test_three_ranks", says="relative error")
+def ForPowersOfTwo(self, handed):
     """Exchanges tokens in pairs of ranks, so that one of three gets none."""
-
-    def _arrived(self, *args):
-        tokens = super()._arrived(*args)
-        if self.group.size() == 3 and self.group.rank() == 2:
-            tokens.topk_ids.fill_(-1)
-        return tokens
+    if self.group.size() == 3 and self.group.rank() == 2:
+        handed.topk_ids.fill_(-1)
+    return handed
 
 
-def test_number_of_ranks():
-    caught_naive(ForPowersOfTwo, "test_three_ranks", says="relative error")
-
-
-class MostlyEvenRanks(NaiveDispatcher):
+@killed_by("test_full_capacity", 4, says="call 1 .*relative error|call 1 .*exact zeros")
+class MostlyEvenRanks(Naive):
     """Has room for three times the assignments that a rank gets on average."""
 
     def _arrived(self, *args):
@@ -157,12 +124,7 @@ class MostlyEvenRanks(NaiveDispatcher):
         return tokens
 
 
-def test_all_assignments_on_one_rank():
-    says = r"call 1 .*relative error|call 1 .*exact zeros"
-    caught_naive(MostlyEvenRanks, "test_full_capacity", 4, says=says)
-
-
-class SumsItself(NaiveDispatcher):
+class SumsItself(Naive):
     """Sums what the ranks return by a method."""
 
     @abstractmethod
@@ -177,12 +139,16 @@ class SumsItself(NaiveDispatcher):
         return Pending.ready(out_TH.copy_(self.total(partial_GTH.float())))
 
 
+@killed_by("test_deterministic", 4, says="equal calls give different bits")
 class OrderOfArrival(SumsItself):
+    """Sums depend on the order of arrival."""
+
     def total(self, partial_GTH):
         order = random.SystemRandom().sample(range(len(partial_GTH)), len(partial_GTH))
         return sum(partial_GTH[rank] for rank in order)
 
 
+@killed_by("test_dtype", "float32", 4, says="relative error")
 class SumsByMatmul(SumsItself):
     """Sums with an operator that torch.autocast runs in bfloat16."""
 
@@ -191,27 +157,19 @@ class SumsByMatmul(SumsItself):
         return (rows_GN.new_ones(1, len(rows_GN)) @ rows_GN).view(partial_GTH.shape[1:])
 
 
-def test_sums_that_depend_on_more_than_the_call():
-    says = "equal calls give different bits"
-    caught_naive(OrderOfArrival, "test_deterministic", 4, says=says)
-    caught_naive(SumsByMatmul, "test_dtype", "float32", 4, says="relative error")
-
-
-class RoundsRows(NaiveDispatcher):
+@killed_by("test_outputs_beyond_float16", 4, says="NaN or infinite")
+class RoundsRows(Naive):
     """Declares weights_in_fp32, and sends the experts' rows in the problem's dtype."""
 
     def finalize(self, y, dispatched, out_TH):
         return super().finalize(y.to(self.problem.dtype).to(y.dtype), dispatched, out_TH)
 
 
-def test_rows_rounded_before_they_are_weighted():
-    caught_naive(RoundsRows, "test_outputs_beyond_float16", 4, says="NaN or infinite")
-
-
 # -- how it is called --------------------------------------------------------------------
 
 
-class FromItsStorage(NaiveDispatcher):
+@killed_by("test_many_calls", 2, says="NaN|relative error")
+class FromItsStorage(Naive):
     """Reads tokens from where their storage begins."""
 
     def prepare(self, x_TH, routing, quantize):
@@ -219,7 +177,7 @@ class FromItsStorage(NaiveDispatcher):
         return super().prepare(x, routing, quantize)
 
 
-class CombineBuffer(NaiveDispatcher):
+class CombineBuffer(Naive):
     """Combines through a tensor that `kept` returns."""
 
     @abstractmethod
@@ -235,6 +193,7 @@ class CombineBuffer(NaiveDispatcher):
         return Pending(arrive)
 
 
+@killed_by("test_many_calls", 2, says="inference")
 class BufferOfInferenceMode(CombineBuffer):
     """Keeps the buffer that a call in inference mode made, which other calls cannot write."""
 
@@ -246,6 +205,7 @@ class BufferOfInferenceMode(CombineBuffer):
         return self._own[: len(out)]
 
 
+@killed_by("test_many_calls", 2, says="same scalar type")
 class DefaultDtype(CombineBuffer):
     """Adds float32 to a tensor of torch's default dtype."""
 
@@ -254,27 +214,13 @@ class DefaultDtype(CombineBuffer):
         return torch.zeros(out.shape, device=out.device).index_add_(0, rows, out.float())
 
 
-class DefaultDevice(CombineBuffer):
-    """Combines on torch's default device."""
-
-    def kept(self, out):
-        return torch.empty(out.shape, dtype=out.dtype)
+wrong("DefaultDevice", "Combines on torch's default device",
+      killed_by("test_many_calls", 2, says="meta"), of=CombineBuffer,
+      kept=lambda self, out: torch.empty(out.shape, dtype=out.dtype))  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        (DefaultDevice, "meta"),
-        (FromItsStorage, "NaN|relative error"),
-        (BufferOfInferenceMode, "inference"),
-        (DefaultDtype, "same scalar type"),
-    ],
-)
-def test_what_engines_set(wrong, says):
-    caught_naive(wrong, "test_many_calls", 2, says=says)
-
-
-class ConstructorReseeds(NaiveDispatcher):
+@killed_by("test_tokens_per_rank", "even", 2, says="random numbers")
+class ConstructorReseeds(Naive):
     """Seeds the process's random numbers when it is made."""
 
     def __init__(self, spec, problem, group=None):
@@ -282,11 +228,8 @@ class ConstructorReseeds(NaiveDispatcher):
         torch.manual_seed(0)
 
 
-def test_constructor_changes_the_process():
-    caught_naive(ConstructorReseeds, "test_tokens_per_rank", "even", 2, says="random numbers")
-
-
-class ByteOfCalls(NaiveDispatcher):
+@killed_by("test_long_run_of_one_shape", 4, says="call 256 of one shape")
+class ByteOfCalls(Naive):
     """Returns the last result of a shape again when its number of calls is 256."""
 
     def __init__(self, spec, problem, group=None):
@@ -309,11 +252,8 @@ class ByteOfCalls(NaiveDispatcher):
         return Pending(arrive)
 
 
-def test_number_of_calls_in_a_byte():
-    caught_naive(ByteOfCalls, "test_long_run_of_one_shape", 4, says="call 256 of one shape")
-
-
-class OnlyInItsThread(NaiveDispatcher):
+@killed_by("test_groups_in_threads", 4, says="has no attribute 'free'")
+class OnlyInItsThread(Naive):
     """Keeps what it needs where other threads do not find it."""
 
     def __init__(self, spec, problem, group=None):
@@ -326,14 +266,11 @@ class OnlyInItsThread(NaiveDispatcher):
         return super().prepare(*args)
 
 
-def test_other_threads_than_its_constructor_s():
-    caught_naive(OnlyInItsThread, "test_groups_in_threads", 4, says="has no attribute 'free'")
-
-
 # -- memory ------------------------------------------------------------------------------
 
 
-class KeptAfterDestroy(NaiveDispatcher):
+@killed_by("test_memory_is_stated", 4, says="stay allocated after destroy", footprint=None)
+class KeptAfterDestroy(Naive):
     """Keeps its buffer, whose bytes it states, when it is destroyed."""
 
     _kept: ClassVar = []
@@ -346,8 +283,9 @@ class KeptAfterDestroy(NaiveDispatcher):
         return 1 << 20
 
 
-class RoomForTheFullest(NaiveDispatcher):
-    """Gives every expert the room of the fullest, and states that of equally full ones."""
+@killed_by("test_memory_is_stated", 4, says="a call held", footprint=None)
+class RoomForTheFullest(Naive):
+    """Gives every expert the room of the fullest, and states the room of equally full ones."""
 
     def _bytes(self, rows):
         return (1 << 16) * self.problem.num_local_experts * rows
@@ -365,32 +303,28 @@ class RoomForTheFullest(NaiveDispatcher):
         return super().transient_bytes(num_tokens) + 4 * self._bytes(share) * 3 // 2
 
 
-class QuantizedUnstated(NaiveDispatcher):
+@killed_by("test_memory_is_stated", 4, says="a call held", footprint=None)
+def QuantizedUnstated(self, handed):
     """Does not state what it allocates for tokens that travel quantized."""
-
-    def _arrived(self, *args):
-        tokens = super()._arrived(*args)
-        room = torch.empty(0 if tokens.x_scale is None else 1 << 24)
-        del room
-        return tokens
+    room = torch.empty(0 if handed.x_scale is None else 1 << 24)
+    del room
+    return handed
 
 
 def small_footprint(problem):
     return Footprint(rows=problem.max_num_tokens, buffers={}, transient=0, source="a guess")
 
 
-def test_footprint_of_less_than_it_needs():
-    test, says = "test_memory_is_stated", "footprint says 32 rows, and the dispatcher 128"
-    caught_naive(NaiveDispatcher, test, 4, says=says, footprint=small_footprint)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        (KeptAfterDestroy, "stay allocated after destroy"),
-        (RoomForTheFullest, "a call held"),
-        (QuantizedUnstated, "a call held"),
-    ],
+@killed_by(
+    "test_memory_is_stated",
+    4,
+    footprint=small_footprint,
+    says="footprint says 32 rows, and the dispatcher 128",
 )
-def test_memory(wrong, says):
-    caught_naive(wrong, "test_memory_is_stated", 4, says=says, footprint=None)
+class SmallFootprint(Naive):
+    """Its spec's footprint says less than it needs."""
+
+
+@pytest.mark.parametrize("mutant", mutants_of(__name__))
+def test_killed(mutant):
+    mutant.check()

@@ -7,181 +7,86 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conformance_catches import killed_by, mutants_of
-from right_experts import Plain, Skips
+from conformance_catches import killed_by, mutants_of, wrong
+from right_experts import Plain
 
 from moekit.problem.activation import apply_activation
 
-
-class Values(Plain):
-    """Computes with what `x` and `router` make of tokens and router weights."""
-
-    def x(self, x):
-        return x
-
-    def router(self, weights):
-        return weights
-
-    def apply(self, y, tokens, weights, workspace):
-        if tokens.x_scale is None:
-            tokens = replace(tokens, x=self.x(tokens.x))
-        tokens = replace(tokens, topk_weights=self.router(tokens.topk_weights))
-        super().apply(y, tokens, weights, workspace)
-
-
-@killed_by("test_magnitude", 2.0**12)
-class Clamp8(Values):
-    """Clamps x to +-8."""
-
-    def x(self, x):
-        return x.clamp(-8, 8)
-
-
-@killed_by("test_magnitude", 2.0**12)
-class Clamp100(Values):
-    """Clamps x to +-100."""
-
-    def x(self, x):
-        return x.clamp(-100, 100)
-
-
-@killed_by("test_magnitude", 2.0**12)
-class ClampOfFp8(Values):
-    """Clamps x to +-448, the range of e4m3."""
-
-    def x(self, x):
-        return x.clamp(-448, 448)
-
-
-@killed_by("test_magnitude", 2.0**-20)
-class SmallFlushed(Values):
-    """Rounds values below 1e-4 to zero."""
-
-    def x(self, x):
-        return torch.where(x.abs() < 1e-4, 0.0, x)
+wrong("Clamp8", "Clamps x to +-8",
+      lambda self, x: x.clamp(-8, 8), killed_by("test_magnitude", 2.0**12))  # fmt: skip
+wrong("Clamp100", "Clamps x to +-100",
+      lambda self, x: x.clamp(-100, 100), killed_by("test_magnitude", 2.0**12))  # fmt: skip
+wrong("ClampOfFp8", "Clamps x to +-448, the range of e4m3",
+      lambda self, x: x.clamp(-448, 448), killed_by("test_magnitude", 2.0**12))  # fmt: skip
+wrong("SmallFlushed", "Rounds values below 1e-4 to zero",
+      lambda self, x: torch.where(x.abs() < 1e-4, 0.0, x),
+      killed_by("test_magnitude", 2.0**-20))  # fmt: skip
 
 
 @killed_by("test_magnitude", 2.0**12, says="NaN or infinite|relative error")
-class InFloat16(Plain):
+def InFloat16(self, y, tokens, weights):
     """Keeps activations of a bfloat16 problem in float16, whose range ends at 65504."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        if y.dtype != torch.bfloat16 or not weights["w13"].is_floating_point():
-            return
-        w13 = weights["w13"].float()
-        h = torch.einsum("th,lnh->ltn", tokens.x.float(), w13)
-        act = apply_activation(h, self.problem.activation)
-        if bool((act.nan_to_num(0.0).abs() > 65504).any()):
-            y.fill_(float("inf"))
+    if y.dtype != torch.bfloat16 or not weights["w13"].is_floating_point():
+        return
+    w13 = weights["w13"].float()
+    h = torch.einsum("th,lnh->ltn", tokens.x.float(), w13)
+    act = apply_activation(h, self.problem.activation)
+    if bool((act.nan_to_num(0.0).abs() > 65504).any()):
+        y.fill_(float("inf"))
 
 
 @killed_by("test_large_activations", says="relative error")
-class ActivationClampedInFloat16(Plain):
+def ActivationClampedInFloat16(self, y, tokens, weights):
     """Clamps float16 activations to 2048."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        w13 = weights["w13"]
-        if y.dtype == torch.float16 and w13.is_floating_point():
-            h = torch.einsum("th,lnh->ltn", tokens.x.float(), w13.float())
-            act = apply_activation(h, self.problem.activation)
-            if bool((act.nan_to_num(0.0).abs() > 2048).any()):
-                y.mul_(0.9)
+    w13 = weights["w13"]
+    if y.dtype == torch.float16 and w13.is_floating_point():
+        h = torch.einsum("th,lnh->ltn", tokens.x.float(), w13.float())
+        act = apply_activation(h, self.problem.activation)
+        if bool((act.nan_to_num(0.0).abs() > 2048).any()):
+            y.mul_(0.9)
 
 
-@killed_by("test_dtype", "bfloat16")
-class RouterClamped(Values):
-    """Clamps router weights to 2."""
-
-    def router(self, weights):
-        return weights.clamp(max=2)
-
-
-@killed_by("test_cases", "none")
-class RouterClamped100(Values):
-    """Clamps router weights to 100."""
-
-    def router(self, weights):
-        return weights.clamp(max=100)
-
-
-@killed_by("test_cases", "none")
-class RouterInFloat16(Values):
-    """Keeps router weights in float16, which flushes small ones to zero."""
-
-    def router(self, weights):
-        return weights.half().float()
-
-
-@killed_by("test_cases", "none", says="exact zeros|relative error")
-class SmallWeightsDropped(Skips):
-    """Drops assignments with router weights below 1e-3."""
-
-    def kept(self, ids, tokens):
-        return tokens.topk_weights.abs() >= 1e-3
-
-
-@killed_by("test_routing", "signed")
-class RouterMadePositive(Values):
-    """Takes the absolute value of router weights."""
-
-    def router(self, weights):
-        return weights.abs()
-
-
-@killed_by("test_routing", "signed", says="NaN")
-class RouterDivides(Values):
-    """Turns a weight of zero into NaN."""
-
-    def router(self, weights):
-        return weights * weights / weights
-
-
-@killed_by("test_routing", "signed")
-class NegativeWeightsDropped(Skips):
-    """Drops assignments with negative weights."""
-
-    def kept(self, ids, tokens):
-        return tokens.topk_weights >= 0
-
-
-@killed_by("test_dtype", "float32")
-class RouterNormalized(Values):
-    """Normalizes the router weights of each token."""
-
-    def router(self, weights):
-        return weights / weights.nan_to_num(0.0).sum(dim=1, keepdim=True)
+wrong("RouterClamped", "Clamps router weights to 2",
+      lambda self, router: router.clamp(max=2), killed_by("test_dtype", "bfloat16"))  # fmt: skip
+wrong("RouterClamped100", "Clamps router weights to 100",
+      lambda self, router: router.clamp(max=100), killed_by("test_cases", "none"))  # fmt: skip
+wrong("RouterInFloat16", "Keeps router weights in float16, which flushes small ones to zero",
+      lambda self, router: router.half().float(), killed_by("test_cases", "none"))  # fmt: skip
+wrong("SmallWeightsDropped", "Drops assignments with router weights below 1e-3",
+      lambda self, ids, tokens: tokens.topk_weights.abs() >= 1e-3,
+      killed_by("test_cases", "none", says="exact zeros|relative error"))  # fmt: skip
+wrong("RouterMadePositive", "Takes the absolute value of router weights",
+      lambda self, router: router.abs(), killed_by("test_routing", "signed"))  # fmt: skip
+wrong("RouterDivides", "Turns a weight of zero into NaN",
+      lambda self, router: router * router / router,
+      killed_by("test_routing", "signed", says="NaN"))  # fmt: skip
+wrong("NegativeWeightsDropped", "Drops assignments with negative weights",
+      lambda self, ids, tokens: tokens.topk_weights >= 0,
+      killed_by("test_routing", "signed"))  # fmt: skip
+wrong("RouterNormalized", "Normalizes the router weights of each token",
+      lambda self, router: router / router.nan_to_num(0.0).sum(dim=1, keepdim=True),
+      killed_by("test_dtype", "float32"))  # fmt: skip
 
 
 @killed_by("test_tokens_are_independent", says="other tokens")
-class NanSpreads(Plain):
+def NanSpreads(self, y, tokens, weights):
     """Computes a scale that tokens share over all of them, including NaN."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        used = (tokens.topk_ids >= 0).any(dim=1)
-        y += tokens.x.float()[used].sum() * 0
+    used = (tokens.topk_ids >= 0).any(dim=1)
+    y += tokens.x.float()[used].sum() * 0
 
 
 @killed_by("test_tokens_are_independent", says="other tokens")
-class InfSpreads(Plain):
+def InfSpreads(self, y, tokens, weights):
     """Adds every token's output to its neighbour's, times zero."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        used = (tokens.topk_ids >= 0).any(dim=1)
-        y[used] += y[used].roll(1, dims=0) * 0
+    used = (tokens.topk_ids >= 0).any(dim=1)
+    y[used] += y[used].roll(1, dims=0) * 0
 
 
 @killed_by("test_dtype", "bfloat16", says=r"scale 0\.00[3-7]")
-class HalfAPercent(Plain):
+def HalfAPercent(self, y, tokens, weights):
     """Is 0.5 % too large in bfloat16."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        if y.dtype == torch.bfloat16:
-            y.copy_(y.float() * 1.005)
+    if y.dtype == torch.bfloat16:
+        y.copy_(y.float() * 1.005)
 
 
 class Rounds(Plain):
@@ -198,12 +103,9 @@ class Rounds(Plain):
     def rounded(self, wide): ...
 
 
-@killed_by("test_rows_per_expert", says="scale -0.00")
-class Truncates(Rounds):
-    """Truncates to bfloat16 instead of rounding."""
-
-    def rounded(self, wide):
-        return (wide.view(torch.int32) & -65536).view(torch.float32)
+wrong("Truncates", "Truncates to bfloat16 instead of rounding",
+      killed_by("test_rows_per_expert", says="scale -0.00"), of=Rounds,
+      rounded=lambda self, wide: (wide.view(torch.int32) & -65536).view(torch.float32))  # fmt: skip
 
 
 @killed_by("test_rows_per_expert", says="mean 0.00")
@@ -216,76 +118,56 @@ class Offset(Rounds):
 
 
 @killed_by("test_dtype", "float32")
-class TensorFloat32(Values):
+def TensorFloat32(self, x):
     """Rounds fp32 to TF32 (11 bits)."""
-
-    def x(self, x):
-        return ((x.float().view(torch.int32) + 4096) & -8192).view(torch.float32).to(x.dtype)
+    return ((x.float().view(torch.int32) + 4096) & -8192).view(torch.float32).to(x.dtype)
 
 
-@killed_by("test_dtype", "float32")
-class RouterIn16Bits(Values):
-    """Rounds router weights to bfloat16, also in fp32 problems."""
-
-    def router(self, weights):
-        return weights.bfloat16().float()
+wrong("RouterIn16Bits", "Rounds router weights to bfloat16, also in fp32 problems",
+      lambda self, router: router.bfloat16().float(),
+      killed_by("test_dtype", "float32"))  # fmt: skip
 
 
 @killed_by("test_scheme", "none", says="NaN")
 @killed_by("test_routing", "rows", says="NaN")
-class ZeroTokenIsNaN(Values):
+def ZeroTokenIsNaN(self, x):
     """Scales a token by its largest value, which may be 0."""
-
-    def x(self, x):
-        most = x.abs().amax(dim=1, keepdim=True)
-        return torch.where(most == 0, float("nan"), x)
+    most = x.abs().amax(dim=1, keepdim=True)
+    return torch.where(most == 0, float("nan"), x)
 
 
-@killed_by("test_input_form", "fp8_tensor", "kit_quantized_wire", says="NaN")
-@killed_by("test_input_form", "fp8_block", "kit_quantized_wire", says="NaN")
-class ScaleOfZerosIsZero(Plain):
-    """Divides by a scale of 0 when it quantizes tokens of zeros."""
-
-    def quantize(self, x_RH, weights, valid_rows):
-        x, scale = super().quantize(x_RH, weights, valid_rows)
-        return x, torch.where(scale < 1e-12, float("nan"), scale)
+wrong("ScaleOfZerosIsZero", "Divides by a scale of 0 when it quantizes tokens of zeros",
+      lambda self, x, scale: (x, torch.where(scale < 1e-12, float("nan"), scale)),
+      killed_by("test_input_form", "fp8_tensor", "kit_quantized_wire", says="NaN"),
+      killed_by("test_input_form", "fp8_block", "kit_quantized_wire", says="NaN"))  # fmt: skip
 
 
 @killed_by("test_tokens_are_independent", says="large numbers became NaN")
-class OverflowsStaticScale(Plain):
+def OverflowsStaticScale(self, y, tokens, weights):
     """Converts values beyond a static scale to NaN instead of the largest fp8 number."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        operand = self.problem.quant.activation
-        if operand is not None and operand.static and tokens.x_scale is None:
-            largest = operand.qmax * weights.shared["a1_scale"].max()
-            y[(tokens.x.float().abs() > largest * 1.01).any(dim=1)] = float("nan")
+    operand = self.problem.quant.activation
+    if operand is not None and operand.static and tokens.x_scale is None:
+        largest = operand.qmax * weights.shared["a1_scale"].max()
+        y[(tokens.x.float().abs() > largest * 1.01).any(dim=1)] = float("nan")
 
 
 @killed_by("test_activation", "gelu_tanh", says="NaN")
-class TanhOfInfinity(Plain):
+def TanhOfInfinity(self, y, tokens, weights):
     """Computes tanh as (e - 1) / (e + 1) with an e that becomes infinite."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        if self.problem.activation.name == "gelu_tanh" and weights["w13"].is_floating_point():
-            x = tokens.x.float().nan_to_num(0.0)
-            h = torch.einsum("th,lnh->tln", x, weights["w13"].float())
-            y[(h > 60).flatten(1).any(dim=1)] = float("nan")
+    if self.problem.activation.name == "gelu_tanh" and weights["w13"].is_floating_point():
+        x = tokens.x.float().nan_to_num(0.0)
+        h = torch.einsum("th,lnh->tln", x, weights["w13"].float())
+        y[(h > 60).flatten(1).any(dim=1)] = float("nan")
 
 
 # -- weights --------------------------------------------------------------------------------------
 
 
 @killed_by("test_experts_without_tokens", says="NaN")
-class EveryExpertTimesZero(Plain):
+def EveryExpertTimesZero(self, y, tokens, weights):
     """Computes all experts for every token, and weights by zero those that it does not have."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        if tokens.x_scale is None and weights["w2"].is_floating_point():
-            y += 0 * weights["w2"].float().sum()
+    if tokens.x_scale is None and weights["w2"].is_floating_point():
+        y += 0 * weights["w2"].float().sum()
 
 
 class Codes(Plain):
@@ -320,18 +202,15 @@ class Minus8(Codes):
 
 
 @killed_by("test_cases", "none")
-class StridesIgnored(Plain):
+def StridesIgnored(self, weights):
     """Reads weights as if they were contiguous."""
 
-    def pack(self, weights):
-        def misread(t):
-            flat = t.contiguous().shape
-            strides = torch.empty(flat).stride()
-            return torch.as_strided(t, flat, strides, t.storage_offset())
+    def misread(t):
+        flat = t.contiguous().shape
+        strides = torch.empty(flat).stride()
+        return torch.as_strided(t, flat, strides, t.storage_offset())
 
-        return super().pack(
-            replace(weights, **{n: misread(t) for n, t in weights.tensors().items()})
-        )
+    return replace(weights, **{n: misread(t) for n, t in weights.tensors().items()})
 
 
 @killed_by("test_weights_change_in_place")
@@ -347,16 +226,14 @@ class WeightsCachedByAddress(Plain):
 
 
 @killed_by("test_scheme", "none")
-class LastExpertSwapped(Plain):
+def LastExpertSwapped(self, weights):
     """Swaps gate and up of the last expert."""
-
-    def pack(self, weights):
-        w13 = weights.w13.clone()
-        w13[-1] = w13[-1].roll(w13.shape[1] // 2, dims=0)
-        return super().pack(replace(weights, w13=w13))
+    w13 = weights.w13.clone()
+    w13[-1] = w13[-1].roll(w13.shape[1] // 2, dims=0)
+    return replace(weights, w13=w13)
 
 
-@killed_by("test_clamp", "silu")
+@killed_by("test_activation", "silu")
 class GateAloneClamped(Plain):
     """Clamps the gate, but not the up projection."""
 
@@ -384,7 +261,7 @@ class ScaleOfOne(Plain):
         return x_RH.float().clamp(-448, 448).to(x.dtype), torch.ones_like(scale)
 
 
-@killed_by("test_clamp", "silu")
+@killed_by("test_activation", "silu")
 class LimitIn16Bits(Plain):
     """Rounds the limit to bfloat16, also in fp32 problems."""
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from weight_forms import interleaved
 
 import moekit
 from moekit.problem.quant import SCHEMES
-from moekit.testing import cases
 from moekit.testing.calls import check_call, same_bits
 from moekit.testing.cases import make_case, random_weights
 
@@ -30,7 +30,7 @@ def kernel_of(scheme, **changes):
     return moekit.compose(problem, experts="torch")
 
 
-# Act-order concerns columns, so that its rows are those of the scheme without it.
+# Act-order concerns columns, so its rows are the same as without it.
 PER_ROW = sorted(
     n
     for n, s in SCHEMES.items()
@@ -42,7 +42,7 @@ PER_ROW = sorted(
 def test_alternating_rows_of_gate_and_up(scheme):
     kernel = kernel_of(scheme, has_bias=True)
     weights = random_weights(kernel.problem)
-    plain, mixed = kernel.pack(weights), kernel.pack(cases.interleaved(weights))
+    plain, mixed = kernel.pack(weights), kernel.pack(interleaved(weights))
     assert plain.experts.keys() == mixed.experts.keys()
     for name, tensor in plain.experts.items():
         assert same_bits(tensor, mixed.experts[name]), name
@@ -56,7 +56,7 @@ def test_scale_each_for_gate_and_up(scheme):
     plain = random_weights(kernel.problem)
     pair = plain.w13_scale.view(-1, 1) * torch.tensor([1.0, 0.5])
     case = make_case(kernel.problem, 17, weights=replace(plain, w13_scale=pair))
-    # The oracle, too, must distinguish the scales.
+    # The oracle must also distinguish the scales.
     one = make_case(kernel.problem, 17, weights=plain)
     assert not torch.allclose(case.reference(), one.reference())
     check_call(kernel, case)

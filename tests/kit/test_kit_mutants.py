@@ -1,41 +1,38 @@
-"""docs/kit_mutants.md lists every wrong experts class with the kit test that kills it.
+"""docs/kit_mutants*.md list every wrong backend with the kit test that kills it.
 
-``PYTHONPATH=tests/support python tests/kit/test_kit_mutants.py`` writes the page's table.
+``PYTHONPATH=tests/support python tests/kit/test_kit_mutants.py`` writes the pages' tables.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from pathlib import Path
 
 import conformance_catches
-import test_conformance_catches_calls
-import test_conformance_catches_crossings
-import test_conformance_catches_experts
-import test_conformance_catches_forms
-import test_conformance_catches_invariance
-import test_conformance_catches_sizes
-import test_conformance_catches_values
+import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "kit_mutants.md"
-MODULES = (
-    test_conformance_catches_experts,
-    test_conformance_catches_sizes,
-    test_conformance_catches_values,
-    test_conformance_catches_calls,
-    test_conformance_catches_forms,
-    test_conformance_catches_invariance,
-    test_conformance_catches_crossings,
-)
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = {
+    "kit_mutants.md": (
+        "experts", "sizes", "values", "calls", "forms", "invariance", "crossings", "threads",
+    ),
+    "kit_mutants_dispatchers.md": (
+        "dispatchers", "naive", "transfers", "buffers", "failures", "locks",
+    ),
+}  # fmt: skip
 
 
-def table() -> str:
-    """Return the page's table, a row for each mutant in the order of the modules."""
+def table(page: str) -> str:
+    """Return a page's table, a row for each mutant in the order of the modules."""
     tests: dict[type, list[str]] = {}
-    for module in MODULES:
+    for part in PAGES[page]:
+        module = importlib.import_module(f"test_conformance_catches_{part}").__name__
         for mutant in conformance_catches.MUTANTS:
-            if mutant.wrong.__module__ == module.__name__:
-                tests.setdefault(mutant.wrong, []).insert(0, f"`{mutant.kit_test}`")
+            if mutant.wrong.__module__ == module:
+                name = f"`{mutant.kit_test}`"
+                if name not in tests.setdefault(mutant.wrong, []):
+                    tests[mutant.wrong].insert(0, name)
     rows = ["| mutant | mistake | killed by |", "|---|---|---|"]
     for wrong, names in tests.items():
         mistake = (inspect.getdoc(wrong) or "").split("\n")[0].rstrip(".")
@@ -43,23 +40,22 @@ def table() -> str:
     return "\n".join(rows)
 
 
-def test_every_mutant_says_its_mistake():
-    wrong = {m.wrong for m in conformance_catches.MUTANTS}
-    silent = sorted(c.__name__ for c in wrong if not vars(c)["__doc__"])
-    assert not silent
-
-
-def page_parts() -> tuple[str, str, str]:
+def page_parts(page: str) -> tuple[str, str, str]:
     """Return the page's text before its table, the table, and the text behind it."""
-    before, rest = PAGE.read_text().split("<!-- experts -->\n")
+    before, rest = (DOCS / page).read_text().split("<!-- mutants -->\n")
     listed, behind = rest.split("\n<!-- end -->")
-    return f"{before}<!-- experts -->\n", listed, f"\n<!-- end -->{behind}"
+    return f"{before}<!-- mutants -->\n", listed, f"\n<!-- end -->{behind}"
 
 
-def test_the_page_lists_every_mutant():
-    assert page_parts()[1] == table(), f"write {PAGE} again: see this file's docstring"
+@pytest.mark.parametrize("page", PAGES)
+def test_the_page_lists_every_mutant(page):
+    made = table(page)
+    silent = [m.wrong.__name__ for m in conformance_catches.MUTANTS if not vars(m.wrong)["__doc__"]]
+    assert not silent, "every mutant says its mistake"
+    assert page_parts(page)[1] == made, f"write {page} again: see this file's docstring"
 
 
 if __name__ == "__main__":
-    before, _, behind = page_parts()
-    PAGE.write_text(before + table() + behind)
+    for page in PAGES:
+        before, _, behind = page_parts(page)
+        (DOCS / page).write_text(before + table(page) + behind)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import sys
 import time
 
 import pytest
@@ -43,13 +41,6 @@ def fail_while_peers_wait(rank, world_size):
 def sleep(rank, world_size, seconds):
     if rank == 1:
         time.sleep(seconds)
-
-
-def ignore_signals(rank, world_size):
-    """Wait without an answer to signals, as processes do within a driver."""
-    if rank == 1:
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-        time.sleep(60)
 
 
 def die(rank, world_size):
@@ -110,15 +101,6 @@ def test_hangs_close_the_pool_and_name_the_ranks(monkeypatch):
         assert caught.value.hung == (1,) and "in sleep" in str(caught.value)
         with pytest.raises(RankError, match="closed: sleep left ranks"):
             ranks.run(fail, [])
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="states of processes are read from /proc")
-def test_a_hanging_rank_without_a_stack_has_a_state(monkeypatch):
-    monkeypatch.setattr(distributed, "_STACK_SECONDS", 0.1)
-    with RankPool(2) as ranks:
-        ranks.timeout = 0.5
-        with pytest.raises(RankError, match=r"it does not answer signals; State:\tS"):
-            ranks.run(ignore_signals)
 
 
 def test_an_exception_that_peers_wait_for_closes_the_pool():

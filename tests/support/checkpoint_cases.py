@@ -77,7 +77,7 @@ CASES = {
         ct(8, "float", "tensor", inputs=STATIC),
         "fp8_tensor_static",
     ),
-    # no scheme has scales per tensor and per token; one per channel fits, too
+    # no scheme has scales per tensor and per token; one per channel also fits
     "ct-fp8-tensor-token": Case(
         files.fp8(-1, -1), ct(8, "float", "tensor", inputs=TOKEN), "fp8_channel_token"
     ),

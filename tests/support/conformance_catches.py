@@ -1,18 +1,21 @@
 """Show that the conformance kit rejects deliberately wrong backends (mutants).
 
-A mutant is a class with the decorator `killed_by`, or one that a test gives to `caught`. A named
-test of the kit must fail for it, and pass for the right class that it derives from.
-docs/kit_mutants.md lists the mutants with the decorator.
+A mutant is a class or a function with the decorator `killed_by`. A named test of the kit must fail
+for it, and pass for the right class that it derives from. docs/kit_mutants*.md list the mutants.
 """
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 import pytest
+from right_experts import Plain, Skips, Values
+from right_naive import Naive
 
 from moekit import Registry, registry
 from moekit.testing import DispatcherConformance, ExpertsConformance
@@ -31,23 +34,17 @@ def suite(wrong: type, base: str, **declared: Any) -> Any:
     return type(f"Test{wrong.__name__}", (kit,), body)()
 
 
+def _declared(right: Any) -> dict[str, Any]:
+    return getattr(right, "DECLARED", {})
+
+
 @cache
-def _passes(right: type, base: str, test: str, args: tuple[Any, ...]) -> None:
+def _passes(right: Any, test: str, args: tuple[Any, ...]) -> None:
     """Assert that ``test`` passes for the right class, once in a process."""
-    getattr(suite(right, base, **getattr(right, "DECLARED", {})), test)(*args)
-
-
-def caught(
-    wrong: type, base: str, test: str, *args: Any, says: str, right: type, **declared: Any
-) -> None:
-    """Assert that ``test`` of the kit fails for ``wrong`` with a message that matches ``says``.
-
-    The same test must pass for ``right`` with the spec of ``base``, changed by its ``DECLARED``.
-    """
-    _passes(right, base, test, args)
-    declared = {**getattr(right, "DECLARED", {}), **declared}
-    with pytest.raises(Exception, match=says):  # a skip is no Exception
-        getattr(suite(wrong, base, **declared), test)(*args)
+    try:
+        getattr(suite(right, right.BASE, **_declared(right)), test)(*args)
+    except pytest.skip.Exception as skipped:
+        raise AssertionError(f"{test} skips {right.__name__}: {skipped}") from None
 
 
 @dataclass(frozen=True)
@@ -77,27 +74,75 @@ class Mutant:
     def right(self) -> type:
         return next(c for c in self.wrong.__mro__ if "BASE" in vars(c))
 
+    def check_right(self) -> None:
+        _passes(self.right, self.test, self.args)
+
     def check(self) -> None:
         """Assert that the kit's test passes for the right class and fails for this one."""
-        caught(
-            self.wrong, self.right.BASE, self.test, *self.args,
-            says=self.says, right=self.right, **self.declared,
-        )  # fmt: skip
+        self.check_right()
+        kit = suite(self.wrong, self.right.BASE, **{**_declared(self.right), **self.declared})
+        with pytest.raises(Exception, match=self.says):  # a skip is no Exception
+            getattr(kit, self.test)(*self.args)
+
+
+# The arguments of a mutant that is a function -> what it overrides of a right class.
+_OVERRIDES = {
+    "weights": (Plain, "given"),
+    "packed": (Plain, "stored"),
+    "tokens": (Plain, "taken"),
+    "y, tokens, weights": (Plain, "done"),
+    "x, scale": (Plain, "quantized"),
+    "ids, tokens": (Skips, "kept"),
+    "x": (Values, "x"),
+    "router": (Values, "router"),
+    "x_TH": (Naive, "sent"),
+    "routing": (Naive, "routed"),
+    "handed": (Naive, "handed"),
+}
 
 
 def killed_by(
     test: str, *args: Any, says: str = "relative error too large", **declared: Any
-) -> Callable[[type], type]:
-    """Make the class a mutant that ``test`` of the kit, called with ``args``, must kill.
+) -> Callable[[Any], type]:
+    """Make a class or a function a mutant that ``test`` of the kit, called with args, must kill.
 
     The class, or the one it derives from, has ``BASE``, the name of the backend whose spec it has.
+    A function becomes a class that overrides one method of `Plain`, which its arguments choose.
     """
 
-    def register(wrong: type) -> type:
-        MUTANTS.append(Mutant(wrong, test, args, says, declared))
-        return wrong
+    def register(wrong: Any) -> type:
+        made = wrong if isinstance(wrong, type) else _class_of(wrong)
+        MUTANTS.append(Mutant(made, test, args, says, declared))
+        return made
 
     return register
+
+
+def _class_of(function: Callable[..., Any]) -> type:
+    arguments = ", ".join(list(inspect.signature(function).parameters)[1:])
+    base, method = _OVERRIDES[arguments]
+    body = {method: function, "__doc__": function.__doc__, "__module__": function.__module__}
+    return type(function.__name__, (base,), body)
+
+
+def wrong(name: str, mistake: str, *parts: Any, of: type | None = None, **body: Any) -> None:
+    """Define a mutant of the calling module whose mistake is one expression, or an attribute.
+
+    Args:
+        parts: a function as `killed_by` takes it, unless ``of`` is given; then what kills it.
+        of: the class that the mutant derives from, with ``body`` as its attributes and methods.
+    """
+    module = sys._getframe(1).f_globals["__name__"]
+    kills = list(parts)
+    made: Any
+    if of is None:
+        made = kills.pop(0)
+        made.__name__, made.__doc__ = name, mistake
+    else:
+        made = type(name, (of,), {**body, "__doc__": mistake, "__module__": module})
+    for kill in reversed(kills):
+        made = kill(made)
+    setattr(sys.modules[module], name, made)
 
 
 MUTANTS: list[Mutant] = []

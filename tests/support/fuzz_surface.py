@@ -2,16 +2,19 @@
 
     python tests/support/fuzz_surface.py --cases 1000000 [--seed N] [--seconds N] [--memory-gb N]
 
-Each case must return, or raise one of ALLOWED (the command line: exit with a documented code),
-within a time limit; the process runs under a memory limit (RLIMIT_AS). A kernel that returns must
-be right. Anything else is a fault: the call is printed with its seed, and the exit code is 1.
-test_fuzz_surface.py runs some cases.
+Each case must return or raise an ordinary exception within a time limit, and leave nothing behind:
+the kernel and the layer that all cases share give the same bits afterwards. The process runs under
+a memory limit (RLIMIT_AS). A broken invariant, an exit, exhausted memory, a hang or other bits are
+faults: the call is printed with its seed, and the exit code is 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import decimal
+import fractions
+import inspect
 import io
 import logging
 import os
@@ -22,71 +25,77 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from functools import partial
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
-from fuzz_junk import JUNK, E, H, I, K, T
 
 import moekit
 from moekit import eplb
-from moekit.backends.reference import oracle
 from moekit.cli.main import main as command_line
-from moekit.errors import MoekitError
-from moekit.untrusted.arguments import shown
-from moekit.untrusted.code import first_line
 
 CASE_SECONDS = 300.0  # a guard against hangs
-# Python's own errors are for values of a wrong type.
-ALLOWED = (MoekitError, TypeError, ValueError, AttributeError)
+E, K, H, I, T = 4, 2, 8, 4, 3
 
 
 class Late(BaseException):
     """A case ran longer than CASE_SECONDS."""
 
 
-_FUNCTIONS = (
-    "custom",
-    "shared",
-    "meanwhile",
-    "shared_experts",
-    "custom_routing_function",
-    "policy",
-)
+class OtherBits(BaseException):
+    """A case changed what a right call of the kernel or the layer returns."""
 
 
-class Draw:
-    """Random arguments. Half of the draws of an argument are valid alone, half are junk."""
+class Hostile:
+    """Raises wherever it is looked at."""
 
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-        self.junk_share = 0.0
+    def _raise(self, *args: object) -> Any:
+        raise ZeroDivisionError("hostile")
 
-    def __call__(self, *valid: Any) -> Any:
-        """One of ``valid`` values (a function makes one), or junk."""
-        if self.random.random() < self.junk_share:
-            return self.random.choice(JUNK)()
-        value = self.random.choice(valid)
-        return value() if isinstance(value, FunctionType) else value
-
-    def some(self, **arguments: Any) -> dict[str, Any]:
-        """Some of these keyword arguments."""
-        draw = {n: self.function if n in _FUNCTIONS else self for n in arguments}
-        return {n: draw[n](*v) for n, v in arguments.items() if self.random.random() < 0.4}
-
-    def function(self, *valid: Any) -> Any:
-        """As a draw, but for an argument that moekit calls: what such a function raises is its
-        owner's, so that no other functions are drawn."""
-        while True:
-            value = self(*valid)
-            if not callable(value) or any(value is f for f in (custom, ignore, torch.neg)):
-                return value
-            if isinstance(value, eplb.Balanced):
-                return value
+    __repr__ = __eq__ = __bool__ = __len__ = __index__ = __float__ = __iter__ = _raise
+    __lt__ = __gt__ = __le__ = __ge__ = __int__ = __contains__ = _raise
+    __hash__ = object.__hash__
 
 
-# -- parts that calls need ----------------------------------------------------------------------
+def _inference_tensor() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.ones(T, H)
+
+
+JUNK: tuple[Callable[[], Any], ...] = tuple(
+    (lambda value=value: value)
+    for value in (
+        None, True, False, 0, 1, -1, 2, 3, 7, 2**31, 2**40, 2**63, 2**200, -(2**70), 10**5000,
+        0.0, 1.5, -0.5, float("nan"), float("inf"), -float("inf"), 1e308, 1 + 2j,
+        "", "x", "8", "silu", "none", "cpu", "cuda", "cuda:99", "meta", "sm90", "\ud800", "a\0b",
+        b"x", (), (1,), (9, 0), (9.0, 0), range(3), Ellipsis, int, torch, len,
+        fractions.Fraction(3, 2), decimal.Decimal(2), np.int64(2), np.float32(1.5), np.bool_(True),
+        np.str_("silu"), np.float64("nan"), torch.float32, torch.int8, torch.strided,
+        torch.device("cpu"), torch.device("meta"), torch.device("cuda"), torch.device("xpu"),
+        torch.device("hpu"), torch.device("mps"), torch.Size([2]),
+    )
+) + (
+    lambda: [], lambda: [1], lambda: [[0]], lambda: [[0, 1], [1]], dict, lambda: {"a": 1}, set,
+    lambda: iter(()), object, Hostile, lambda: [Hostile()], lambda: Hostile, lambda: np.arange(3),
+    lambda: torch.tensor(2), lambda: torch.tensor(True), lambda: torch.tensor(1.5),
+    lambda: torch.ones(0), lambda: torch.ones(T, H), lambda: torch.ones(T, E),
+    lambda: torch.ones(T, H).double(), lambda: torch.ones(T, K, dtype=torch.int64),
+    lambda: torch.ones(T, H, dtype=torch.complex64), lambda: torch.ones(T, H).to_sparse(),
+    lambda: torch.ones(T, H).to_sparse_csr(), lambda: torch.ones(1, H).expand(T, H),
+    lambda: torch.ones(T, H, device="meta"), lambda: torch.ones(T, H, requires_grad=True),
+    lambda: torch.nested.nested_tensor([torch.ones(2, H), torch.ones(1, H)]),
+    lambda: torch.full((T, E), float("nan")), lambda: torch.full((T, K), 2**62),
+    lambda: torch.ones(T, E, dtype=torch.float8_e4m3fn), lambda: torch.ones(T, dtype=torch.bool),
+    lambda: torch.quantize_per_tensor(torch.ones(T, H), 0.1, 0, torch.quint8),
+    lambda: torch.ones(T, H).to_mkldnn(), _inference_tensor, lambda: moekit.SCHEMES["fp8_block"],
+    lambda: moekit.Activation("gelu"), lambda: moekit.ParallelConfig(ep_size=2, dp_size=1),
+    lambda: moekit.QuantScheme(name="fp8_block"), lambda: moekit.DeviceSpec("cuda", (9, 0)),
+    lambda: torch.nn.Linear(2, 2), lambda: moekit.Routing(None, None),
+)  # fmt: skip
+
+
+# -- valid arguments ----------------------------------------------------------------------------
 
 PROBLEM = moekit.MoEProblem(
     num_experts=E, top_k=K, hidden_size=H, intermediate_size=I, dtype=torch.float32, device="cpu"
@@ -101,19 +110,10 @@ def routing() -> moekit.Routing:
     return moekit.Routing(torch.ones(T, K), torch.tensor([[0, 1], [2, 3], [1, -1]]))
 
 
-KERNEL = moekit.compose(PROBLEM, experts="torch", checked=True)
-PACKED = KERNEL.pack(weights())
-PLACEMENT = eplb.Placement(tuple(range(E)), E, 2)
-REBALANCER = eplb.Rebalancer(KERNEL, [PACKED], window=2)
-
-
-def loaded_layer() -> moekit.FusedMoE:
-    made = moekit.FusedMoE(E, K, H, I, params_dtype=torch.float32, device="cpu")
+def layer(**changes: Any) -> moekit.FusedMoE:
+    made = moekit.FusedMoE(E, K, H, I, params_dtype=torch.float32, device="cpu", **changes)
     made.load_weights(weights())
     return made
-
-
-LAYER = loaded_layer()
 
 
 def x() -> torch.Tensor:
@@ -124,325 +124,192 @@ def logits() -> torch.Tensor:
     return torch.arange(T * E).view(T, E).float()
 
 
-def ids() -> torch.Tensor:
-    return routing().topk_ids
-
-
-def table() -> torch.Tensor:
-    return torch.arange(E)[:, None]
-
-
-def ignore(*given: Any) -> None:
-    """A function for arguments whose answer is not read."""
-
-
 def custom(*given: Any) -> Any:
-    return torch.ones(T, K), ids()
+    return torch.ones(T, K), routing().topk_ids
 
 
-# -- the surface: a function that draws arguments and returns a call -----------------------------
+KERNEL = moekit.compose(PROBLEM, experts="torch", checked=True)
+PACKED, LAYER = KERNEL.pack(weights()), layer()
+PLACEMENT = eplb.Placement(tuple(range(E)), E, 2)
+REBALANCER = eplb.Rebalancer(KERNEL, [PACKED], window=2)
 
-Call = Callable[[], object]
+
+def bits() -> list[bytes]:
+    """Return what the shared kernel and layer give for valid arguments."""
+    outs = KERNEL(x(), PACKED, routing()), LAYER(x(), logits())
+    return [out.detach().numpy().tobytes() for out in outs]
+
+
+RIGHT = bits()
 _FLAG = (True, False)
 _NAMES = (None, "torch", "reference", "local", "torch:1|reference")
-_ROUTING: dict[str, Any] = dict(
-    renormalize=_FLAG,
-    scoring_func=("softmax", "sigmoid"),
-    e_score_correction_bias=(None, lambda: torch.ones(E)),
-    num_expert_group=(None, 2),
-    topk_group=(None, 1, 2),
-    routed_scaling_factor=(1.0, 2.0),
-    custom_routing_function=(None, lambda: custom),
-    zero_expert_num=(0, 1),
-)
-_PARALLELISM: dict[str, Any] = dict(
-    tp_size=(None, 1),
-    dp_size=(1,),
-    enable_expert_parallel=_FLAG,
-    parallel=(None, moekit.ParallelConfig()),
-    is_sequence_parallel=_FLAG,
-    expert_placement_strategy=("linear", "round_robin"),
-    num_redundant_experts=(0, 2),
-    reduce_results=_FLAG,
-)
+# Valid values of parameters by their names; a function makes one. Others get junk only.
+VALUES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        ("static", "zero_points", "act_order", "has_bias", "apply_router_weight_on_input",
+         "batch_invariant", "renormalize", "enable_expert_parallel", "interleaved",
+         "is_sequence_parallel", "reduce_results"), _FLAG,
+    ),
+    **dict.fromkeys(("dispatcher", "experts"), _NAMES),
+    **dict.fromkeys(("ep_size", "tp_size", "dp_size", "nodes"), (1, 2, 3, 8)),
+    **dict.fromkeys(("replicas", "table"), (lambda: torch.arange(E)[:, None],)),
+    **dict.fromkeys(
+        ("w13_bias", "w2_bias", "w13_scale", "w2_scale", "w13_input_scale", "w2_input_scale",
+         "w13_zero_points", "w2_zero_points", "w13_g_idx", "w2_g_idx"),
+        (None, None, lambda: torch.ones(E, 1, 1)),
+    ),
+    **dict.fromkeys(("ep_rank", "tp_rank", "rank", "zero_expert_num"), (0, 1)),
+    "num_experts": (E,), "top_k": (K, 1), "hidden_size": (H,), "intermediate_size": (I, 128),
+    "dtype": (torch.float32, "int8"), "params_dtype": (torch.float32, torch.bfloat16),
+    "activation": ("silu", "relu2", moekit.Activation("silu", limit=2.0)),
+    "quant": ("none", "fp8_block", moekit.SCHEMES["int8_w8a16"]),
+    "num_redundant_experts": (0, 2), "max_num_tokens": (None, 2, 64), "max_tokens": (None, 3, 10),
+    "parallel": (None, moekit.ParallelConfig(ep_size=2)), "kind": ("cpu", "cuda"),
+    "device": ("cpu", torch.device("cpu"), moekit.DeviceSpec("cpu")), "name": ("silu", "none"),
+    "alpha": (None, 1.5), "limit": (None, 7, 1.0), "group": (None, (1, -1), (128, 128)),
+    "capability": (None, (9, 0)), "logits": (logits,), "router_logits": (logits,),
+    "scoring": ("softmax", "sigmoid"), "scoring_func": ("softmax", "sigmoid"),
+    "correction_bias": (None, lambda: torch.ones(E)), "num_expert_group": (None, 2),
+    "e_score_correction_bias": (None, lambda: torch.ones(E)), "topk_group": (None, 1, 2),
+    "routed_scaling_factor": (1.0, 2.5), "custom": (None, lambda: custom),
+    "custom_routing_function": (None, lambda: custom), "checked": (None, True, False),
+    "is_padding": (None, lambda: torch.zeros(T, dtype=torch.bool)), "backends": (None,),
+    "routing": (routing,), "type": ("cpu", "cuda"), "physical_to_logical": (tuple(range(E)),),
+    "problem": (PROBLEM,), "workspace": (None, moekit.Workspace), "peer_timeout": (60.0, 5),
+    "x": (x,), "hidden_states": (x,), "weights": (PACKED, PACKED, weights), "out": (None, x),
+    "shared": (None, lambda: torch.neg), "meanwhile": (None,), "num_tokens": (0, 1, 3),
+    "w13": (lambda: torch.ones(E, 2 * I, H),), "w2": (lambda: torch.ones(E, H, I),),
+    "topk_weights": (None, lambda: torch.ones(T, K)), "topk_ids": (None, lambda: custom()[1]),
+    "slots": (tuple(range(E)), (0, 1, 2, 3, 0)), "num_ranks": (1, 2), "ranks": (1, 2),
+    "load_E": (lambda: torch.ones(E),), "now": (PLACEMENT,), "offset": (0, 5),
+    "policy": (None, eplb.Balanced), "steps": (1, 3),
+    "packed": (PACKED,), "old": (PLACEMENT,), "new": (PLACEMENT,), "current": (PLACEMENT,),
+    "kernel": (KERNEL,), "layers": ([PACKED],), "layer": (0,), "window": (1, 3),
+    "experts_L": ([0, 1],),
+    "placements": (None, [PLACEMENT]), "min_gain": (0.0, 0.5), "staging_bytes": (1, 2**20),
+}  # fmt: skip
+# Numbers that may be large only at the price of memory or time, which is no fault.
+_COUNTS = ("num_tokens", "window", "steps", "num_redundant_experts")
 
 
-def _problem(d: Draw) -> Call:
-    given = d.some(
-        dtype=(torch.float32, torch.bfloat16),
-        activation=("silu", "relu2", moekit.Activation("silu", limit=2.0)),
-        quant=("none", "fp8_block", moekit.SCHEMES["int8_w8a16"]),
-        has_bias=_FLAG,
-        apply_router_weight_on_input=_FLAG,
-        num_redundant_experts=(0, 1, 5),
-        max_num_tokens=(None, 1, 64),
-        batch_invariant=_FLAG,
-        parallel=(None, moekit.ParallelConfig(ep_size=2)),
-        device=("cpu", "sm90", "gfx942", torch.device("cpu"), moekit.DeviceSpec("cpu")),
-    )
-    sizes = dict(num_experts=d(E), top_k=d(K, 1), hidden_size=d(H), intermediate_size=d(I, 128))
-    return lambda: moekit.explain(moekit.MoEProblem(**sizes, **given))
+def explained(problem: moekit.MoEProblem) -> object:
+    return moekit.explain(problem).text(every=True)
 
 
-def _route(d: Draw) -> Call:
-    given = (d(logits), d(K, 1))
-    more = d.some(
-        scoring=("softmax", "sigmoid", "sqrtsoftplus"),
-        renormalize=_FLAG,
-        correction_bias=(None, lambda: torch.ones(E)),
-        num_expert_group=(None, 2),
-        topk_group=(None, 1, 2),
-        routed_scaling_factor=(1.0, 2.5),
-        batch_invariant=_FLAG,
-        custom=(None, lambda: custom),
-        is_padding=(None, lambda: torch.zeros(T, dtype=torch.bool)),
-        checked=(None, True, False),
-    )
-    if "custom" in more and d.random.random() < 0.5:
-        answer = d(custom), d(custom)
-        more["custom"] = lambda *_: answer[0]
-    return lambda: moekit.route(*given, **more)
+def used(made: moekit.FusedMoE) -> object:
+    if made.problem.num_physical_experts > 64:
+        return None  # its weights are large, which is no fault
+    made.load_weights(weights())
+    return made(x(), torch.arange(T * made.router.width).view(T, -1).float())
 
 
-def _to_physical(d: Draw) -> Call:
-    given = (moekit.Routing(d(lambda: torch.ones(T, K)), d(ids)), d(table)) + (
-        (d(0, 5),) * d.random.getrandbits(1)
-    )
-    first = d(given[0])
-    return lambda: moekit.to_physical(first, *given[1:])
+def run_command(argv: list[str]) -> None:
+    """Run `python -m moekit`, which must exit with a documented code."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            code = command_line(argv)
+        except SystemExit as end:  # argparse
+            code = end.code
+    assert code in (0, 1, 2), f"{argv} exits with {code}"
 
 
-def _compose(d: Draw) -> Call:
-    names, more = (d(*_NAMES), d(*_NAMES)), d.some(
-        workspace=(None, lambda: moekit.Workspace()),
-        group=(None,),
-        checked=(None, True, False),
-        peer_timeout=(60.0, 5),
-        backends=(None, lambda: moekit.registry()),
-    )  # fmt: skip
-    problem = d(PROBLEM)
-    if d.random.random() < 0.5:
-        return lambda: moekit.compose(problem, *names, **more)
-    return lambda: moekit.explain(problem, *names)
-
-
-def _kernel(d: Draw) -> Call:
-    given = dict(
-        x=d(x),
-        weights=d(PACKED),
-        routing=d(lambda: moekit.Routing(d(lambda: torch.ones(T, K)), d(ids))),
-    )
-    more = d.some(out=(None, x))
-    shared = d.some(shared=(None, lambda: torch.neg))
-    after = d.some(meanwhile=(None, lambda: ignore))
-    count = d(1, 4, None)
-    few = d(0, 1, 3)
-    if isinstance(few, int) and 10**4 < few < 2**31:
-        few = 3
-    right = partial(_right, given)
-    return d.random.choice(
-        (
-            lambda: right(KERNEL(**given, **more)),
-            lambda: KERNEL(**given, **more, **shared),
-            lambda: right(KERNEL.start(**given, **more, **after).result()),
-            lambda: KERNEL.memory(count),
-            lambda: KERNEL.warmup(given["weights"], few),
-            lambda: KERNEL.pack(given["weights"]),
-        )
-    )
-
-
-def _right(given: dict[str, Any], out: torch.Tensor) -> None:
-    expected = oracle(given["x"], weights(), given["routing"], PROBLEM)
-    assert torch.allclose(out, expected, rtol=1e-4, atol=1e-4), "a wrong number"
-
-
-def _weights(d: Draw) -> Call:
-    optional = {
-        name: (None, lambda: torch.ones(E, 1, 1))
-        for name in ("w13_bias", "w2_bias", "w13_scale", "w2_scale", "w13_input_scale",
-                     "w2_input_scale", "w13_zero_points", "w2_zero_points", "w13_g_idx", "w2_g_idx")
-    }  # fmt: skip
-    w13, w2 = d(lambda: torch.ones(E, 2 * I, H)), d(lambda: torch.ones(E, H, I))
-    more = d.some(**optional, interleaved=_FLAG) if d.random.random() < 0.5 else {}
-    scheme = d.random.choice(list(moekit.SCHEMES.values()))
-    experts = d([0, 1], torch.tensor([3]))
-
-    def call() -> object:
-        made = moekit.ExpertWeights(w13, w2, **more)
-        return d.random.choice(
-            (
-                lambda: made.quantize(scheme),
-                lambda: made.select(experts),
-                lambda: made.check(PROBLEM),
-                lambda: KERNEL.pack(made),
-            )
-        )()
-
-    return call
-
-
-def _layer(d: Draw) -> Call:
-    sizes = (d(E), d(K), d(H), d(I))
-    more = d.some(
-        params_dtype=(torch.float32, torch.bfloat16),
-        quant=("none", "int8_w8a16"),
-        activation=("silu", "gelu"),
-        has_bias=_FLAG,
-        shared_experts=(None, lambda: torch.neg),
-        max_num_tokens=(None, 2),
-        batch_invariant=_FLAG,
-        dispatcher=_NAMES,
-        experts=_NAMES,
-        checked=(None, True, False),
-        peer_timeout=(60.0,),
-        prefix=(None, "a"),
-    )
-    more["device"] = d("cpu", torch.device("cpu"))
-    routing, parallelism = d.some(**_ROUTING), d.some(**_PARALLELISM)
-    records = d.random.random() < 0.5
-
-    def call() -> object:
-        if records:
-            more["routing"] = moekit.RoutingConfig(**routing)
-            more["parallelism"] = moekit.LayerParallelism(**parallelism)
-        else:
-            more.update(**routing, **parallelism)
-        made = moekit.FusedMoE(*sizes, **more)
-        if repr(made) and made.problem.num_physical_experts > 64:
-            return None  # its weights are large, which is no fault
-        made.load_weights(d(weights, weights))
-        return made(x(), torch.arange(T * made.router.width).view(T, -1).float())
-
-    return call
-
-
-def _layer_calls(d: Draw) -> Call:
-    given = d.some(
-        topk_weights=(None, lambda: torch.ones(T, K)),
-        topk_ids=(None, ids),
-        is_padding=(None, lambda: torch.zeros(T, dtype=torch.bool)),
-        max_tokens=(None, 3, 10),
-    )
-    if d.random.random() < 0.7:
-        given["router_logits"] = d(logits)
-    tokens, replicas, record, loaded, few = (
-        d(x),
-        d(table),
-        d.function(None, lambda: ignore),
-        d(weights),
-        d(1, 3),
-    )
-    if isinstance(few, int) and 10**4 < few < 2**31:
-        few = 3
-
-    def change() -> None:
-        made = loaded_layer()
-        made.set_replicas(replicas, record)
-        made(x(), logits())
-
-    def load() -> None:
-        made = loaded_layer()
-        made.load_weights(loaded)
-        made.warmup(few)
-
-    calls = (lambda: LAYER(tokens, **given),) * 3 + (change, load)
-    return d.random.choice(calls)
-
-
-def _eplb(d: Draw) -> Call:
-    load, policy = d(lambda: torch.ones(E)), d.function(lambda: eplb.Balanced(), lambda: custom)
-    slots = d(tuple(range(E)), (0, 1, 2, 3, 0))
-    ranks, layer = d(1, 2), d(0)
-    window = dict(layers=d(1, 2), num_experts=d(E), steps=d(1, 3))
-    for name, value in window.items():  # a large window takes memory, which is no fault
-        window[name] = 3 if type(value) is int and 10**3 < value < 2**31 else value
-    options = d.some(
-        policy=(None, lambda: eplb.Balanced()),
-        window=(1, 3),
-        min_gain=(0.0, 0.5),
-        staging_bytes=(1, 2**20),
-        placements=(None, [PLACEMENT]),
-        group=(None,),
-    )
-    if type(options.get("window")) is int and options["window"] > 10**6:
-        options.pop("window")
-    packed, old, new = d(PACKED), d(PLACEMENT), d(PLACEMENT)
-    gain, logical, groups = d(0.0, -1.0), d(routing), (d(1, 2), d(1, 2))
-    recorded, layers = d(ids), d([PACKED])
-    kernel, of = d(KERNEL), d([LAYER])
-    return d.random.choice(
-        (
-            lambda: eplb.Placement(slots, d(E), ranks).logical_to_physical(),
-            lambda: eplb.Balanced(*groups)(torch.ones(E), PLACEMENT),
-            lambda: eplb.improve(policy, load, old, gain),
-            lambda: PLACEMENT.imbalance(load),
-            lambda: eplb.LoadWindow(**window).record(recorded, layer),
-            lambda: eplb.migrate(packed, old, new),
-            lambda: eplb.Rebalancer(kernel, layers, **options),
-            lambda: eplb.Rebalancer.of(of),
-            lambda: REBALANCER.route(logical, layer),
-        )
-    )
-
-
-def _cli(d: Draw) -> Call:
-    def word(*valid: Any) -> str:
-        return str(d(*valid)) if d.junk_share < 0.9 else d.random.choice(("", "x", "-1", "1e9"))
-
-    def text(*valid: Any) -> str:
-        with contextlib.suppress(Exception):
-            return word(*valid).replace("\0", "")[:5000]
-        return "?"
-
-    explain = ["explain", "--device", text("cpu", "sm90", "gfx942")]
-    sizes = {"num-experts": E, "top-k": K, "hidden-size": H, "intermediate-size": 128}
-    for name, valid in sizes.items():
-        explain += [f"--{name}", text(valid)]
-    options = {
-        "quant": ("none", "fp8_block"), "activation": ("silu",), "activation-limit": (7,),
-        "redundant-experts": (0, 2), "max-num-tokens": (64,), "ep": (1, 2), "tp": (1, 2),
-        "dp": (1, 2), "nodes": (1, 2), "dispatcher": ("local",), "experts": ("torch",),
-    }  # fmt: skip
-    for name, valid in options.items():
-        if d.random.random() < 0.2:
-            explain += [f"--{name}", text(*valid)]
-    explain += ["--json"] * d.random.getrandbits(1) + ["--has-bias"] * d.random.getrandbits(1)
-    junk = f"--no-such-{d.random.randrange(9)}"
-    argv = d.random.choice(
-        (explain, explain, explain, ["plugins", "--json"], ["check", "no" + text("torch")[:9]],
-         ["bench", junk], ["tune", junk], ["doctor", junk], [text("plugins")[:5] + "x"])
-    )  # fmt: skip
-
-    def call() -> None:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            try:
-                code = command_line(argv)
-            except SystemExit as end:  # argparse
-                code = end.code
-        if code not in (0, 1, 2):
-            raise AssertionError(f"{argv} exits with {code}")
-
-    return call
-
-
-# Each with its share of the cases.
-SURFACE: dict[str, tuple[Callable[[Draw], Call], int]] = {
-    "MoEProblem, explain": (_problem, 5),
-    "route": (_route, 15),
-    "to_physical": (_to_physical, 10),
-    "compose, explain": (_compose, 5),
-    "ModularKernel's calls": (_kernel, 30),
-    "ExpertWeights": (_weights, 15),
-    "FusedMoE": (_layer, 4),
-    "FusedMoE's calls": (_layer_calls, 15),
-    "eplb": (_eplb, 15),
-    "command line": (_cli, 3),
+# What is called, its share of the cases, and what is done with the result.
+SURFACE: dict[str, tuple[Callable[..., Any], int, Callable[[Any], object]]] = {
+    "MoEProblem": (moekit.MoEProblem, 10, explained),
+    "ParallelConfig": (moekit.ParallelConfig, 10, repr),
+    "parallel_config": (moekit.parallel_config, 10, repr),
+    "Activation": (moekit.Activation, 10, repr),
+    "DeviceSpec": (moekit.DeviceSpec, 5, str),
+    "OperandQuant": (moekit.OperandQuant, 10, repr),
+    "QuantScheme": (moekit.QuantScheme, 5, repr),
+    "route": (moekit.route, 20, repr),
+    "to_physical": (moekit.to_physical, 10, repr),
+    "compose": (moekit.compose, 10, repr),
+    "kernel": (KERNEL.__call__, 30, repr),
+    "start": (KERNEL.start, 10, lambda flying: flying.result()),
+    "memory": (KERNEL.memory, 5, repr),
+    "warmup": (KERNEL.warmup, 5, repr),
+    "ExpertWeights": (moekit.ExpertWeights, 15, KERNEL.pack),
+    "select": (weights().select, 5, repr),
+    "FusedMoE": (moekit.FusedMoE, 5, used),
+    "RoutingConfig": (moekit.RoutingConfig, 5, lambda made: used(layer(routing=made))),
+    "LayerParallelism": (moekit.LayerParallelism, 5, lambda made: used(layer(parallelism=made))),
+    "layer": (LAYER.forward, 15, repr),
+    "set_replicas": (lambda table: layer().set_replicas(table), 5, repr),
+    "Placement": (eplb.Placement, 5, lambda made: made.logical_to_physical()),
+    "improve": (eplb.improve, 5, repr),
+    "migrate": (eplb.migrate, 5, repr),
+    "LoadWindow": (eplb.LoadWindow, 5, lambda made: made.record(routing().topk_ids, 0)),
+    "Rebalancer": (eplb.Rebalancer, 5, repr),
+    "rebalanced": (REBALANCER.route, 5, repr),
+    "command line": (run_command, 3, repr),
 }
 
+_COMMANDS = (
+    ("explain",),
+    ("plugins", "--json"),
+    ("check", "none"),
+    ("bench", "--x"),
+    ("doctor", "--x"),
+)
+_OPTIONS = ("num_experts", "top_k", "hidden_size", "intermediate_size", "quant", "activation",
+            "max_num_tokens", "ep_size", "tp_size", "dispatcher", "experts")  # fmt: skip
 
-def fault_of(call: Call, seconds: float = CASE_SECONDS) -> BaseException | None:
-    """Return what ``call`` raised, unless it is ALLOWED; Late if it took longer."""
+
+class Case:
+    """A call that is the same for the same seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = random.Random(seed)
+        self._junk = self._draw.choice((0.0, 0.1, 0.3, 0.6))
+        torch.manual_seed(seed)
+        shares = [share for _, share, _ in SURFACE.values()]
+        self.name = self._draw.choices(list(SURFACE), shares)[0]
+        self._function, _, self._then = SURFACE[self.name]
+        if self.name == "command line":
+            self.given: dict[str, Any] = {"argv": self._argv()}
+            return
+        parameters = inspect.signature(self._function).parameters.values()
+        self.given = {
+            p.name: self._value(p.name)
+            for p in parameters
+            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+            and (p.default is p.empty or self._draw.random() < 0.4)
+        }
+
+    def _value(self, name: str) -> Any:
+        if name not in VALUES or self._draw.random() < self._junk:
+            value = self._draw.choice(JUNK)()
+        else:
+            value = self._draw.choice(VALUES[name])
+            value = value() if isinstance(value, (FunctionType, type)) else value
+        large = type(value) is int and 10**3 < value < 2**63
+        return 3 if name in _COUNTS and large else value
+
+    def _argv(self) -> list[str]:
+        argv = list(self._draw.choice(_COMMANDS))
+        for name in _OPTIONS if argv == ["explain"] else ():
+            if self._draw.random() < 0.6:
+                with contextlib.suppress(Exception):
+                    text = str(self._value(name)).replace("\0", "")[:5000]
+                    argv += ["--" + name.replace("_size", "-size").replace("_", "-"), text]
+        return argv
+
+    def __call__(self) -> object:
+        return self._then(self._function(**self.given))
+
+    def __str__(self) -> str:
+        def shown(value: Any) -> str:
+            try:
+                return repr(value)[:200]
+            except Exception:
+                return f"a {type(value).__name__}"
+
+        return f"{self.name}({', '.join(f'{n}={shown(v)}' for n, v in self.given.items())})"
+
+
+def fault_of(call: Callable[[], object], seconds: float = CASE_SECONDS) -> BaseException | None:
+    """Return what is wrong with a call: it hangs, exits, breaks an invariant or leaves traces."""
 
     def late(*_: object) -> None:
         raise Late
@@ -450,46 +317,21 @@ def fault_of(call: Call, seconds: float = CASE_SECONDS) -> BaseException | None:
     before = signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        call()
-    except ALLOWED as error:
-        try:
-            str(error)
-        except Exception as worse:
-            return worse
-    except Late as fault:
-        return fault
+        with contextlib.suppress(Exception) as _:
+            try:
+                call()
+            except (AssertionError, MemoryError, RecursionError) as fault:
+                return fault
+            except moekit.errors.MoekitError as error:
+                str(error)
+        if bits() != RIGHT:
+            raise OtherBits
     except BaseException as fault:
         return fault
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     return None
-
-
-def case(seed: int) -> tuple[str, Call]:
-    """The name and the call of a case; the same for the same seed."""
-    draw = Draw(seed)
-    draw.junk_share = draw.random.choice((0.0, 0.1, 0.3, 0.6))
-    torch.manual_seed(seed)
-    kinds = list(SURFACE)
-    shares = [share for _, share in SURFACE.values()]
-    name = draw.random.choices(kinds, shares)[0]
-    return name, SURFACE[name][0](draw)
-
-
-def describe(call: Call) -> str:
-    """The arguments that a call closed over."""
-    cells = zip(call.__code__.co_freevars, call.__closure__ or (), strict=True)  # type: ignore[attr-defined]
-    said = []
-    for name, cell in cells:
-        value = cell.cell_contents
-        if isinstance(value, dict):
-            said += [f"{name}: " + ", ".join(f"{k}={shown(v)}" for k, v in value.items())]
-        elif isinstance(value, tuple):
-            said += [f"{name}: " + ", ".join(map(shown, value))]
-        else:
-            said.append(f"{name}={shown(value)}")
-    return "; ".join(said)
 
 
 def main() -> int:
@@ -503,29 +345,16 @@ def main() -> int:
     torch.set_num_threads(1)
     limit = int(args.memory_gb * 2**30)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    begin, faults, done, slowest = time.monotonic(), 0, 0, 0.0
-    seen: set[str] = set()
-    for number in range(args.cases):
-        if time.monotonic() - begin > args.seconds:
-            break
-        seed = args.seed * 10**9 + number
-        name, call = case(seed)
-        start = time.monotonic()
-        fault = fault_of(call)
-        slowest, done = max(slowest, time.monotonic() - start), done + 1
-        if fault is not None:
+    begin, faults, done = time.monotonic(), 0, 0
+    while done < args.cases and time.monotonic() - begin < args.seconds:
+        seed = args.seed * 10**9 + done
+        case, done = Case(seed), done + 1
+        print(f"case {seed}", file=sys.stderr)  # the last one, if it ends the process
+        if (fault := fault_of(case)) is not None:
             faults += 1
-            frames = traceback.extract_tb(fault.__traceback__)
-            where = next((f for f in reversed(frames) if "moekit" in f.filename), frames[-1])
-            line = f"{type(fault).__name__} at {where.filename}:{where.lineno}"
-            if line not in seen:
-                seen.add(line)
-                print(
-                    f"case {seed} ({name}): {line}: {first_line(fault)}\n    {describe(call)}",
-                    flush=True,
-                )
-    print(f"{done} cases, {faults} faults, slowest {slowest:.2f} s, "
-          f"{time.monotonic() - begin:.0f} s in all")  # fmt: skip
+            where = "".join(traceback.format_tb(fault.__traceback__)[-2:])
+            print(f"case {seed}: {case}\n    {type(fault).__name__}\n{where}", flush=True)
+    print(f"{done} cases, {faults} faults, {time.monotonic() - begin:.0f} s")
     return int(faults > 0)
 
 

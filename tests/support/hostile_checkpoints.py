@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 LIMIT_SECONDS = 60  # ends a case that hangs, also on a slow machine
-LIMIT_BYTES = 4 << 30  # address space beyond that of the interpreter and torch
+LIMIT_BYTES = 4 << 30  # address space beyond the interpreter's and torch's
 E, H, I = 2, 128, 128
 STEM = "model.layers.0.mlp.experts"
 DOWN = f"{STEM}.0.down_proj"

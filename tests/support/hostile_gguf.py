@@ -47,7 +47,7 @@ def fields(**changes: int) -> list[bytes]:
 
 
 def infos(**down: Any) -> list[bytes]:
-    """Return the infos of three fp16 tensors; ``down`` changes those of the last."""
+    """Return the infos of three fp16 tensors; ``down`` changes the last one."""
     made = []
     for index, (role, shape) in enumerate(_SHAPES.items()):
         says = dict(name=f"blk.0.ffn_{role}_exps.weight", shape=shape, kind=1, offset=index * _SIZE)

@@ -110,7 +110,7 @@ def tp_slices(case: Case) -> int:
 
 
 def my_weights(layer: FusedMoE) -> tuple[ExpertWeights, ExpertWeights]:
-    """Return this rank's weights, and those of the whole layer's logical experts."""
+    """Return this rank's weights, and the whole layer's logical experts."""
     everything = whole(layer.problem).replace(num_redundant_experts=0, max_num_tokens=None)
     if layer.problem.parallel.tp_size == 1:
         all_experts = random_weights(everything)

@@ -15,9 +15,8 @@ def check_negative_controls(problem: MoEProblem) -> None:
     p, case = problem, make_case(problem, _CONTROL_TOKENS, "masked")
     right = case.reference()
     diagnose.assert_close(right.to(p.dtype), right, p, "the rounded oracle")
-    judged = diagnose._judge(case)
     for what, out in diagnose.wrong_results(case).items():
-        assert judged(out.to(p.dtype), right), (
+        assert diagnose.complain_of(out.to(p.dtype), right, case), (
             f"the kit's tolerance for {p!r} lets this pass: {what}"
         )
     for value in (float("nan"), float("inf")):

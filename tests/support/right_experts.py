@@ -12,23 +12,44 @@ from moekit.backends.reference import ReferenceExperts, dequantized_input, exper
 from moekit.contract import BufferSpec, PackedWeights, PermuteExpertsUnpermute
 from moekit.problem import ActivationFormat
 from moekit.problem.weights import ExpertWeights
-from moekit.testing.unreduced import by_assignment
+from moekit.testing.calls import by_assignment
 
 
 class Plain(PermuteExpertsUnpermute):
-    """STANDARD, reducing, unquantized arithmetic in fp32."""
+    """STANDARD, reducing, unquantized arithmetic in fp32.
+
+    Mutants change what it is given, packs, takes or has done.
+    """
 
     BASE = "torch"
     DECLARED = {"batch_invariant": False}
 
+    def given(self, weights):
+        return weights
+
+    def stored(self, packed):
+        return packed
+
+    def taken(self, tokens):
+        return tokens
+
+    def done(self, y, tokens, weights):
+        pass
+
+    def quantized(self, x, scale):
+        return x, scale
+
+    def quantize(self, x_RH, weights, valid_rows):
+        return self.quantized(*super().quantize(x_RH, weights, valid_rows))
+
     def pack(self, weights):
-        named = weights.tensors()
+        named = self.given(weights).tensors()
         shared = {
             short: named.pop(name)
             for name, short in (("w13_input_scale", "a1_scale"), ("w2_input_scale", "a2_scale"))
             if name in named
         }
-        return PackedWeights(self.spec.name, named, shared)
+        return self.stored(PackedWeights(self.spec.name, named, shared))
 
     def workspace(self, rows):
         return (BufferSpec((rows, self.problem.hidden_size), torch.float32),)
@@ -39,6 +60,7 @@ class Plain(PermuteExpertsUnpermute):
         return 4 * (3 * weights + rows * (8 * p.hidden_size + 8 * p.w13_rows)) + rows * p.top_k * 32
 
     def apply(self, y, tokens, weights, workspace):
+        given, tokens = tokens, self.taken(tokens)
         p, total = self.problem, workspace[0][: len(y)].zero_()
         matrices = ExpertWeights(**weights.experts).dequantize(p.quant)
         x = dequantized_input(tokens, p)
@@ -50,6 +72,7 @@ class Plain(PermuteExpertsUnpermute):
             weighted = self.weighted(result, tokens.topk_weights[row, k, None])
             total.index_add_(0, row, weighted)
         y.copy_(total)
+        self.done(y, given, weights)
 
     def weighted(self, result, weights):
         return result * weights
@@ -57,6 +80,9 @@ class Plain(PermuteExpertsUnpermute):
 
 class LeavesSums(Plain):
     """Leaves the sum over K to a dispatcher that takes rows anywhere."""
+
+    BASE = "torch"
+    DECLARED = Plain.DECLARED
 
     def apply_unreduced(self, tokens, weights, workspace):
         ids = tokens.topk_ids
@@ -66,9 +92,9 @@ class LeavesSums(Plain):
         order = ids.flatten().argsort(stable=True)
         places = torch.empty_like(order)
         places[order] = torch.arange(count)
-        return self.given(y[order], places.int().view(ids.shape), order, tokens)
+        return self.leaves(y[order], places.int().view(ids.shape), order, tokens)
 
-    def given(self, rows, places, order, tokens):
+    def leaves(self, rows, places, order, tokens):
         return contract.Unreduced(rows, places)
 
 
@@ -78,9 +104,24 @@ class Skips(Plain):
     @abstractmethod
     def kept(self, ids, tokens): ...
 
-    def apply(self, y, tokens, weights, workspace):
+    def taken(self, tokens):
         ids = torch.where(self.kept(tokens.topk_ids, tokens), tokens.topk_ids, -1)
-        super().apply(y, replace(tokens, topk_ids=ids), weights, workspace)
+        return replace(tokens, topk_ids=ids)
+
+
+class Values(Plain):
+    """Computes with what `x` and `router` make of tokens and router weights."""
+
+    def x(self, x):
+        return x
+
+    def router(self, weights):
+        return weights
+
+    def taken(self, tokens):
+        if tokens.x_scale is None:
+            tokens = replace(tokens, x=self.x(tokens.x))
+        return replace(tokens, topk_weights=self.router(tokens.topk_weights))
 
 
 class Batched(PermuteExpertsUnpermute):

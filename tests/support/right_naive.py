@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from conformance_catches import caught
 from moekit_naive.dispatcher import NaiveDispatcher
 
 
-class Naive_(NaiveDispatcher):
-    """The right control where tokens move."""
+class Naive(NaiveDispatcher):
+    """The right control. Mutants change what it is given, sends, or hands to the experts."""
 
+    BASE = "naive"
 
-def caught_naive(wrong: type, test: str, *args: Any, says: str, **declared: Any) -> None:
-    """Do `caught` for a mutant of `naive`."""
-    caught(wrong, "naive", test, *args, says=says, right=Naive_, **declared)
+    def sent(self, x_TH):
+        return x_TH
+
+    def routed(self, routing):
+        return routing
+
+    def handed(self, tokens):
+        return tokens
+
+    def prepare(self, x_TH, routing, quantize):
+        return super().prepare(self.sent(x_TH), routing, quantize)
+
+    def _to_send(self, x_TH, routing, quantize):
+        return super()._to_send(x_TH, self.routed(routing), quantize)
+
+    def _arrived(self, *args):
+        return self.handed(super()._arrived(*args))

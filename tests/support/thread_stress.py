@@ -1,8 +1,8 @@
 r"""Call kernels, layers and models from many threads, and count what one thread gets otherwise.
 
-    python tests/thread_stress.py --threads 4 --calls 1000
-    python tests/thread_stress.py --threads 4 --calls 1000 --device cuda --experts triton,torch
-    python tests/thread_stress.py --threads 4 --calls 1000 --device cuda --experts marlin \
+    python tests/support/thread_stress.py --threads 4 --calls 1000
+    python tests/support/thread_stress.py --calls 1000 --device cuda --experts triton,torch
+    python tests/support/thread_stress.py --threads 4 --calls 1000 --device cuda --experts marlin \
         --quant int4_w4a16_g128
 
 Each thread makes that many calls, of token counts in random order. Subjects:
@@ -13,7 +13,7 @@ layer      one FusedMoE with shared experts, given router logits
 model      one tiny Qwen3-MoE through transformers; the threads' first calls pack its layers
 graphs     one GraphedKernel (CUDA only; `model` also replays graphs there)
 
-On CUDA each subject runs twice: all threads on the default stream, and each on its own stream.
+On CUDA each subject runs twice: all threads on the default stream, and each on another stream.
 Results are compared on the device, so that calls queue up. Exit code 1: a result was wrong.
 """
 

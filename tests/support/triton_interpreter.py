@@ -9,8 +9,8 @@ Each of these takes up to a third of the time of tests (triton 3.6 to 3.9).
 Its `dot` is numpy's product. With AVX2 alone, numpy's BLAS sums a row in another order at another
 place of the matrix, so kernels would differ in their last bits between positions of a token.
 
-Importing this patches triton where the interpreter is chosen. The conftest.py files of kernel tests
-take the fixture ``device`` from here.
+Importing this chooses the interpreter where there is no GPU, before triton is imported, and patches
+triton. The conftest.py files of kernel tests take the fixture ``device`` from here.
 """
 
 from __future__ import annotations
@@ -23,9 +23,19 @@ from dataclasses import replace
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from moekit.testing.device import device as device  # a fixture; it chooses the interpreter
+os.environ.setdefault("MOEKIT_TUNED", "")  # a table must not steer the choice in tests
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Return the current CUDA device, or the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class _Running(threading.local):

@@ -18,9 +18,8 @@ from moekit_triton.plans import Copied, Sorted
 from triton_checks import check_block, real_rows, relative, run_align, use_plan
 
 from moekit import MoEProblem, Workspace, compose
-from moekit.testing.calls import kit_registry, pack
+from moekit.testing.calls import SUMS_ITSELF, kit_registry, pack
 from moekit.testing.cases import make_case
-from moekit.testing.unreduced import SUMS_ITSELF
 
 BLOCK_M, SMS = 64, 3
 TILE = SortedTile(BLOCK_M, 32, 32, group_m=2, num_warps=4, num_stages=3)
