@@ -145,8 +145,10 @@ def _resources(cubin: bytes) -> str:
 class _Nothing:
     """In place of a compiled kernel: its launch does nothing."""
 
-    def __getitem__(self, grid: Any) -> Any:
-        return lambda *args: None
+    function = packed_metadata = None
+
+    def run(self, *args: object) -> None:
+        """Do nothing."""
 
 
 @contextlib.contextmanager
@@ -175,5 +177,6 @@ def recorded(*, capability: tuple[int, int], sms: int = 132) -> Iterator[list[La
             get_device_capability=lambda *_: capability,
             get_device_properties=lambda *_: device,
         ),
+        mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, create=True),
     ):
         yield found

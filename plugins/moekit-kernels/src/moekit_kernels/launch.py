@@ -28,7 +28,6 @@ __all__ = ["Launcher", "pdl_enabled", "wait_then_launch_dependents"]
 _compiling = threading.Lock()
 _RUNTIME = triton.knobs.runtime
 _ONES: tuple[tuple[int, ...], ...] = ((1, 1, 1), (1, 1), (1,), ())  # what shorter grids lack
-_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # not in builds for the CPU
 
 
 class Launcher:
@@ -91,7 +90,7 @@ class Launcher:
             return
         # `compiled[grid](...)` ends in this, after it has looked for the stream and for hooks.
         compiled.run(
-            *grid, *_ONES[len(grid)], _stream(device), compiled.function,
+            *grid, *_ONES[len(grid)], torch._C._cuda_getCurrentRawStream(device), compiled.function,
             compiled.packed_metadata, None, None, None, *passed, *values,
         )  # fmt: skip
 
