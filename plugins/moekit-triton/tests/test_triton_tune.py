@@ -17,7 +17,7 @@ import triton
 from moekit_triton import heuristics, search, tables, tune
 from moekit_triton.calls import Layer
 from moekit_triton.capabilities import BLOCKS_M, shared_memory
-from moekit_triton.kernels.tiles import GemmTile, SortedTile, SpecializedTile
+from moekit_triton.kernels.tiles import GemmTile, SortedTile, SpecializedTile, TokenTile
 from moekit_triton.plans import Copied, CopiedAhead, Gathered, Sorted, TilePlan
 from test_triton_plans import problem, shared_bytes
 from triton_checks import compiled as choose_as_compiled
@@ -163,6 +163,10 @@ def test_the_tuner_combines_steps(monkeypatch) -> None:
     assert settled() is Gathered
     found.found = {("gemm_1", 128, Gathered): [timed(1)]}
     assert found.settle() is None
+    tokens = search.Timed(5.0, Copied(TokenTile(128), TokenTile(128)))
+    ahead = search.Timed(1.0, CopiedAhead(SpecializedTile(), SpecializedTile()))
+    found.found = {("gemm_1", 128, CopiedAhead): [ahead], ("gemm_2", 128, Sorted): [tokens]}
+    assert found.settle() is None, "no table holds such a plan"
 
 
 def test_whole_plans_decide_among_the_best_few(monkeypatch) -> None:

@@ -378,6 +378,7 @@ class Search:
             for firsts, seconds in groups
             if firsts[0].us + seconds[0].us < _CLOSE * fastest
             for first, second in itertools.product(firsts[:_FINALISTS], seconds[:_FINALISTS])
+            if type(first.plan) is Copied or not isinstance(second.plan.second, TokenTile)
         ]
 
     def _together(self, plans: Sequence[TilePlan]) -> list[float]:

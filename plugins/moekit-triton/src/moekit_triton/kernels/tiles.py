@@ -146,8 +146,9 @@ def tile_from_text(text: str, kinds: Sequence[type[Tile]]) -> Tile:
             make: Any = kind
             tile: Tile = make(*sizes, **values)
             return tile
-    examples: list[Any] = [kind(*[128] * kind.head.count("(")) for kind in kinds]
-    words = " or ".join(repr(tile.describe()) for tile in examples)
+    made: list[Any] = [*kinds]
+    examples = (kind(*[128] * kind.head.count("(")).describe() for kind in made)
+    words = " or ".join(map(repr, examples))
     raise ValueError(f"{text.strip()!r} is not a tile such as {words}")
 
 
