@@ -58,10 +58,6 @@ class _Wrapped(PermuteExpertsUnpermute):
 class StandardAsBatched(_Wrapped):
     """STANDARD experts over the batched layout: each row names the expert that it lies under."""
 
-    def __init__(self, inner: PermuteExpertsUnpermute, problem: MoEProblem) -> None:
-        spec = inner.spec.bridged_to(ActivationFormat.BATCHED)
-        super().__init__(inner, spec.made_for(problem), problem)
-
     def workspace(self, rows: int) -> Sequence[BufferSpec]:
         return self.inner.workspace(self.problem.num_local_experts * rows)
 
@@ -106,10 +102,6 @@ class BatchedAsStandard(_Wrapped):
 
     Its capacity is the number of rows that arrive, since all of them may name one expert.
     """
-
-    def __init__(self, inner: PermuteExpertsUnpermute, problem: MoEProblem) -> None:
-        spec = inner.spec.bridged_to(ActivationFormat.STANDARD)
-        super().__init__(inner, spec.made_for(problem), problem)
 
     def workspace(self, rows: int) -> Sequence[BufferSpec]:
         p = self.problem

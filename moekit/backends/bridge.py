@@ -25,10 +25,11 @@ def bridge(
         return _created(experts, spec, problem)
     from moekit.backends.adapters import BatchedAsStandard, StandardAsBatched
 
-    if to is ActivationFormat.STANDARD:
-        return BatchedAsStandard(_created(experts, spec, problem), problem)
+    standard = to is ActivationFormat.STANDARD
     # Every row of the batched layout has one expert, so buffers for top_k=1 are enough.
-    return StandardAsBatched(_created(experts, spec, problem.replace(top_k=1)), problem)
+    inner = _created(experts, spec, problem if standard else problem.replace(top_k=1))
+    adapter = BatchedAsStandard if standard else StandardAsBatched
+    return adapter(inner, inner.spec.bridged_to(to).made_for(problem), problem)
 
 
 def _created(

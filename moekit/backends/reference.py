@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,24 +28,13 @@ from moekit.problem.weights import ExpertWeights
 
 def expert_mlp(x_NH: Tensor, weights: ExpertWeights, expert: int, problem: MoEProblem) -> Tensor:
     """Run one expert on its rows: (N, H) fp32 -> (N, H) fp32. ``weights`` are fp32."""
-    return _mlp([x_NH], weights, expert, problem)[0]
-
-
-def _mlp(
-    parts: Iterable[Tensor], weights: ExpertWeights, expert: int, problem: MoEProblem
-) -> list[Tensor]:
-    """Run one expert on each part of its rows by itself: (N, H) fp32 -> (N, H) fp32, each."""
     w13_HI, w2_IH = weights.w13[expert].T, weights.w2[expert].T
-    b13 = None if weights.w13_bias is None else weights.w13_bias[expert].float()
-    b2 = None if weights.w2_bias is None else weights.w2_bias[expert].float()
-    made = []
     with torch.autocast(w13_HI.device.type, enabled=False):
-        for x_NH in parts:
-            h = x_NH @ w13_HI
-            h = h if b13 is None else h + b13
-            y = apply_activation(h, problem.activation) @ w2_IH
-            made.append(y if b2 is None else y + b2)
-    return made
+        h = x_NH @ w13_HI
+        if weights.w13_bias is not None:
+            h = h + weights.w13_bias[expert].float()
+        y = apply_activation(h, problem.activation) @ w2_IH
+        return y if weights.w2_bias is None else y + weights.w2_bias[expert].float()
 
 
 def oracle(x_TH: Tensor, weights: ExpertWeights, routing: Routing, problem: MoEProblem) -> Tensor:
@@ -110,8 +99,8 @@ class ReferenceExperts(PermuteExpertsUnpermute):
         x_NH: Tensor, weights: ExpertWeights, expert: int, problem: MoEProblem
     ) -> Tensor:
         """Run one expert on aligned copies of each row by itself: only values differ."""
-        alone = (x_1H.clone() for x_1H in x_NH[:, None].unbind())
-        return torch.cat(_mlp(alone, weights, expert, problem))
+        rows = x_NH[:, None].unbind()
+        return torch.cat([expert_mlp(x_1H.clone(), weights, expert, problem) for x_1H in rows])
 
     def transient_bytes(self, rows: int) -> int:
         p = self.problem

@@ -210,8 +210,8 @@ class FusedMoE(nn.Module):
         """
         from moekit.checkpoint import layer_arguments
 
-        ways = {n: v for n, v in arguments.items() if n in LayerParallelism.__dataclass_fields__}
-        parallelism = arguments.get("parallelism") or LayerParallelism(**ways)
+        given = arguments.get("parallelism")
+        parallelism = take_record(LayerParallelism, "parallelism", given, dict(arguments))
         tp_size = parallelism.config().tp_size
         found = layer_arguments(path, layer, names, dequantize, tp_size, arguments)
         made = cls(**{**found, **arguments})

@@ -14,7 +14,6 @@ from torch import Tensor
 
 import moekit
 from moekit import ExpertWeights, FusedMoE, ParallelConfig, SharedExperts
-from moekit.eplb import Rebalancer
 from moekit.errors import MoekitError
 from moekit.testing.cases import (
     device_of,
@@ -223,27 +222,6 @@ def _broken(x: Tensor) -> Tensor:
 def _broken_behind(prepare: Callable[..., object], *args: object) -> object:
     prepare(*args)
     raise ZeroDivisionError("planted")
-
-
-def balanced(rank: int, world_size: int, case: Case) -> tuple[list[str], float, float]:
-    """Return complaints before and after experts migrate, and max/mean loads."""
-    layer = my_layer(case, rank)
-    if layer is None:
-        return [], 0.0, 0.0
-    mine, everything = my_weights(layer)
-    layer.load_weights(mine)
-    rebalancer = Rebalancer.of([layer], group=group_of(case.ranks))
-    faults, reports = [], []
-    for _ in range(2):
-        batch = rank * case.batches // case.ranks
-        x, logits = random_x(layer.problem, 40, batch), logits_for(layer, 40, batch)
-        logits[:, 3:5] += 3.0  # experts of one rank, without replicas
-        want = expected(layer.problem, everything, x, moekit.route(logits, K, renormalize=True))
-        faults.append(complain(layer(x, logits), want, layer.problem))
-        rebalancer.step()
-        reports += rebalancer.rebalance()
-    assert reports[0].migration is not None
-    return faults, reports[0].before, reports[0].after
 
 
 def construct(rank: int, world_size: int, case: Case, different: dict[str, Any]) -> str:
