@@ -40,7 +40,7 @@ def local_spec(spec: DispatcherSpec) -> DispatcherSpec:
     dispatcher = LocalDispatcher if standard else LocalBatchedDispatcher
     return replace(
         spec, target=f"{__name__}:{dispatcher.__name__}", moves_tokens=False, requires=(),
-        check=None, footprint=None, overlaps=False, aborts=False, graph_safe=True,
+        check=None, footprint=None, aborts=False, graph_safe=True,
         deterministic=True, batch_invariant=True,
     )  # fmt: skip
 
