@@ -274,8 +274,6 @@ class DispatcherSpec(BackendSpec):
     needs_capacity: its buffers have a size that depends on ``problem.max_num_tokens``.
     ids_dtype: dtype of the ids that it is given: int32, int64, or any, which is either of these,
         and may differ between ranks and calls. `ModularKernel.warmup` passes int64 for any.
-    overlaps: `prepare` returns before tokens have arrived, and its transfer does not occupy the
-        current stream; the same holds for `finalize` if the library supports it.
     spans_hosts: its ranks may be on several hosts.
     sliced_experts: experts may be sliced over ranks (tp_size above 1).
     shared_tokens: consecutive ranks may hold the same tokens (dp_size below the number of ranks).
@@ -292,7 +290,6 @@ class DispatcherSpec(BackendSpec):
     wire_schemes: frozenset[str] = frozenset()
     needs_capacity: bool = False
     ids_dtype: str = "int64"
-    overlaps: bool = False
     spans_hosts: bool = False
     aborts: bool = False
     sliced_experts: bool = True

@@ -28,6 +28,7 @@ from moekit.version import __version__
 
 SWITCHES = ("MOEKIT_PLUGINS", "MOEKIT_BLOCK", "MOEKIT_STRICT")
 CORE = "core"
+_BUILTIN = "moekit.backends.builtin"
 
 _MOST_BACKENDS = 1000
 _VALUE = re.compile(r"[\w.]+\s*(:\s*[\w.]+\s*)?(\[.*\]\s*)?")
@@ -97,10 +98,12 @@ def sources(environ: Mapping[str, str]) -> tuple[list[tuple[Source, str]], list[
     ``MOEKIT_PLUGINS`` and ``MOEKIT_BLOCK``.
     """
     allow, block = _allowed(environ)
-    found = [(source := _builtin(), _blocked(source, None, block)), *listed(environ)]
+    core = Source(CORE, "moekit", __version__, partial(importlib.import_module, _BUILTIN))
+    found = [(core, _blocked(core, None, block)), *listed(environ)]
     present = {name for source, _ in found for name in source.names}
+    missing = "but no such plugin is installed"
     unknown = [
-        PluginState(printable(name, 80), "", "", "broken", f"named in {variable}, {_NOT_INSTALLED}")
+        PluginState(printable(name, 80), "", "", "broken", f"named in {variable}, {missing}")
         for variable, names in (("MOEKIT_PLUGINS", allow or set()), ("MOEKIT_BLOCK", block))
         for name in sorted(names - present)
     ]
@@ -121,9 +124,6 @@ def _allowed(environ: Mapping[str, str]) -> tuple[set[str] | None, set[str]]:
     return allow, _names(environ.get("MOEKIT_BLOCK", ""))
 
 
-_NOT_INSTALLED = "but no such plugin is installed"
-
-
 def _blocked(source: Source, allow: set[str] | None, block: set[str]) -> str:
     if source.names & block:
         return "named in MOEKIT_BLOCK"
@@ -136,12 +136,6 @@ def _canonical(name: str) -> str:
 
 def _names(text: str) -> set[str]:
     return {_canonical(name.strip()) for name in text.split(",") if name.strip()}
-
-
-def _builtin() -> Source:
-    return Source(
-        CORE, "moekit", __version__, lambda: importlib.import_module("moekit.backends.builtin")
-    )
 
 
 def entry_points(group: str = GROUP) -> Iterator[Source]:

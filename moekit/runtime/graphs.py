@@ -1,7 +1,7 @@
 """Small calls as CUDA graphs, because a call of few tokens takes the host longer than the device.
 
-    graphed = moekit.runtime.graphs.GraphedKernel(kernel, weights, max_tokens=16)
-    out = graphed(x, routing)
+    graphed = Graphed(lambda x, w, ids, out=None: kernel(x, packed, Routing(w, ids), out=out), 16)
+    out = graphed(x, routing.topk_weights, routing.topk_ids)
 
 The first call of a size runs eagerly and the second captures a graph. All later calls copy the
 inputs in one launch and replay the graph in another.
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from moekit.contract import PackedWeights, PermuteExpertsUnpermute, PrepareAndFinalize, Routing
-from moekit.errors import InvalidInput, Unsupported
+from moekit.errors import InvalidInput
 from moekit.problem import MoEProblem
 from moekit.runtime.workspace import is_capturing
 
@@ -119,27 +119,6 @@ class Graphed:
             logger.warning("moekit: calls stay eager, as capturing a CUDA graph failed: %s", error)
             return None
         return made
-
-
-class GraphedKernel(Graphed):
-    """A kernel with packed weights as `Graphed`: x (T, H), routing -> (T, H).
-
-    The weights may change in place; other weights need another object. Raises Unsupported with the
-    reasons of `unsupported`.
-    """
-
-    def __init__(self, kernel: Kernel, weights: PackedWeights, max_tokens: int = 16) -> None:
-        if reasons := unsupported(kernel):
-            name = kernel.experts.spec.name
-            raise Unsupported(f"no graphs of {name}: {'; '.join(reasons)}", reasons)
-
-        def call(x: Tensor, w: Tensor, ids: Tensor, out: Tensor | None = None) -> Tensor:
-            return kernel(x, weights, Routing(w, ids), out=out)
-
-        super().__init__(call, max_tokens)
-
-    def __call__(self, x: Tensor, routing: Routing) -> Tensor:  # type: ignore[override]
-        return super().__call__(x, routing.topk_weights, routing.topk_ids)
 
 
 class _Graph:

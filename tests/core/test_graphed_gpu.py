@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from graph_stand_in import graphed_kernel
 from torch import Tensor, nn
 
 import moekit
 from moekit import ModularKernel, MoEProblem, PackedWeights, Routing
 from moekit.runtime import graphs
-from moekit.runtime.graphs import GraphedKernel
 from moekit.testing import relative_error
 from moekit.testing.cases import random_weights
 
@@ -77,7 +77,7 @@ def test_replays_equal_eager_calls(
 ) -> None:
     kernel = kernel_of(experts, quant)
     packed = packed_for(kernel)
-    graphed = GraphedKernel(kernel, packed)
+    graphed = graphed_kernel(kernel, packed)
     seen = replays(monkeypatch)
     for _ in range(5):
         for rows in SIZES_T:
@@ -92,7 +92,7 @@ def test_replays_equal_eager_calls(
 def test_the_arena_may_grow_after_the_capture() -> None:
     kernel = kernel_of()
     packed = packed_for(kernel)
-    graphed = GraphedKernel(kernel, packed)
+    graphed = graphed_kernel(kernel, packed)
     for rows in (1, 1, 1, 16, 16, 2048, 1, 16):
         x, routing = tokens(kernel, rows)
         same(graphed(x, routing), kernel(x, packed, routing))
@@ -101,7 +101,7 @@ def test_the_arena_may_grow_after_the_capture() -> None:
 def test_two_layers_in_turns_whose_outputs_live_together() -> None:
     kernel = kernel_of()
     layers = [packed_for(kernel, key) for key in range(2)]
-    graphed = [GraphedKernel(kernel, packed) for packed in layers]
+    graphed = [graphed_kernel(kernel, packed) for packed in layers]
     for _ in range(6):
         given = [tokens(kernel, 4) for _ in layers]
         outs = [call(*own) for call, own in zip(graphed, given, strict=True)]
@@ -113,7 +113,7 @@ def test_two_layers_in_turns_whose_outputs_live_together() -> None:
 def test_an_output_that_is_kept_stays_as_it_is() -> None:
     kernel = kernel_of()
     packed = packed_for(kernel)
-    graphed = GraphedKernel(kernel, packed)
+    graphed = graphed_kernel(kernel, packed)
     kept, wanted = [], []
     for _ in range(6):
         x, routing = tokens(kernel, 2)
@@ -126,7 +126,7 @@ def test_an_output_that_is_kept_stays_as_it_is() -> None:
 def test_weights_that_change_in_place() -> None:
     kernel = kernel_of()
     packed = packed_for(kernel)
-    graphed = GraphedKernel(kernel, packed)
+    graphed = graphed_kernel(kernel, packed)
     for _ in range(4):
         x, routing = tokens(kernel, 1)
         same(graphed(x, routing), kernel(x, packed, routing))
@@ -138,7 +138,7 @@ def test_other_streams_wait_for_each_other() -> None:
     """Each call is on another stream, behind work that takes long."""
     kernel = kernel_of()
     packed = packed_for(kernel)
-    graphed = GraphedKernel(kernel, packed)
+    graphed = graphed_kernel(kernel, packed)
     for _ in range(3):
         x, routing = tokens(kernel, 4)
         graphed(x, routing)
@@ -159,7 +159,7 @@ def test_other_streams_wait_for_each_other() -> None:
 def test_inside_a_capture_of_the_caller() -> None:
     kernel = kernel_of()
     packed = packed_for(kernel)
-    graphed = GraphedKernel(kernel, packed)
+    graphed = graphed_kernel(kernel, packed)
     x, routing = tokens(kernel, 2)
     for _ in range(3):
         graphed(x, routing)
@@ -181,7 +181,7 @@ def test_while_another_thread_captures_the_last_stream() -> None:
     """A wait for that stream would make this thread's stream a part of the capture."""
     kernel = kernel_of()
     packed = packed_for(kernel)
-    graphed = GraphedKernel(kernel, packed)
+    graphed = graphed_kernel(kernel, packed)
     captured, (x, routing) = tokens(kernel, 2), tokens(kernel, 2)  # no random numbers in a capture
     begun, done = threading.Event(), threading.Event()
     stream, outs = torch.cuda.Stream(), []

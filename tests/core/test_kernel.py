@@ -18,8 +18,6 @@ from moekit.errors import (
     CapacityExceeded,
     InvalidInput,
     MoekitError,
-    NoBackend,
-    UnknownBackend,
     Unsupported,
     WeightsError,
 )
@@ -182,19 +180,6 @@ def test_capacity() -> None:
     packed = kernel.pack(weights())
     with pytest.raises(CapacityExceeded, match="9 tokens, but max_num_tokens=4"):
         kernel(tokens()[0], packed, tokens()[1])
-
-
-def test_impossible_names_are_refused() -> None:
-    with pytest.raises(UnknownBackend, match="no experts backend named 'tritn'; there are: .*to"):
-        moekit.compose(PROBLEM, experts="tritn")
-    moving = PROBLEM.replace(parallel=moekit.ParallelConfig(ep_size=2))
-    with pytest.raises(Unsupported, match="tokens must move between 2 ranks") as caught:
-        moekit.compose(moving, dispatcher="local")
-    assert caught.value.reasons
-    nothing = moekit.Registry.discover({"MOEKIT_PLUGINS": ""})
-    with pytest.raises(NoBackend, match="tokens must move") as none:
-        moekit.compose(moving, backends=nothing)
-    assert "dispatcher local" in none.value.reasons
 
 
 def test_environment_names_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A stand-in for CUDA graphs, which captures and replays on the CPU."""
+"""A stand-in for CUDA graphs, which captures and replays on the CPU, and a graphed kernel."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from torch import Tensor
 
+from moekit import ModularKernel, PackedWeights, Routing
 from moekit.runtime import graphs
 
 
@@ -34,6 +35,18 @@ class Device:
             function(*inputs, out=out)
 
         return replay, out
+
+
+def graphed_kernel(
+    kernel: ModularKernel, packed: PackedWeights, max_tokens: int = 16
+) -> Callable[[Tensor, Routing], Tensor]:
+    """Return the kernel with packed weights as `Graphed`: x (T, H), routing -> (T, H)."""
+
+    def call(x: Tensor, w: Tensor, ids: Tensor, out: Tensor | None = None) -> Tensor:
+        return kernel(x, packed, Routing(w, ids), out=out)
+
+    graphed = graphs.Graphed(call, max_tokens)
+    return lambda x, routing: graphed(x, routing.topk_weights, routing.topk_ids)
 
 
 @pytest.fixture

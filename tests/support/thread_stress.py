@@ -11,7 +11,7 @@ kernels    a kernel for each thread; all share the workspace
 in_flight  one kernel; each thread starts two calls before it runs either one
 layer      one FusedMoE with shared experts, given router logits
 model      one tiny Qwen3-MoE through transformers; the threads' first calls pack its layers
-graphs     one GraphedKernel (CUDA only; `model` also replays graphs there)
+graphs     one graphed kernel (CUDA only; `model` also replays graphs there)
 
 On CUDA each subject runs twice: all threads on the default stream, and each on another stream.
 Results are compared on the device, so that calls queue up. Exit code 1: a result was wrong.
@@ -31,10 +31,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from graph_stand_in import graphed_kernel
 from torch import Tensor
 
 import moekit
-from moekit.runtime.graphs import GraphedKernel
 from moekit.runtime.workspace import Workspace
 from moekit.testing.cases import make_case, random_weights
 
@@ -194,7 +194,7 @@ def model(setting: Setting) -> Subject:
 
 def graphs(setting: Setting) -> Subject:
     (made,), (packed,), cases = made_kernels(setting, 1)
-    graphed = GraphedKernel(made, packed)
+    graphed = graphed_kernel(made, packed)
     expected = [made(case.x, packed, case.routing) for case in cases]
 
     def call(number: int) -> Sequence[tuple[int, Tensor]]:

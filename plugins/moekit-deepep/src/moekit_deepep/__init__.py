@@ -87,7 +87,6 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
         uneven_experts=False,
         most_top_k=32,
         wire_schemes=WIRE_SCHEMES,
-        overlaps=True,
         graph_safe=True,
         deterministic=True,
         footprint=footprint.ht,

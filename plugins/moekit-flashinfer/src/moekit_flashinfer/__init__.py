@@ -79,7 +79,6 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
         ids_dtype="int32",
         graph_safe=True,
         deterministic=True,
-        overlaps=True,
         spans_hosts=True,
         footprint=footprint.allgather,
     )
@@ -95,7 +94,6 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
         uneven_experts=False,
         most_ranks=64,
         deterministic=False,
-        overlaps=False,
         spans_hosts=False,
         footprint=footprint.one_sided,
         check=_check_one_sided,

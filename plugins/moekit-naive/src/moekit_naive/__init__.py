@@ -18,7 +18,6 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             moves_tokens=True,
             wire_schemes=WIRE_SCHEMES,
             ids_dtype="any",
-            overlaps=True,
             spans_hosts=True,
             aborts=True,
             footprint=footprint,

@@ -49,7 +49,6 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             shared_tokens=False,
             wire_schemes=WIRE_SCHEMES,
             needs_capacity=True,
-            overlaps=True,
             graph_safe=True,
         )
     ]
