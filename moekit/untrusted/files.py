@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from moekit.errors import MoekitError
 from moekit.untrusted.arguments import shown
-from moekit.untrusted.switches import cache_folder as cache_folder
-from moekit.untrusted.switches import home_folder as home_folder
+from moekit.untrusted.folders import cache_folder as cache_folder
+from moekit.untrusted.folders import home_folder as home_folder
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable

@@ -16,7 +16,7 @@ import torch
 import moekit
 from moekit.errors import MoekitError
 from moekit.selection.tuned import table, user_path
-from moekit.untrusted.files import cache_folder, home_folder
+from moekit.untrusted.folders import cache_folder, home_folder
 
 _FEW_BYTES = 1 << 30
 _PREFIXES = ("MOEKIT_", "NCCL_", "NVSHMEM_", "GLOO_", "TRITON_", "CUDA_", "TORCH_NCCL_")

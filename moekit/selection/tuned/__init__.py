@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from moekit.problem import MoEProblem
-from moekit.untrusted.switches import cache_folder
+from moekit.untrusted.folders import cache_folder
 
 VARIABLE = "MOEKIT_TUNED"
 # A folder for each architecture.
