@@ -1,4 +1,4 @@
-"""The folders of the user."""
+"""Where the user's folders are."""
 
 from __future__ import annotations
 

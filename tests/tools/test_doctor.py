@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator
+from itertools import permutations
 from pathlib import Path
 from typing import NoReturn
 
@@ -207,26 +207,10 @@ def test_a_time_limit_is_a_number(capsys: pytest.CaptureFixture[str], limit: str
 
 
 def test_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies are timed between every two devices, here of the CPU."""
+    """Copies between every two devices are compared, here on the CPU."""
     three = [torch.device("cpu", i) for i in range(3)]
-    ((name, state, text),) = devices._links(three, nbytes=1 << 22)
-    found = re.fullmatch(r"copies of 4 MiB at (\d+) \((\d-\d)\) to (\d+) GB/s \((\d-\d)\)", text)
-    assert found and 0 < int(found[1]) <= int(found[3]), text
-    assert found[2][0] != found[2][2] and found[4][0] != found[4][2]
-    assert (name, state) == ("links", "ok")
-
-    def rate(source: torch.device, target: torch.device, nbytes: int) -> float | None:
-        if target.index == 1:
-            raise RuntimeError("out of memory")
-        return None if source.index == 1 else 8.0
-
-    monkeypatch.setattr(devices, "_copy_rate", rate)
-    states = {name: state for name, state, _ in devices._links(three)}
-    assert states == {
-        "link 0-1": "no", "link 2-1": "no", "link 1-0": "bad", "link 1-2": "bad", "links": "ok"
-    }  # fmt: skip
-
-
-def test_a_copy_that_does_not_arrive_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, other: self)
-    assert devices._copy_rate(torch.device("cpu"), torch.device("cpu"), 1 << 12) is None
+    assert list(devices._links(three)) == [("links", "ok", "copies between all devices arrive")]
+    monkeypatch.setattr(torch, "equal", lambda *_: False)
+    found = list(devices._links(three))
+    assert [name for name, *_ in found] == [f"link {a}-{b}" for a, b in permutations(range(3), 2)]
+    assert {state for _, state, _ in found} == {"bad"}
