@@ -1,51 +1,119 @@
-"""Read tensors by name from safetensors and GGUF files, and only the bytes that are needed.
+"""Give access to the tensors of safetensors and GGUF files, which their libraries read.
 
-moekit reads the format itself instead of using the safetensors library:
-
-- The library maps files, and a process dies of SIGBUS if another one truncates a mapped file. Here
-  that is a WeightsError. `headers` also bounds the time and memory that a hostile header can cost.
-- Threads read any slice straight into its final place, in huge pages. Loading a checkpoint of
-  20.5 GB (bf16, one rank, cold page cache) takes 18.5 s, and merely reading the files into memory
-  16.5 s: 0.90 of that speed (benchmarks/results/2026-11-21-cpu-load.md). The library was not
-  timed in comparison.
+Both libraries map files: a tensor is a view of its file until it is copied, so only the bytes that
+are needed are read. A process dies if another one truncates a mapped file, therefore every tensor
+is taken from a file only while that is still the one that was opened.
 """
 
 from __future__ import annotations
 
 import bisect
-import ctypes
 import math
-import mmap
 import os
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
-from pathlib import Path
-from typing import Any
+from functools import cached_property, partial
+from pathlib import Path, PureWindowsPath
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moekit.checkpoint import gguf_header
-from moekit.checkpoint.gguf_config import config_of
-from moekit.checkpoint.headers import DTYPES, Entry, Version, read_header, shards
 from moekit.checkpoint.schema import CONFIG, HF_QUANT_CONFIG
 from moekit.errors import InvalidProblem, WeightsError
-from moekit.untrusted.arguments import Kind, accept, instance
+from moekit.untrusted.arguments import Kind, accept, instance, shown
 from moekit.untrusted.files import open_regular, read_json
 
-_MAX_READ = 1 << 30  # Linux reads at most 2 GiB in one call
-# Runs of bytes with gaps of at least _FAR are read one by one. Nearer ones are read together with
-# the gaps, _SPAN bytes at a time, because copies within a core's cache cost less than system calls.
-_FAR = 1 << 14
-_SPAN = 1 << 20
-_HUGE = 1 << 22  # bytes from which on a tensor lies in huge pages
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # fmt: skip
+_LFS = b"version https://git-lfs"
+_MAX_INDEX = 100_000_000  # bytes
+_MAX_FILES = 10_000
+_SPLIT = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
 _SHOWN = 20  # faults that one error spells out
 _PATH = instance("the path of a file or of a directory", str, os.PathLike)
 
 
-class Checkpoint:
+class Entry(NamedTuple):
+    """A tensor of a file.
+
+    Args:
+        place: Its position among the tensors of the file.
+        dtype: The file's name of the dtype if torch has no such dtype.
+        open: Returns the tensor, a view of the mapped file.
+        block: ggml's type of the blocks that a tensor of bytes holds, such as "Q4_K", or "".
+    """
+
+    file: Path
+    place: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype | str
+    open: Callable[[], Tensor]
+    block: str = ""
+
+
+class Tensors:
+    """Named tensors, wherever they are; ``path`` stands for their place in errors.
+
+    Several threads may read at the same time. ``bytes_read`` counts the bytes of tensors that were
+    read.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.bytes_read = 0
+        self.is_gguf = False
+        self.duplicates: dict[str, list[Path]] = {}
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Return the sorted names that start with ``prefix``."""
+        raise NotImplementedError
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the tensor's shape."""
+        raise NotImplementedError
+
+    def dtype(self, name: str) -> torch.dtype | str:
+        """Return the tensor's dtype, or the file's name for it if torch has no such dtype."""
+        raise NotImplementedError
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a whole tensor, which nobody may change."""
+        raise NotImplementedError
+
+    def place(self, name: str) -> tuple[Path, int]:
+        """Return a key that sorts tensors as they lie in the files."""
+        return self.path, 0
+
+    def view(self, name: str, *parts: slice, shape: Sequence[int] | None = None) -> Tensor:
+        """Return a part of a tensor without copying it. Do not change it; see `read`."""
+        whole = self.tensor(name)
+        part = (whole if shape is None else whole.reshape(tuple(shape)))[parts]
+        self.bytes_read += part.nbytes
+        return part
+
+    def read(self, name: str, *parts: slice, shape: Sequence[int] | None = None) -> Tensor:
+        """Return a tensor, or a part of it.
+
+        Args:
+            name: The tensor's name.
+            parts: One slice for each leading dimension.
+            shape: View the tensor in this shape, of as many elements, before slicing it.
+
+        Raises:
+            WeightsError: The file changed, or torch has no such dtype.
+        """
+        return self.view(name, *parts, shape=shape).clone(memory_format=torch.contiguous_format)
+
+
+class Checkpoint(Tensors):
     """The tensors of one safetensors or GGUF file, or of the shards of a model, by name.
 
     Opening reads the headers only. Several threads may read at the same time. ``bytes_read``
@@ -55,9 +123,6 @@ class Checkpoint:
         path: A file, or a directory, whose ``*.safetensors.index.json`` names the files if there
             is one. Of a split GGUF model, any of its files, or the directory.
 
-    Attributes:
-        metadata: The fields of a GGUF model's first file that have them; otherwise empty.
-
     Raises:
         WeightsError: Lists all files that are missing, truncated or of another format. Reading
             raises it for a file that was replaced or written to after it was opened.
@@ -65,14 +130,10 @@ class Checkpoint:
 
     def __init__(self, path: str | Path) -> None:
         accept({"path": _PATH}, {"path": path}, WeightsError)
-        self.path = Path(path)
-        self.bytes_read = 0
-        self.duplicates: dict[str, list[Path]] = {}
-        self.metadata: dict[str, Any] = {}
+        super().__init__(path)
         self._entries: dict[str, Entry] = {}
-        self._versions: dict[Path, Version] = {}
-        self._files: dict[Path, Any] = {}
-        self._lock = threading.Lock()
+        self._versions: dict[Path, os.stat_result] = {}
+        self._metadata: Mapping[str, Any] = {}
         faults = []
         try:
             files = _files_of(self.path)
@@ -96,50 +157,117 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Close the files; reading opens them again."""
-        with self._lock:
-            for file in self._files.values():
-                file.close()
-            self._files.clear()
+        """Close the files, whose tensors cannot be read any more."""
+        self._entries.clear()
 
-    # -- names and shapes ----------------------------------------------------------------------
+    def _add(self, file: Path) -> None:
+        """Open a file. Raises WeightsError for every fault that is found in it."""
+        kind = "GGUF" if file.suffix == ".gguf" else "safetensors"
+        try:
+            with open(open_regular(file), "rb") as stream:
+                if stream.read(len(_LFS)) == _LFS:
+                    raise ValueError(
+                        "it is a git-lfs pointer instead of the tensors: run git lfs pull"
+                    )
+                self._versions[file] = os.fstat(stream.fileno())
+            if kind == "GGUF":
+                from moekit.checkpoint import gguf_file
+
+                entries, metadata = gguf_file.open_file(file)
+                self.is_gguf, self._metadata = True, self._metadata or metadata
+            else:
+                entries = _open_safetensors(file)
+        except FileNotFoundError as error:
+            why = (
+                "the checkpoint is incomplete"
+                if file.parent.is_dir() and file.suffix
+                else "there is no such folder either: download the model and pass its folder"
+            )
+            raise WeightsError(f"{file}: no such file; {why}") from error
+        except ImportError as error:
+            raise WeightsError(
+                f"{file}: reading it needs a library: pip install {kind.lower()} ({error})"
+            ) from error
+        except (OSError, MemoryError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise WeightsError(
+                f"{file}: cannot be read ({why}); pass a file that you may read"
+            ) from error
+        except (ValueError, LookupError, ArithmeticError, struct.error) as error:
+            raise WeightsError(
+                f"{file}: truncated or not a {kind} file ({error}); download it again"
+            ) from error
+        for name, entry in entries.items():
+            other = self._entries.setdefault(name, entry)
+            if other is not entry:
+                self.duplicates.setdefault(name, [other.file]).append(file)
+
+    # -- tensors -------------------------------------------------------------------------------
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
     def names(self, prefix: str = "") -> list[str]:
-        """Return the sorted names that start with ``prefix``."""
         start = bisect.bisect_left(self._sorted, prefix)
         stop = bisect.bisect_left(self._sorted, prefix + "\U0010ffff")
         return self._sorted[start:stop]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the tensor's shape."""
         return self._entries[name].shape
 
     def dtype(self, name: str) -> torch.dtype | str:
-        """Return the tensor's dtype, or the file's name for it if torch has no such dtype."""
-        stored = self._entries[name].dtype
-        return DTYPES.get(stored, stored)
+        return self._entries[name].dtype
 
     def block(self, name: str) -> str:
         """Return ggml's type of a tensor that consists of its blocks, such as "Q4_K"; else ""."""
         return self._entries[name].block
 
     def place(self, name: str) -> tuple[Path, int]:
-        """Return the tensor's file and its offset there."""
         entry = self._entries[name]
-        return entry.file, entry.offset
+        return entry.file, entry.place
+
+    def tensor(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        if isinstance(entry.dtype, str):
+            raise WeightsError(
+                f"{name} has dtype {entry.dtype}, which torch {torch.__version__} does not have"
+            )
+        self._check(entry.file)
+        return entry.open()
+
+    def check_unchanged(self) -> None:
+        """Raise WeightsError if a file was replaced or written to after it was opened."""
+        for file in self._versions:
+            self._check(file)
+
+    def _check(self, file: Path) -> None:
+        opened = self._versions[file]
+        try:
+            now = os.stat(file)
+        except OSError as error:
+            raise WeightsError(f"{file}: cannot be opened ({error})") from error
+        if _version(now) != _version(opened):
+            how = "truncated" if now.st_size < opened.st_size else "replaced or written to"
+            raise WeightsError(
+                f"{file}: {how} after its header was read; open the checkpoint again when nobody "
+                "writes to it"
+            )
+
+    # -- configs -------------------------------------------------------------------------------
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
         """The checked fields of config.json in the same directory; empty if there is none.
 
-        Those of a GGUF model come from its metadata.
+        For a GGUF model, the fields come from its metadata.
         """
-        if not self.metadata:
+        if not self.is_gguf:
             return self._json("config.json", CONFIG)
-        return self._checked(self.path, config_of(self.metadata, self._entries), CONFIG)
+        from moekit.checkpoint.gguf_file import config_of
+
+        downs = (name for name in self._sorted if ".ffn_down_exps." in name)
+        stored = next((self.dtype(name) for name in downs), None)
+        return self._checked(self.path, config_of(self._metadata, stored), CONFIG)
 
     @cached_property
     def quantization(self) -> Mapping[str, Any]:
@@ -171,152 +299,116 @@ class Checkpoint:
         accept({field: kind}, {field: found}, WeightsError)
         return found
 
-    # -- reading ----------------------------------------------------------------------------
 
-    def read(self, name: str, *parts: slice, shape: Sequence[int] | None = None) -> Tensor:
-        """Return a tensor, or a part of it.
+def _open_safetensors(file: Path) -> dict[str, Entry]:
+    """Open a file, whose header the library checks: tensors cover the data without overlaps.
 
-        Args:
-            name: The tensor's name.
-            parts: One slice for each leading dimension.
-            shape: View the tensor in this shape, of as many elements, before slicing it.
+    Raises:
+        ValueError: The file is not of this format.
+    """
+    from safetensors import SafetensorError, safe_open
 
-        Raises:
-            WeightsError: The file changed, or torch has no such dtype.
-        """
-        full, ranges = self._cut(name, parts, shape)
-        dtype = self.dtype(name)
-        if isinstance(dtype, str):
-            raise WeightsError(
-                f"{name} has dtype {dtype}, which torch {torch.__version__} does not have"
-            )
-        out = empty([r.stop - r.start for r in ranges], dtype)
-        self._read(out, name, full, ranges)
-        return out
+    try:
+        opened = safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(error) from error
+    entries = {}
+    for place, name in enumerate(opened.offset_keys()):
+        said = opened.get_slice(name)
+        kind = said.get_dtype()
+        entries[name] = Entry(
+            file, place, tuple(said.get_shape()), _DTYPES.get(kind, kind),
+            partial(opened.get_tensor, name),
+        )  # fmt: skip
+    return entries
 
-    def read_into(
-        self, out: Tensor, name: str, *parts: slice, shape: Sequence[int] | None = None
-    ) -> None:
-        """`read` into ``out``, a contiguous CPU tensor of the part's shape and dtype."""
-        full, ranges = self._cut(name, parts, shape)
-        assert out.is_contiguous() and out.dtype == self.dtype(name)
-        assert list(out.shape) == [r.stop - r.start for r in ranges], (name, out.shape, ranges)
-        self._read(out, name, full, ranges)
 
-    def _cut(
-        self, name: str, parts: Sequence[slice], shape: Sequence[int] | None
-    ) -> tuple[list[int], list[range]]:
-        full = list(self.shape(name) if shape is None else shape)
-        assert math.prod(full) == math.prod(self.shape(name))
-        ranges = [range(n) for n in full]
-        for dim, part in enumerate(parts):
-            ranges[dim] = range(full[dim])[part]
-            assert ranges[dim].step == 1
-        return full, ranges
+def _version(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
-    def _read(self, out: Tensor, name: str, full: Sequence[int], ranges: Sequence[range]) -> None:
-        """Read the part ``ranges``, which is a regular pattern of equal runs of bytes."""
-        if not out.numel():
-            return
-        entry = self._entries[name]
-        size = out.element_size()
-        strides = [math.prod(full[dim + 1 :]) * size for dim in range(len(full))]
-        first = entry.offset + sum(
-            r.start * stride for r, stride in zip(ranges, strides, strict=True)
-        )
-        # The innermost dimensions that are read whole, and one more, form a run.
-        inner = len(full)
-        while inner and len(ranges[inner - 1]) == full[inner - 1]:
-            inner -= 1
-        inner = max(inner - 1, 0)
-        outer = [len(r) for r in ranges[:inner]]
-        run = out.nbytes // max(math.prod(outer), 1)
-        if math.prod(outer) == 1:
-            self._read_bytes(entry.file, first, _bytes_of(out))
-        else:
-            *far, near = range(len(outer))
-            rows = out.view(-1).view(torch.uint8).view(-1, outer[near], run)
-            starts = _starts(first, [outer[dim] for dim in far], strides)
-            for row, start in zip(rows, starts, strict=True):
-                self._read_runs(entry.file, start, strides[near], row)
-        # The bytes are valid only if the file is still the one whose header was read.
-        self._check(entry.file, self._open(entry.file).fileno())
-        with self._lock:
-            self.bytes_read += out.nbytes
 
-    def _read_runs(self, file: Path, first: int, stride: int, out: Tensor) -> None:
-        """Read runs of bytes that start every ``stride`` bytes into ``out`` (runs, bytes)."""
-        count, run = out.shape
-        if stride - run >= _FAR:
-            for index in range(count):
-                self._read_bytes(file, first + index * stride, _bytes_of(out[index]))
-            return
-        # Copy in the widest words that fit: fewer and larger elements copy faster.
-        word = math.gcd(8, run, stride, out.storage_offset())
-        dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[word]
-        at_once = max(1, _SPAN // stride)
-        span = torch.empty(min(at_once, count) * stride, dtype=torch.uint8, device="cpu")
-        strided = span.view(dtype).view(-1, stride // word)[:, : run // word]
-        for start in range(0, count, at_once):
-            part = out[start : start + at_once]
-            length = (len(part) - 1) * stride + run  # the file may end after the last run
-            self._read_bytes(file, first + start * stride, _bytes_of(span[:length]))
-            part.view(dtype).copy_(strided[: len(part)])
-
-    def _read_bytes(self, file: Path, offset: int, buffer: memoryview) -> None:
-        fd, done = self._open(file).fileno(), 0
-        while done < len(buffer):
-            try:
-                got = os.preadv(fd, [buffer[done : done + _MAX_READ]], offset + done)
-            except OSError as error:
-                raise WeightsError(f"{file}: cannot be read ({error})") from error
-            if not got:
-                raise WeightsError(
-                    f"{file}: ends at byte {offset + done}, so it was truncated while it was read; "
-                    "open the checkpoint again when nobody writes to it"
-                )
-            done += got
-
-    def _open(self, file: Path) -> Any:
-        with self._lock:
-            if file not in self._files:
-                try:
-                    fd = open_regular(file)
-                except OSError as error:
-                    raise WeightsError(f"{file}: cannot be opened ({error})") from error
-                self._files[file] = open(fd, "rb", buffering=0)
-            return self._files[file]
-
-    def _check(self, file: Path, fd: int) -> None:
-        now, opened = Version.of(fd), self._versions[file]
-        if now != opened:
-            how = "truncated" if now.size < opened.size else "replaced or written to"
-            raise WeightsError(
-                f"{file}: {how} after its header was read; open the checkpoint again when nobody "
-                "writes to it"
-            )
-
-    # -- opening ----------------------------------------------------------------------------
-
-    def _add(self, file: Path) -> None:
-        if file.suffix == ".gguf":
-            entries, self._versions[file], metadata = gguf_header.read_header(file)
-            self.metadata = self.metadata or metadata
-        else:
-            entries, self._versions[file] = read_header(file)
-        for name, entry in entries.items():
-            other = self._entries.setdefault(name, entry)
-            if other is not entry:
-                self.duplicates.setdefault(name, [other.file]).append(file)
+# -- which files a model has ---------------------------------------------------------------------
 
 
 def _files_of(path: Path) -> list[Path]:
     """Return the files of a model. A directory with both formats is one of safetensors."""
     if not path.is_dir():
-        return gguf_header.shards_of(path)
+        return _parts_of_gguf(path)
     if any(path.glob("*.safetensors*")):
-        return shards(path)
-    return gguf_header.model_in(path) or shards(path)
+        return _shards(path)
+    if found := _gguf_in(path):
+        return found
+    raise WeightsError(
+        f"{path}: no *.safetensors or *.gguf file in this directory; pass the folder of a "
+        "downloaded model"
+    )
+
+
+def _shards(path: Path) -> list[Path]:
+    """Return the safetensors files that the index in a directory names, or all."""
+    indexes = sorted(path.glob("*.safetensors.index.json"))
+    if not indexes:
+        whole = path / "model.safetensors"
+        return [whole] if whole.exists() else sorted(path.glob("*.safetensors"))
+    usual = path / "model.safetensors.index.json"
+    index = usual if usual in indexes else indexes[0]
+    try:
+        names = _named_by(read_json(index, _MAX_INDEX))
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{index}: not a safetensors index ({error})") from error
+    return sorted(path / name for name in names)
+
+
+def _named_by(index: Any) -> set[str]:
+    """Return the files that an index names; raise ValueError for names outside its folder.
+
+    A file may be a symbolic link to anywhere, as in the cache of the Hugging Face Hub.
+    """
+    held = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(held, dict):
+        raise ValueError(f"weight_map must be an object (got {shown(held)})")
+    for tensor, name in held.items():
+        path = PureWindowsPath(name if isinstance(name, str) else "")  # knows all systems' roots
+        if not path.parts or path.anchor or ".." in path.parts or "\0" in name or len(name) > 4096:
+            raise ValueError(
+                f"weight_map[{shown(tensor)}] must name a file in the index's folder "
+                f"(got {shown(name)})"
+            )
+    if len(names := set(held.values())) > _MAX_FILES:
+        raise ValueError(f"weight_map must name at most {_MAX_FILES} files (got {len(names)})")
+    return names
+
+
+def _parts_of_gguf(file: Path) -> list[Path]:
+    """Return all files of a split model ("x-00001-of-00003.gguf"); of any other, ``[file]``."""
+    match = _SPLIT.fullmatch(file.name)
+    if not match:
+        return [file]
+    stem, _, total = match.groups()
+    if not 1 <= int(total) <= _MAX_FILES:
+        raise WeightsError(f"{file}: a split model has 1 to {_MAX_FILES} files (got {total})")
+    return [file.with_name(f"{stem}-{n:05}-of-{total}.gguf") for n in range(1, int(total) + 1)]
+
+
+def _gguf_in(folder: Path) -> list[Path]:
+    """Return the files of the only GGUF model in ``folder``; [] if there is none.
+
+    Files called ``mmproj*`` hold the encoder of images, which has no experts.
+
+    Raises:
+        WeightsError: There are several models.
+    """
+    found = [file for file in sorted(folder.glob("*.gguf")) if not file.name.startswith("mmproj")]
+    models = {tuple(_parts_of_gguf(file)): file for file in reversed(found)}
+    if len(models) > 1:
+        first = ", ".join(file.name for file in list(models.values())[::-1][:10])
+        raise WeightsError(
+            f"{folder}: {len(models)} models are in this folder ({first}); pass the file of one"
+        )
+    return [file for files in models for file in files]
+
+
+# -- helpers of loaders --------------------------------------------------------------------------
 
 
 def listed(faults: Sequence[str]) -> str:
@@ -326,7 +418,7 @@ def listed(faults: Sequence[str]) -> str:
 
 
 @contextmanager
-def named(checkpoint: Checkpoint) -> Iterator[None]:
+def named(checkpoint: Tensors) -> Iterator[None]:
     """Add the checkpoint's path to errors that do not name it."""
     try:
         yield
@@ -336,41 +428,11 @@ def named(checkpoint: Checkpoint) -> Iterator[None]:
         raise type(error)(f"{checkpoint.path}: {error}") from error
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype, pin_memory: bool = False) -> Tensor:
-    """Return an uninitialized CPU tensor, in huge pages if it is large and the system has them.
-
-    The first access to memory in huge pages costs a fraction of that in small ones.
-    """
-    nbytes = math.prod(shape) * dtype.itemsize
-    try:
-        if pin_memory or nbytes < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-            return torch.empty(list(shape), dtype=dtype, pin_memory=pin_memory, device="cpu")
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, MemoryError, RuntimeError, OverflowError) as error:
-        raise WeightsError(f"no memory for a tensor of shape {tuple(shape)}: {error}") from error
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(list(shape))
-
-
 def available_memory() -> float:
     """Return the free bytes of this machine, with swap; infinity if it does not say."""
     try:
         said = Path("/proc/meminfo").read_text()
-        lines = dict(line.split(":", 1) for line in said.splitlines())
-        return sum(1024 * int(lines[name].split()[0]) for name in ("MemAvailable", "SwapFree"))
-    except (OSError, ValueError, LookupError):
+    except OSError:
         return math.inf
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the writable memory of a contiguous CPU tensor, which must outlive it."""
-    assert tensor.is_contiguous() and tensor.device.type == "cpu"
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
-
-
-def _starts(first: int, outer: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """Return the offset of each innermost run, in order."""
-    starts = [first]
-    for n, stride in zip(outer, strides[: len(outer)], strict=True):
-        starts = [start + i * stride for start in starts for i in range(n)]
-    return starts
+    free = re.findall(r"^(?:MemAvailable|SwapFree): +([0-9]+) kB$", said, re.MULTILINE)
+    return sum(1024 * int(n) for n in free) if free else math.inf

@@ -7,17 +7,16 @@ import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moekit.checkpoint.config import model_type_of
-from moekit.checkpoint.files import Checkpoint, available_memory, empty, listed, named
+from moekit.checkpoint.files import Checkpoint, Tensors, available_memory, listed, named
 from moekit.checkpoint.names import ExpertNames
-from moekit.checkpoint.progress import Report
-from moekit.checkpoint.progress import progress as show_progress
 from moekit.checkpoint.read import Reader
 from moekit.checkpoint.schema import MAX_EXPERTS
 from moekit.checkpoint.share import Share
@@ -142,12 +141,11 @@ def load_layers(
             _raise(checkpoint, list(itertools.islice(faults, _COUNTED)))
         total = sum(share.expert_nbytes * len(local) for share in shares)
         out: dict[str, Tensor] = {}
-        bar = show_progress(total, "loading experts", progress)
-        with _pool(threads or THREADS) as pool, bar as report:
+        with _pool(threads or THREADS) as pool, _bar(total, progress) as bar:
             for share in shares:
                 if not reuse or not out or out["w2"].dtype != _dtype(share):
                     out = _destination(share, pin_memory)
-                yield share.layer, _load(share, out, pool, report)
+                yield share.layer, _load(share, out, pool, bar)
 
 
 _NUMBERS = Kind("a sequence of integers", lambda value: [operator.index(n) for n in value])
@@ -160,6 +158,22 @@ _KINDS = {
     "threads": optional(size(1, 4096)),
     "progress": optional(FLAG),
 }
+
+
+def _bar(total: int, shown: bool | None) -> AbstractContextManager[Any]:
+    """Return a progress bar of bytes, or None without tqdm.
+
+    By default it appears on a terminal, if loading takes over a second.
+    """
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped]
+    except ImportError:
+        return nullcontext()
+    hidden, delay = (None, 1.0) if shown is None else (not shown, 0.0)
+    bar: AbstractContextManager[Any] = tqdm(
+        total=total, desc="loading experts", unit="B", unit_scale=True, disable=hidden, delay=delay
+    )
+    return bar
 
 
 @contextmanager
@@ -185,7 +199,10 @@ def _destination(share: Share, pin_memory: bool) -> dict[str, Tensor]:
             f"correct the sizes: num_experts={p.num_experts}, hidden_size={p.hidden_size}, "
             f"intermediate_size={p.intermediate_size}"
         )
-    out = {name: empty(shape, dtype, pin_memory) for name, shape in shapes.items()}
+    out = {
+        name: torch.empty(shape, dtype=dtype, pin_memory=pin_memory, device="cpu")
+        for name, shape in shapes.items()
+    }
     if share.padded:  # no layer writes to the padding, so it stays zero when memory is reused
         for tensor in out.values():
             tensor.zero_()
@@ -203,7 +220,7 @@ def loaded_shapes(problem: MoEProblem) -> dict[str, tuple[int, int, int]]:
 
 
 def _load(
-    share: Share, out: dict[str, Tensor], pool: ThreadPoolExecutor, report: Report
+    share: Share, out: dict[str, Tensor], pool: ThreadPoolExecutor, bar: Any
 ) -> ExpertWeights:
     """Read the share's experts, in the order of the files, into ``out``."""
     reader = Reader(share, out)
@@ -212,11 +229,13 @@ def _load(
     )
     try:
         finished = pool.map(reader.expert, in_file_order)
-        for slot, _ in zip(in_file_order, finished, strict=True):
-            report(share.place(share.experts[slot])[0], share.expert_nbytes)
+        for _ in finished:
+            if bar is not None:
+                bar.update(share.expert_nbytes)
     except BaseException:
         pool.shutdown(cancel_futures=True)
         raise
+    share.checkpoint.check_unchanged()
     return collect(reader)
 
 
@@ -288,7 +307,7 @@ def _input_scales(share: Share, faults: list[str]) -> dict[str, Tensor]:
     def scales(template: str) -> Tensor:
         experts = every if "{expert}" in template else (0,)
         names = [share.name(template, e, suffix) for e in experts]
-        read = torch.cat([share.checkpoint.read(name).float().flatten() for name in names])
+        read = torch.cat([share.checkpoint.view(name).float().flatten() for name in names])
         wrong = (~(torch.isfinite(read) & (read > 0))).nonzero().flatten().tolist()
         for index in wrong[:_COUNTED]:
             name = share.name(template, index, suffix)
@@ -307,7 +326,7 @@ def _input_scales(share: Share, faults: list[str]) -> dict[str, Tensor]:
     return {"w13_input_scale": w13[0].max(), "w2_input_scale": scales(share.names.down).max()}
 
 
-def _raise(checkpoint: Checkpoint, faults: Sequence[str]) -> None:
+def _raise(checkpoint: Tensors, faults: Sequence[str]) -> None:
     """Raise WeightsError if there are faults."""
     if faults := list(dict.fromkeys(faults)):
         raise WeightsError(

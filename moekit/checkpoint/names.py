@@ -150,7 +150,7 @@ def names_in(checkpoint: Checkpoint, names: ExpertNames | str, layer: int | None
     Raises:
         WeightsError: The model type is unknown, or there are several candidates.
     """
-    if checkpoint.metadata and not isinstance(names, ExpertNames):
+    if checkpoint.is_gguf and not isinstance(names, ExpertNames):
         return _of_gguf(checkpoint, layer)
     spelled = _spellings(names) if isinstance(names, ExpertNames) else _of_type(names)
     sites = [

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moekit.checkpoint.files import Checkpoint, listed
+from moekit.checkpoint.files import Tensors, listed
 from moekit.checkpoint.load import collect, loaded_shapes, local_experts
 from moekit.checkpoint.names import ExpertNames, per_expert
 from moekit.checkpoint.read import Reader
@@ -384,11 +384,12 @@ def _names(problem: MoEProblem) -> ExpertNames:
     return replace(names, **biases)  # type: ignore[arg-type]
 
 
-class HeldTensors(Checkpoint):
-    """Tensors ``held`` in memory in place of files; ``name`` stands for the path in errors."""
+class HeldTensors(Tensors):
+    """Tensors ``held`` in memory; ``name`` stands for the path in errors."""
 
     def __init__(self, name: str, held: Mapping[str, Tensor]) -> None:
-        self.path, self.metadata, self._held = Path(name), {}, held
+        super().__init__(name)
+        self._held = held
 
     def __contains__(self, name: str) -> bool:
         return name in self._held
@@ -402,6 +403,5 @@ class HeldTensors(Checkpoint):
     def dtype(self, name: str) -> torch.dtype:
         return self._held[name].dtype
 
-    def _read(self, out: Tensor, name: str, full: Sequence[int], ranges: Sequence[range]) -> None:
-        cuts = tuple(slice(r.start, r.stop) for r in ranges)
-        out.copy_(self._held[name].reshape(tuple(full))[cuts])
+    def tensor(self, name: str) -> Tensor:
+        return self._held[name]

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moekit.checkpoint.files import empty
 from moekit.checkpoint.scales import Regrid, requantize, sources
 from moekit.checkpoint.schemes import scheme_for
 from moekit.checkpoint.share import Piece, Share
@@ -109,31 +108,25 @@ class Reader:
         expert, matrix = self.share.experts[slot], self.out[which][slot]
         halved = 2 if matrix.dtype == torch.uint8 else 1
         left, width = piece.left // halved, len(piece.columns) // halved
-        target = matrix[piece.at : piece.at + len(piece.rows), left : left + width]
-        # Reading needs contiguous memory, which a part of each row is not.
-        out = target
-        if not target.is_contiguous():
-            out = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+        out = matrix[piece.at : piece.at + len(piece.rows), left : left + width]
         if self.share.dequantize:
             self._dequantize(piece, expert, out)
         elif order is None:
             self._read(piece, expert, piece.rows, piece.columns, out)
         else:
             self._read_neurons(piece, expert, order, out)
-        if out is not target:
-            target.copy_(out)
 
     # -- stored entries -----------------------------------------------------------------------
 
     def _entries(self, piece: Piece, role: str, expert: int, rows: range, columns: range) -> Tensor:
-        """Read the entries that cover ``rows`` and ``columns``: (along N, along K, *tail)."""
+        """View the entries that cover ``rows`` and ``columns``: (along N, along K, *tail)."""
         part, name, which, shape = self.share.locate(piece, role, expert)
         if part.grid == (-1, -1) and prod(self.checkpoint.shape(name)) == 1:
-            return self.checkpoint.read(name, shape=(1, 1))
+            return self.checkpoint.view(name, shape=(1, 1))
         extents = {"N": rows, "K": columns}
         cuts = [part.cells(axis, extents[axis]) for axis in part.axes]
-        read = self.checkpoint.read(name, *which, *cuts, shape=shape).flatten(0, len(which))
-        return read.mT if part.axes == "KN" else read
+        found = self.checkpoint.view(name, *which, *cuts, shape=shape).flatten(0, len(which))
+        return found.mT if part.axes == "KN" else found
 
     def _check_shapes(self, pieces: Sequence[Piece], expert: int) -> None:
         """Compare the shapes that compressed-tensors stores with the expected ones."""
@@ -164,7 +157,7 @@ class Reader:
 
     def _read_neurons(self, piece: Piece, expert: int, order: Tensor, out: Tensor) -> None:
         """Read the piece's neurons, which are counted in ``order``, of an int4 matrix."""
-        whole = empty((piece.n, piece.k // 2), out.dtype)
+        whole = torch.empty((piece.n, piece.k // 2), dtype=out.dtype, device="cpu")
         self._read(piece, expert, range(piece.n), range(piece.k), whole)
         picked = self._picked(piece, order)
         if picked is not None:
@@ -174,34 +167,15 @@ class Reader:
             out.copy_(pack_int4(unpack_int4(whole)[:, neurons]))
 
     def _read(self, piece: Piece, expert: int, rows: range, columns: range, out: Tensor) -> None:
-        """Read rows and columns of a matrix as the core's tensor.
-
-        They go straight from the file into ``out`` if the stored form is the core's.
-        """
-        part, name, which, shape = self.share.locate(piece, "weight", expert)
+        """Read rows and columns of a matrix as the core's tensor."""
+        part, name, _, _ = self.share.locate(piece, "weight", expert)
         format, unit = self.share.formats.of(piece.template, expert), part.grid[1]
-        if format.packs_rows or columns.start % unit or len(columns) % unit:
-            read = self._entries(piece, "weight", expert, rows, columns).contiguous()
-            core = format.core_weight(read)
-            top = rows.start - part.cells("N", rows).start * part.grid[0]
-            left = columns.start - part.cells("K", columns).start * unit
-            if format.packed:
-                left //= 2
-            out.copy_(core[top : top + len(rows), left : left + out.shape[1]])
-        else:
-            dtype = self.checkpoint.dtype(name)
-            assert isinstance(dtype, torch.dtype)
-            entries = out.view(dtype)
-            if part.axes == "KN":
-                read = self._entries(piece, "weight", expert, rows, columns)
-                _bytes(entries).copy_(_bytes(read))
-            else:
-                cuts = [part.cells("N", rows), part.cells("K", columns)]
-                if part.tail:
-                    entries = torch.unflatten(entries, 1, (-1, *part.tail))
-                if which:
-                    entries = entries.unsqueeze(0)
-                self.checkpoint.read_into(entries, name, *which, *cuts, shape=shape)
+        core = format.core_weight(self._entries(piece, "weight", expert, rows, columns))
+        top = rows.start - part.cells("N", rows).start * part.grid[0]
+        left = columns.start - part.cells("K", columns).start * unit
+        if format.packed:
+            left //= 2
+        out.copy_(core[top : top + len(rows), left : left + out.shape[1]])
         if format.biased:
             out.view(torch.uint8).bitwise_xor_(128)
         if not is_finite(out):
@@ -295,7 +269,7 @@ class Reader:
     def _g_idx(self, piece: Piece, expert: int) -> Tensor:
         """Read the group of each column, (K,) int64."""
         part, name, which, shape = self.share.locate(piece, "g_idx", expert)
-        return self.checkpoint.read(name, *which, shape=shape).flatten().long()
+        return self.checkpoint.view(name, *which, shape=shape).flatten().long()
 
     def _order(self, piece: Piece, expert: int) -> Tensor | None:
         """Return the matrix's columns sorted by group; None if they are in order."""
@@ -357,7 +331,8 @@ class Reader:
             return self._read(piece, expert, piece.rows, piece.columns, out)
         core = {"int8": torch.int8}.get(format.dtype, torch.uint8 if format.packed else dtype)
         columns = len(piece.columns)
-        q = empty((len(out), columns // 2 if format.packed else columns), core)
+        stored = columns // 2 if format.packed else columns
+        q = torch.empty((len(out), stored), dtype=core, device="cpu")
         self._read(piece, expert, piece.rows, piece.columns, q)
         if not format.dtype:
             out.copy_(q)

@@ -141,15 +141,17 @@ class Format:
     # -- from stored entries to the core's tensors ----------------------------------------------
 
     def core_weight(self, stored: Tensor) -> Tensor:
-        """Return the core's weights of contiguous ``stored`` entries (n, k', *tail).
+        """Return the core's weights of ``stored`` entries (n, k', *tail).
 
         They include rows and columns that only complete a word.
         """
         if self.packs_rows:
-            return repack_rows(stored, self.order)
-        if self.dtype and (self.packed or stored.dtype == torch.int32):
-            return stored.flatten(1).view(torch.int8 if self.dtype == "int8" else torch.uint8)
-        return stored.flatten(1)
+            return repack_rows(stored.contiguous(), self.order)
+        flat = stored.flatten(1)
+        if not self.packed and flat.dtype != torch.int32:
+            return flat
+        flat = flat if flat.stride(1) == 1 else flat.contiguous()
+        return flat.view(torch.int8 if self.dtype == "int8" else torch.uint8)
 
     def core_scale(self, stored: Tensor, factor: Tensor | None) -> Tensor:
         """Return fp32 scales of stored ones and of the stored global scale, if there is one."""
