@@ -21,7 +21,7 @@ from moekit.checkpoint.schema import (
     WEIGHT_ON_INPUT,
     check_understood,
 )
-from moekit.checkpoint.schemes import no_scheme, scheme_for
+from moekit.checkpoint.schemes import described, no_scheme, scheme_for
 from moekit.checkpoint.stored import layer_formats
 from moekit.errors import WeightsError
 from moekit.formats.format import Format
@@ -36,14 +36,14 @@ class LayerGroup:
 
     Attributes:
         layers: Their numbers.
-        format: How each matrix is stored.
+        formats: How matrices are stored; several if they differ.
         scheme: The scheme of moekit that computes with the weights as they are stored and
             quantizes activations as the checkpoint intends. If None, there is no such scheme, and
             `load_experts` needs ``dequantize=True`` or a scheme that the caller names.
     """
 
     layers: tuple[int, ...]
-    format: Format
+    formats: tuple[Format, ...]
     scheme: str | None
     num_experts: int
     top_k: int
@@ -55,7 +55,8 @@ class LayerGroup:
         a, runs = self.activation, _runs(self.layers)
         limit = "" if a.limit is None else f" (limit {a.limit:g})"
         return (
-            f"layers {runs}: {self.format}, scheme {self.scheme or '(none: dequantize=True)'}, "
+            f"layers {runs}: {described(self.formats)}, "
+            f"scheme {self.scheme or '(none: dequantize=True)'}, "
             f"{self.num_experts} experts, top {self.top_k}, hidden {self.hidden_size}, "
             f"intermediate {self.intermediate_size}, {a.name}{limit}"
         )
@@ -65,12 +66,10 @@ class LayerGroup:
 class Detected:
     """The experts of a checkpoint, as `detect` returns them.
 
-    The fields of `LayerGroup` are also here. They describe all layers if these are alike, and
-    otherwise the first group.
-
     Attributes:
         names: What the checkpoint calls the experts' tensors.
         groups: The layers with routed experts, by what they have in common.
+        format, scheme, activation: The first group's.
     """
 
     model_type: str
@@ -85,10 +84,17 @@ class Detected:
         """The layers with routed experts."""
         return tuple(sorted(layer for group in self.groups for layer in group.layers))
 
-    def __getattr__(self, name: str) -> Any:
-        if name not in LayerGroup.__dataclass_fields__:
-            raise AttributeError(name)
-        return getattr(self.groups[0], name)
+    @property
+    def format(self) -> Format:
+        return self.groups[0].formats[0]
+
+    @property
+    def scheme(self) -> str | None:
+        return self.groups[0].scheme
+
+    @property
+    def activation(self) -> Activation:
+        return self.groups[0].activation
 
     def __str__(self) -> str:
         lines = [f"{self.model_type or 'model'}, {str(self.dtype).removeprefix('torch.')}"]
@@ -132,9 +138,11 @@ def _detect(
     for each in layers if layer is None else (layer,):
         sizes = _sizes(config, each, given)
         hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
-        format = layer_formats(checkpoint, probe, each, hidden, inner).common
-        activation = _activation(config, each, given)
-        fields: dict[str, Any] = {**sizes, "activation": activation, "format": format}
+        fields: dict[str, Any] = {
+            **sizes,
+            "activation": _activation(config, each, given),
+            "formats": layer_formats(checkpoint, probe, each, hidden, inner).distinct,
+        }
         alike = next((group for group in groups if group["fields"] == fields), None)
         if alike is None:
             groups.append(alike := {"fields": fields, "layers": []})
@@ -150,9 +158,10 @@ def _detect(
     )
 
 
-def _group(layers: Collection[int], format: Format, **fields: Any) -> LayerGroup:
-    scheme = scheme_for(format, fields["intermediate_size"])
-    return LayerGroup(layers=tuple(layers), format=format, scheme=scheme, **fields)
+def _group(layers: Collection[int], formats: tuple[Format, ...], **fields: Any) -> LayerGroup:
+    alike = len(formats) == 1
+    scheme = scheme_for(formats[0], fields["intermediate_size"]) if alike else None
+    return LayerGroup(layers=tuple(layers), formats=formats, scheme=scheme, **fields)
 
 
 def problem_from_config(
@@ -188,7 +197,7 @@ def problem_from_config(
         described = {k: v for k, v in described.items() if k in MoEProblem.__dataclass_fields__}
         problem = MoEProblem(**{**described, "quant": "none", **given})
         # What differs between layers must be stated, or of no interest.
-        stated = {*given, *("format", "scheme") * (dequantize or "quant" in given), "layers"}
+        stated = {*given, *("formats", "scheme") * (dequantize or "quant" in given), "layers"}
         if any(vars(other)[name] != v for other in others for name, v in vars(first).items()
                if name not in stated):  # fmt: skip
             raise WeightsError(
@@ -198,9 +207,9 @@ def problem_from_config(
         if dequantize or "quant" in given:
             return problem
         tp_size = problem.parallel.tp_size
-        scheme = scheme_for(first.format, first.intermediate_size, tp_size)
-        if scheme is None:
-            raise WeightsError(no_scheme(first.format, first.intermediate_size, tp_size))
+        scheme = scheme_for(first.formats[0], first.intermediate_size, tp_size)
+        if scheme is None or len(first.formats) > 1:
+            raise WeightsError(no_scheme(first.formats, first.intermediate_size, tp_size))
         return problem.replace(quant=scheme)
 
 

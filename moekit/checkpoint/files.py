@@ -70,6 +70,7 @@ class Tensors:
         self.path = Path(path)
         self.bytes_read = 0
         self.is_gguf = False
+        self.known: dict[Any, Any] = {}  # what other modules found out about these tensors
         self.duplicates: dict[str, list[Path]] = {}
 
     def names(self, prefix: str = "") -> list[str]:

@@ -6,9 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from weakref import WeakKeyDictionary
 
-from moekit.checkpoint.files import Checkpoint
+from moekit.checkpoint.files import Tensors
 from moekit.errors import WeightsError
 
 _MODEL = "model.layers.{layer}."
@@ -133,7 +132,7 @@ NAMES: Mapping[str, ExpertNames] = MappingProxyType(
 )
 
 
-def names_in(checkpoint: Checkpoint, names: ExpertNames | str, layer: int | None) -> ExpertNames:
+def names_in(checkpoint: Tensors, names: ExpertNames | str, layer: int | None) -> ExpertNames:
     """Return the names that ``checkpoint`` uses.
 
     Checkpoints save the same models under other prefixes than ``model.``, and with one tensor for
@@ -186,13 +185,13 @@ def _constructor(names: ExpertNames) -> str:
     return f"moekit.checkpoint.ExpertNames({', '.join(given)})"
 
 
-def layers_in(checkpoint: Checkpoint, names: ExpertNames) -> tuple[int, ...]:
+def layers_in(checkpoint: Tensors, names: ExpertNames) -> tuple[int, ...]:
     """Return the layers with experts under exactly these names."""
     own = _prefix(names.down)
     return tuple(sorted(n for prefix, n in _sites(checkpoint, names.down) if prefix == own))
 
 
-def no_experts(checkpoint: Checkpoint, names: ExpertNames, layer: int = 0) -> str:
+def no_experts(checkpoint: Tensors, names: ExpertNames, layer: int = 0) -> str:
     """Say that a layer has no experts under these names, and what to do."""
     if layers := layers_in(checkpoint, names):
         return (
@@ -210,9 +209,9 @@ def _prefix(down: str) -> str:
     return "model." if down.startswith(_MODEL) else ""
 
 
-def _sites(checkpoint: Checkpoint, down: str) -> set[tuple[str, int]]:
+def _sites(checkpoint: Tensors, down: str) -> set[tuple[str, int]]:
     """Return (prefix, layer) of all experts whose down projection has this template."""
-    found = _found.setdefault(checkpoint, {})
+    found = checkpoint.known
     if down not in found:
         number, prefix = "[0-9]{1,9}", _prefix(down)
         stem = re.escape(down.removeprefix(prefix).removesuffix("weight"))
@@ -222,10 +221,8 @@ def _sites(checkpoint: Checkpoint, down: str) -> set[tuple[str, int]]:
         matches = filter(None, map(re.compile(pattern, re.DOTALL).match, checkpoint.names(start)))
         # A name without a number stands for layer 0.
         found[down] = {(m[1], int((*m.groups(), "0")[1])) for m in matches}
-    return found[down]
-
-
-_found: WeakKeyDictionary[Checkpoint, dict[str, set[tuple[str, int]]]] = WeakKeyDictionary()
+    sites: set[tuple[str, int]] = found[down]
+    return sites
 
 
 def _of_type(model_type: str) -> list[ExpertNames]:
@@ -257,7 +254,7 @@ def _spellings(names: ExpertNames) -> list[ExpertNames]:
     return list(dict.fromkeys(found))
 
 
-def _of_gguf(checkpoint: Checkpoint, layer: int | None) -> ExpertNames:
+def _of_gguf(checkpoint: Tensors, layer: int | None) -> ExpertNames:
     """Return what a GGUF model calls the experts' tensors in ``layer``; None: in the first one.
 
     They are one tensor for all experts, with gate and up in halves or apart, or in old files one

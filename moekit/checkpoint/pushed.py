@@ -101,16 +101,12 @@ class PushedExperts:
         wanted = self._share.wanted(sorted(set(self._share.experts)))
         self._wanted = dict.fromkeys(stored.name for stored in wanted)
         self._in_order = not (problem.parallel.tp_size > 1 and "g_idx" in format.parts)
-        # A refused push is repeated, so completing a unit must not change placed weights. It rounds
-        # them where a block has rows of gate and up.
-        block = max(problem.quant.weight.group[0], 1) if problem.quant.weight else 1
-        whole = problem.local_intermediate_size % block == 0
-        self._direct = not format.dtype or (self._in_order and whole and not dequantize)
+        # Whether weights are placed as they come, without their scales.
+        self._direct = not format.dtype or (self._in_order and not dequantize)
         self._units = self._make_units()
         self._unit_of = {tensor: unit for unit, of in self._units.items() for tensor in of}
         self._reader: Reader | None = None
         self._pushed: dict[str, int] = {}  # each name, and the physical expert it was pushed for
-        self._doubted: set[str] = set()  # pushed names whose unit could not be completed
         self._lock = threading.RLock()
         self._finished = False  # whether a round has ended
         self.out: dict[str, Tensor] = {}
@@ -145,9 +141,8 @@ class PushedExperts:
         for which in ("w13", "w2"):
             for piece, expert in itertools.product(share.of(which), share.experts):
                 unit = (expert, which if self._in_order else "")
-                roles = set(share.roles(piece, expert)) - {
-                    "input_scale"
-                }  # experts share the largest one
+                # Experts share the largest input scale, which `finish` finds.
+                roles = set(share.roles(piece, expert)) - {"input_scale"}
                 names = {share.locate(piece, role, expert).name for role in roles}
                 units.setdefault(unit, set()).update(names)
         return units
@@ -204,7 +199,7 @@ class PushedExperts:
             if self._share.padded:
                 for tensor in self.out.values():
                     tensor.zero_()
-            self._pushed, self._doubted = {}, set()
+            self._pushed = {}
             self._reader = Reader(self._share, self.out)
         return self._reader
 
@@ -224,9 +219,8 @@ class PushedExperts:
             Whether this rank needs it.
 
         Raises:
-            WeightsError: The tensor does not fit, was pushed before in this round, or holds values
-                that cannot be right. None of it is then loaded: push the right one, and before it
-                any earlier tensor that the error names.
+            WeightsError: The tensor does not fit, or was pushed before in this round. It is not
+                loaded, and the round goes on. (Wrong values show in `finish`.)
         """
         self._check(suffix, shard, expert, tensor)
         parts = (*self.format.parts.values(), BIAS)
@@ -252,8 +246,8 @@ class PushedExperts:
         """End the round: return the experts, on `device`, with w13 and w2 in `out`.
 
         Raises:
-            WeightsError: Lists tensors that were not pushed, and the round goes on; or values that
-                do not fit, and the layer must be loaded again.
+            WeightsError: Lists tensors that were not pushed, and the round goes on; or tensors with
+                wrong values, and the layer must be loaded again.
         """
         with self._lock:
             if lacking := self.lacking():
@@ -296,45 +290,41 @@ class PushedExperts:
             WeightsError: It was loaded before, and not for another replica of its expert.
         """
         before = self._pushed.get(name) if self.loading else None
-        if before == given.physical and name not in self._doubted:
+        if before == given.physical:
             raise WeightsError(
                 f"{self.name}: {name} was already loaded; finish this round of loading with "
                 "process_weights_after_loading() before updating weights"
             )
-        return before in (None, given.physical)
+        return before is None
 
     def _template(self, shard: str) -> str:
         names = self._share.names
         return {"w1": names.gate or names.up, "w2": names.down, "w3": names.up}[shard]
 
     def _take(self, given: Mapping[str, _Given]) -> None:
-        """Load all of ``given``, or nothing. Keep copies of what is not converted yet."""
+        """Load ``given``; keep copies of what is not converted yet."""
         reader = self._begin()
         self._pushed |= {name: one.physical for name, one in given.items()}
         self._held |= {name: one.tensor.detach() for name, one in given.items()}
         try:
-            if placed := [name for name, one in given.items() if self._is_placed(one.part)]:
-                for name in placed:
-                    self._place(reader, self._unit_of[name], name)
-                self._raise(reader)
+            placed = [n for n, one in given.items() if self._direct and one.part is self.format.weight]
+            for name in placed:
+                self._place(reader, self._unit_of[name], name)
             units = dict.fromkeys(self._unit_of[name] for name in given if name in self._unit_of)
             complete = [unit for unit in units if self._units[unit] <= self._pushed.keys()]
             for unit in complete:
-                self._complete(reader, unit)
-        except BaseException:
-            reader.faults.clear()
-            for name in given:
-                del self._pushed[name], self._held[name]
+                if not self._direct:
+                    self._place(reader, unit)
+                for matrix in self._matrices(reader, unit):
+                    reader.finish(*matrix)
+        except BaseException:  # no memory, for example: the round begins again
+            self._reader = None
+            self._held.clear()
             raise
         for name in itertools.chain(placed, *(self._units[unit] for unit in complete)):
             self._held.pop(name, None)
-            self._doubted.discard(name)
         for name in given.keys() & self._held.keys():
             self._held[name] = self._held[name].to("cpu", copy=True)
-
-    def _is_placed(self, part: Part) -> bool:
-        """Return whether tensors of a part go into `out` at once."""
-        return self._direct and part is self.format.weight
 
     def _place(self, reader: Reader, unit: _Unit, name: str | None = None) -> None:
         """Place the weights of a unit, or of one tensor."""
@@ -344,21 +334,6 @@ class PushedExperts:
                 if name in (None, share.name(piece.template, unit[0], suffix)):
                     reader.place(slot, matrix, piece, order)
 
-    def _complete(self, reader: Reader, unit: _Unit) -> None:
-        """Convert a unit whose tensors are all here.
-
-        If that fails, its tensors may be pushed again, because an earlier one may be at fault.
-        """
-        if not self._direct:
-            self._place(reader, unit)
-        for matrix in self._matrices(reader, unit):
-            reader.finish(*matrix)
-        try:
-            self._raise(reader)
-        except WeightsError:
-            self._doubted |= self._units[unit]
-            raise
-
     def _matrices(self, reader: Reader, unit: _Unit) -> Iterator[tuple[int, str, Tensor | None]]:
         """Yield (slot, "w13" or "w2", order of neurons) of each matrix of a unit."""
         expert, which = unit
@@ -367,11 +342,6 @@ class PushedExperts:
                 order = None if self._in_order else reader.order(slot)
                 for matrix in (which,) if which else ("w13", "w2"):
                     yield slot, matrix, order
-
-    def _raise(self, reader: Reader) -> None:
-        if faults := list(dict.fromkeys(reader.faults)):
-            reader.faults.clear()
-            raise WeightsError(f"{self.name}: {listed(faults)}")
 
 
 def _names(problem: MoEProblem) -> ExpertNames:

@@ -14,7 +14,7 @@ from torch import Tensor
 from moekit.checkpoint.files import Checkpoint
 from moekit.checkpoint.names import ExpertNames, layers_in, names_in, no_experts
 from moekit.checkpoint.scales import neuron_ranges
-from moekit.checkpoint.schemes import cuts_groups, mismatch, scheme_for
+from moekit.checkpoint.schemes import cuts_groups, described, mismatch, scheme_for
 from moekit.checkpoint.stored import LayerFormats, layer_formats
 from moekit.formats.format import BIAS, Format, Part, filled, stored
 from moekit.problem import MoEProblem
@@ -72,7 +72,7 @@ class Share:
 
     Attributes:
         formats: The format of each matrix.
-        format: The format that they have in common, see `LayerFormats`.
+        format: The format that they have in common, or one of them; see `setting_fault`.
         neurons: The rank's neurons; see `neuron_ranges`.
         w13: The pieces of gate, then those of up; or pieces of both if their rows alternate.
         w2: The pieces of w2.
@@ -98,7 +98,7 @@ class Share:
             if format
             else layer_formats(checkpoint, self.names, layer, H, I)
         )
-        self.format = self.formats.common
+        self.format = self.formats.distinct[0]
         self.neurons = self._neurons()
         self.w13, self.w2 = self._w13(), self._w2()
 
@@ -231,6 +231,9 @@ class Share:
                 return ""
             return f"dequantize=True needs a problem with quant='none' (got {scheme.name!r})"
         instead = ["quant='none' and dequantize=True"] if format.dtype else []
+        if len(self.formats.distinct) > 1:
+            held = described(self.formats.distinct)
+            return f"the experts are stored as {held}, which no scheme has: use {instead[0]}"
         if why := mismatch(format, scheme):
             other = scheme_for(format, inner, tp)
             instead = [f"quant={other!r}"] * bool(other) + instead

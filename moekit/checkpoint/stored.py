@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -22,21 +21,19 @@ _Held = dict[str, tuple[tuple[int, ...], torch.dtype | str]]
 
 
 class LayerFormats:
-    """The formats of one layer's matrices, whichever rank asks.
+    """The formats of one layer's matrices, on every rank.
 
     Attributes:
-        common: The format of all of them. If they differ, one that names each and that no scheme
-            computes with.
+        distinct: Each of them once.
     """
 
-    def __init__(self, formats: Mapping[_Key, Format], layer: int = 0) -> None:
+    def __init__(self, formats: Mapping[_Key, Format]) -> None:
         self._of = dict(formats)
-        examples: list[tuple[Format, str]] = []
-        for (template, expert), format in self._of.items():
-            if not any(format is other or format == other for other, _ in examples):
-                examples.append((format, filled(template, layer, expert)))
-        self.distinct = [format for format, _ in examples] or [plain()]
-        self.common = _combined(examples) if len(examples) > 1 else self.distinct[0]
+        found: list[Format] = []
+        for format in self._of.values():
+            if not any(format is other or format == other for other in found):
+                found.append(format)
+        self.distinct = tuple(found) or (plain(),)
 
     @classmethod
     def all(cls, format: Format) -> LayerFormats:
@@ -57,15 +54,11 @@ def layer_formats(
     Raises:
         WeightsError: moekit does not support one of them.
     """
-    known = _known.setdefault(checkpoint, {})
     key = (names, layer, hidden_size, intermediate_size)
-    if key not in known:
-        formats = _read(checkpoint, names, layer, hidden_size, intermediate_size)
-        known[key] = LayerFormats(formats, layer)
-    return known[key]
-
-
-_known: WeakKeyDictionary[Checkpoint, dict[Any, LayerFormats]] = WeakKeyDictionary()
+    if key not in checkpoint.known:
+        checkpoint.known[key] = LayerFormats(_read(checkpoint, *key))
+    found: LayerFormats = checkpoint.known[key]
+    return found
 
 
 def _read(
@@ -166,13 +159,3 @@ def _incomplete(held: Mapping[_Key, _Held]) -> set[_Key]:
         sets[template].append(frozenset(tensors))
     usual = {template: Counter(each).most_common(1)[0][0] for template, each in sets.items()}
     return {key for key, tensors in held.items() if tensors.keys() < usual[key[0]]}
-
-
-def _combined(examples: list[tuple[Format, str]]) -> Format:
-    """Return a format that stands for several in messages."""
-    gguf = "GGUF "
-    if any(format.name.startswith(gguf) for format, _ in examples):
-        name = gguf + ", ".join(sorted(format.name.removeprefix(gguf) for format, _ in examples))
-    else:
-        name = " and ".join(sorted(f"{format} in {example}" for format, example in examples))
-    return Format(name=name, dtype="several", parts=examples[0][0].parts)

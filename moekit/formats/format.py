@@ -74,8 +74,7 @@ class Format:
 
     Args:
         name: The format's name, for errors.
-        dtype: As in `OperandQuant`; "" for unquantized weights; "several" if the name stands for
-            several formats.
+        dtype: As in `OperandQuant`; "" for unquantized weights.
         zero_points: There is a zero point for each scale.
         act_order: The columns of a group may be any, as the part g_idx says. (A checkpoint may
             also have a g_idx for groups of adjacent columns.)
@@ -129,7 +128,7 @@ class Format:
         return replace(self, parts={role: part.flipped() for role, part in self.parts.items()})
 
     def __str__(self) -> str:
-        if self.dtype in ("", "several"):
+        if not self.dtype:
             return self.name
         rows, columns = ("all" if g < 0 else g for g in self.group)
         zeros = " with zero points" if self.zero_points else ""

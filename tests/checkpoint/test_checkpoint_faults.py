@@ -84,7 +84,7 @@ def test_every_broken_file_is_named(made: dict[str, files.Layer], tmp_path: Path
     with pytest.raises(WeightsError) as caught:
         Checkpoint(path)
     said = str(caught.value)
-    assert f"{first}: truncated or not a safetensors file" in said and "ends at byte" in said
+    assert f"{first}: truncated or not a safetensors file" in said
     assert f"{second}: truncated or not" in said
     assert f"{third}: no such file; the checkpoint is incomplete" in said
 

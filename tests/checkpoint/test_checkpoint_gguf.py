@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,49 +68,28 @@ def expected(full_weights: tuple[Tensor, Tensor], p: MoEProblem) -> tuple[Tensor
 
 # -- blocks ------------------------------------------------------------------------------------
 
-LIBRARY = ("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "IQ2_XS", "TQ2_0")
-
-
-@pytest.mark.parametrize("name", [*LIBRARY])
-def test_blocks_equal_the_library(name: str, rng: Any) -> None:
+@pytest.mark.parametrize("name", ["Q2_K", "Q4_K", "Q6_K", "Q8_0", "IQ4_XS", "MXFP4", "TQ2_0"])
+def test_blocks_of_any_shape(name: str, rng: Any) -> None:
     data = files.blocks(rng, (7, 1024), name)
     elements, nbytes = gguf.GGML_QUANT_SIZES[files.Types[name]]
     found = dequantize(torch.from_numpy(data).view(7, 1024 // elements, nbytes), name)
     assert torch.equal(found, torch.from_numpy(files.values(data, name)))
-    assert len(found.unique()) > 20 or name == "TQ2_0"
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])
-def test_quantized_values_come_back_close(name: str, rng: Any) -> None:
-    x = rng.standard_normal((8, 512)).astype(np.float32)
-    stored = torch.from_numpy(gguf.quantize(x, files.Types[name]))
-    elements, nbytes = gguf.GGML_QUANT_SIZES[files.Types[name]]
-    found = dequantize(stored.view(8, 512 // elements, nbytes), name)
-    error = (found - torch.from_numpy(x)).square().mean().sqrt()
-    assert 0 < error < {"Q8_0": 0.01, "MXFP4": 0.2}.get(name, 0.12)
+def test_blocks_that_the_library_cannot_read() -> None:
+    with pytest.raises(WeightsError, match="cannot read Q8_K: pip install -U gguf"):
+        dequantize(torch.zeros(2, 292, dtype=torch.uint8), "Q8_K")
 
 
-@pytest.mark.parametrize(
-    ("blocks", "name", "said"),
-    [
-        (torch.zeros(2, 18, dtype=torch.uint8), "Q9_9", "'Q9_9' is no type of blocks"),
-        (torch.zeros(2, 18, dtype=torch.uint8), "F16", "'F16' is no type of blocks"),
-        (torch.zeros(2, 17, dtype=torch.uint8), "Q4_0", "must be torch.uint8 (..., 18)"),
-        (torch.zeros(2, 18), "Q4_0", "must be torch.uint8 (..., 18)"),
-        (torch.zeros(2, 292, dtype=torch.uint8), "Q8_K", "cannot read Q8_K"),
-    ],
-)
-def test_wrong_blocks(blocks: Tensor, name: str, said: str) -> None:
-    with pytest.raises(WeightsError) as error:
-        dequantize(blocks, name)
-    assert said in str(error.value)
-
-
-def test_a_type_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
-    dequantize(torch.zeros(1, 18, dtype=torch.uint8), "Q4_0")
-    with pytest.raises(WeightsError, match=r"pip install moekit\[gguf\] to read Q2_K"):
-        dequantize(torch.zeros(1, 84, dtype=torch.uint8), "Q2_K")
+@pytest.mark.parametrize(("library", "name"), [("gguf", "m.gguf"), ("safetensors", "m.safetensors")])
+def test_without_the_library(
+    library: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(b"anything")
+    monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.delitem(sys.modules, "moekit.checkpoint.gguf_file", raising=False)
+    with pytest.raises(WeightsError, match=f"{name}: reading it needs a library: pip install {library}"):
+        Checkpoint(tmp_path / name)
 
 
 # -- whole layers ------------------------------------------------------------------------------
@@ -183,8 +163,8 @@ def test_unquantized(kind: str, rng: Any, tmp_path: Path) -> None:
 def test_layouts(layout: str, rng: Any, tmp_path: Path) -> None:
     path, tensors = write(tmp_path, rng, MIXED, layout=layout, layers=(1,))
     found = detect(path)
-    assert (found.layers, found.num_experts, found.top_k) == ((1,), E, 2)
-    assert (found.hidden_size, found.intermediate_size) == (H, I)
+    assert (found.layers, found.groups[0].num_experts, found.groups[0].top_k) == ((1,), E, 2)
+    assert (found.groups[0].hidden_size, found.groups[0].intermediate_size) == (H, I)
     problem = problem_from_config(path, dequantize=True, dtype=torch.float32)
     weights = load_experts(path, None, 1, problem, dequantize=True)
     w13, w2 = full(tensors, 1)
@@ -247,7 +227,7 @@ def test_grok_has_ggmls_gelu(rng: Any, tmp_path: Path) -> None:
 def test_blocks_without_a_scheme_say_what_to_do(rng: Any, tmp_path: Path) -> None:
     path, _ = write(tmp_path, rng, MIXED)
     assert detect(path).scheme is None
-    with pytest.raises(WeightsError, match="stored as GGUF Q4_K, Q6_K: moekit has no scheme"):
+    with pytest.raises(WeightsError, match="stored as GGUF Q4_K and GGUF Q6_K: moekit has no sch"):
         problem_from_config(path)
     problem = problem_from_config(path, quant="none")
     with pytest.raises(WeightsError, match="dequantize=True"):

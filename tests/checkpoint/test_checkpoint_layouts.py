@@ -420,7 +420,7 @@ def test_saved_by_transformers(model_type: str, tmp_path: Path) -> None:
     found = detect(tmp_path)
     problem = problem_from_config(tmp_path, device="cpu")
     weights = load_experts(tmp_path, None, 1, problem)
-    assert found.num_experts == 4 and found.dtype == torch.bfloat16
+    assert found.groups[0].num_experts == 4 and found.dtype == torch.bfloat16
     canonical = weights.canonical(problem)
     for name, loaded in (("gate_up_proj", canonical.w13), ("down_proj", canonical.w2)):
         (p,) = (
