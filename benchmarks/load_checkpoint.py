@@ -33,7 +33,7 @@ from torch import Tensor
 import moekit
 from moekit import ParallelConfig
 from moekit.checkpoint import Checkpoint, detect, load_layers, problem_from_config
-from moekit.checkpoint.files import empty
+
 from moekit.checkpoint.load import THREADS
 
 EXPERTS = 128
@@ -133,7 +133,7 @@ def drop_cache(files: list[Path]) -> None:
 
 def into_memory(file: Path) -> None:
     with file.open("rb", buffering=0) as stream:
-        data = empty([file.stat().st_size], torch.uint8)
+        data = torch.empty(file.stat().st_size, dtype=torch.uint8)
         view, done = memoryview(data.numpy()), 0
         while done < len(view):
             done += stream.readinto(view[done : done + _BUFFER])
@@ -213,7 +213,6 @@ def measure(folder: Path, args: argparse.Namespace) -> str:
                 found.names,
                 found.layers,
                 problem,
-                threads=args.threads,
                 reuse=not args.fresh,
             ):
                 pass

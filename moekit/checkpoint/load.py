@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,7 +22,6 @@ from moekit.checkpoint.share import Share
 from moekit.errors import WeightsError
 from moekit.problem import MoEProblem
 from moekit.problem.weights import ExpertWeights, in_order
-from moekit.untrusted.arguments import FLAG, Kind, accept, instance, optional, size
 
 THREADS = 8  # also with few cores: threads mostly wait for the disk
 _COUNTED = 10_000  # faults after which the search ends
@@ -35,12 +33,7 @@ def load_experts(
     names: ExpertNames | str | None,
     layer: int,
     problem: MoEProblem,
-    *,
-    experts: Sequence[int] | None = None,
-    dequantize: bool = False,
-    pin_memory: bool = False,
-    threads: int | None = None,
-    progress: bool | None = None,
+    **options: Any,
 ) -> ExpertWeights:
     """Load one MoE layer's experts for this rank of ``problem``, to the CPU.
 
@@ -67,14 +60,7 @@ def load_experts(
         names: An `ExpertNames`, a model type of `NAMES`, or None for config.json's model type.
         layer: The layer's number in the checkpoint.
         problem: The problem to load for.
-        experts: The logical expert of each of this rank's L physical experts. Default: as the
-            problem places them.
-        dequantize: Convert weights of any known format to the problem's dtype. The problem's
-            scheme must be "none".
-        pin_memory: Put the weights into page-locked memory.
-        threads: Number of reading threads.
-        progress: Report progress. Default: if standard error is a terminal and the load takes
-            over a second.
+        options: ``experts``, ``dequantize`` and ``progress``, as in `load_layers`.
 
     Returns:
         w13 (L, 2I, H) and w2 (L, H, I) with their scales and biases, in the problem's slices.
@@ -83,17 +69,7 @@ def load_experts(
         WeightsError: Lists all tensors that are missing, unexpected, duplicate, of another shape
             or dtype, or not finite.
     """
-    ((_, weights),) = load_layers(
-        path,
-        names,
-        [layer],
-        problem,
-        experts=experts,
-        dequantize=dequantize,
-        pin_memory=pin_memory,
-        threads=threads,
-        progress=progress,
-    )
+    ((_, weights),) = load_layers(path, names, [layer], problem, **options)
     return weights
 
 
@@ -105,8 +81,6 @@ def load_layers(
     *,
     experts: Sequence[int] | None = None,
     dequantize: bool = False,
-    pin_memory: bool = False,
-    threads: int | None = None,
     progress: bool | None = None,
     reuse: bool = False,
 ) -> Iterator[tuple[int, ExpertWeights]]:
@@ -117,12 +91,17 @@ def load_layers(
 
     Args:
         layers: The layers' numbers in the checkpoint.
+        experts: The logical expert of each of this rank's L physical experts. Default: as the
+            problem places them.
+        dequantize: Convert weights of any known format to the problem's dtype. The problem's
+            scheme must be "none".
+        progress: Show a bar. Default: if standard error is a terminal and loading takes over a
+            second. It needs tqdm.
         reuse: Read every layer into the same memory, which saves the cost of new memory. Each
             layer must have been copied to another device before the next one is requested.
             (Packing on the CPU may copy nothing; all layers would then hold the last one's
             weights.)
     """
-    given = accept(_KINDS, locals(), WeightsError)
     opened = nullcontext(path) if isinstance(path, Checkpoint) else Checkpoint(path)
     with opened as checkpoint:
         called = model_type_of(checkpoint) if names is None else names
@@ -132,62 +111,45 @@ def load_layers(
                     f"num_experts must be at most {MAX_EXPERTS} (got {problem.num_experts}); "
                     "correct config.json"
                 )
-            local = local_experts(problem, given["experts"])
-            shares = [
-                Share(checkpoint, called, layer, problem, local, dequantize)
-                for layer in given["layers"]
-            ]
+            local = local_experts(problem, experts)
+            shares = [Share(checkpoint, called, n, problem, local, dequantize) for n in layers]
             faults = (fault for share in shares for fault in share.faults())
             _raise(checkpoint, list(itertools.islice(faults, _COUNTED)))
-        total = sum(share.expert_nbytes * len(local) for share in shares)
         out: dict[str, Tensor] = {}
-        with _pool(threads or THREADS) as pool, _bar(total, progress) as bar:
+        with _pool() as pool, _bar(len(shares) * len(local), progress) as bar:
             for share in shares:
                 if not reuse or not out or out["w2"].dtype != _dtype(share):
-                    out = _destination(share, pin_memory)
-                yield share.layer, _load(share, out, pool, bar)
-
-
-_NUMBERS = Kind("a sequence of integers", lambda value: [operator.index(n) for n in value])
-_KINDS = {
-    "names": optional(instance("an ExpertNames, or a model type of NAMES", ExpertNames, str)),
-    "layers": _NUMBERS,
-    "problem": instance("a MoEProblem", MoEProblem),
-    "experts": optional(_NUMBERS),
-    **dict.fromkeys(("dequantize", "pin_memory", "reuse"), FLAG),
-    "threads": optional(size(1, 4096)),
-    "progress": optional(FLAG),
-}
+                    out = _destination(share)
+                weights = _load(share, out, pool, bar)
+                checkpoint.check_unchanged()
+                yield share.layer, weights
 
 
 def _bar(total: int, shown: bool | None) -> AbstractContextManager[Any]:
-    """Return a progress bar of bytes, or None without tqdm.
-
-    By default it appears on a terminal, if loading takes over a second.
-    """
+    """Return a progress bar of experts, or None without tqdm."""
     try:
         from tqdm import tqdm  # type: ignore[import-untyped]
     except ImportError:
         return nullcontext()
     hidden, delay = (None, 1.0) if shown is None else (not shown, 0.0)
     bar: AbstractContextManager[Any] = tqdm(
-        total=total, desc="loading experts", unit="B", unit_scale=True, disable=hidden, delay=delay
+        total=total, desc="loading", unit=" experts", disable=hidden, delay=delay
     )
     return bar
 
 
 @contextmanager
-def _pool(threads: int) -> Iterator[ThreadPoolExecutor]:
+def _pool() -> Iterator[ThreadPoolExecutor]:
     """Yield a pool of threads in which torch operators run single-threaded."""
     before = torch.get_num_threads()
     try:
-        with ThreadPoolExecutor(threads, "moekit-load", torch.set_num_threads, (1,)) as pool:
+        with ThreadPoolExecutor(THREADS, "moekit-load", torch.set_num_threads, (1,)) as pool:
             yield pool
     finally:
-        torch.set_num_threads(before)  # the setting of threads that start later, too
+        torch.set_num_threads(before)  # also for threads that start later
 
 
-def _destination(share: Share, pin_memory: bool) -> dict[str, Tensor]:
+def _destination(share: Share) -> dict[str, Tensor]:
     """Allocate w13 and w2 of a layer. Raises WeightsError if memory does not suffice."""
     p, dtype = share.problem, _dtype(share)
     shapes = loaded_shapes(p)
@@ -199,10 +161,7 @@ def _destination(share: Share, pin_memory: bool) -> dict[str, Tensor]:
             f"correct the sizes: num_experts={p.num_experts}, hidden_size={p.hidden_size}, "
             f"intermediate_size={p.intermediate_size}"
         )
-    out = {
-        name: torch.empty(shape, dtype=dtype, pin_memory=pin_memory, device="cpu")
-        for name, shape in shapes.items()
-    }
+    out = {name: torch.empty(each, dtype=dtype, device="cpu") for name, each in shapes.items()}
     if share.padded:  # no layer writes to the padding, so it stays zero when memory is reused
         for tensor in out.values():
             tensor.zero_()
@@ -224,18 +183,15 @@ def _load(
 ) -> ExpertWeights:
     """Read the share's experts, in the order of the files, into ``out``."""
     reader = Reader(share, out)
-    in_file_order = sorted(
-        range(len(share.experts)), key=lambda slot: share.place(share.experts[slot])
-    )
+    slots = range(len(share.experts))
+    in_file_order = sorted(slots, key=lambda slot: share.place(share.experts[slot]))
     try:
-        finished = pool.map(reader.expert, in_file_order)
-        for _ in finished:
+        for _ in pool.map(reader.expert, in_file_order):
             if bar is not None:
-                bar.update(share.expert_nbytes)
+                bar.update()
     except BaseException:
         pool.shutdown(cancel_futures=True)
         raise
-    share.checkpoint.check_unchanged()
     return collect(reader)
 
 
@@ -249,9 +205,14 @@ def collect(reader: Reader) -> ExpertWeights:
     input_scales = _input_scales(share, reader.faults) if share.static else {}
     _raise(share.checkpoint, reader.faults)
     extras = {name: torch.stack([e[name] for e in reader.extras]) for name in reader.extras[0]}
+    weight = share.problem.quant.weight
+    for name in [name for name in extras if name.endswith("_g_idx")]:
+        assert weight is not None
+        if in_order(extras[name], weight.group[1]):  # then it is not needed
+            del extras[name]
     return ExpertWeights(
         **reader.out,
-        **_without_runs(share, extras),
+        **extras,
         **input_scales,
         interleaved=bool(share.names.gate_up and share.names.interleaved),
     )
@@ -285,16 +246,6 @@ def _dtype(share: Share) -> torch.dtype:
     dtype = share.checkpoint.dtype(share.name(share.names.down, share.experts[0]))
     assert isinstance(dtype, torch.dtype)
     return dtype
-
-
-def _without_runs(share: Share, extras: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Remove every g_idx whose columns are in order."""
-    weight = share.problem.quant.weight
-    for name in [name for name in extras if name.endswith("_g_idx")]:
-        assert weight is not None
-        if in_order(extras[name], weight.group[1]):
-            del extras[name]
-    return extras
 
 
 def _input_scales(share: Share, faults: list[str]) -> dict[str, Tensor]:

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -307,7 +306,9 @@ class PushedExperts:
         self._pushed |= {name: one.physical for name, one in given.items()}
         self._held |= {name: one.tensor.detach() for name, one in given.items()}
         try:
-            placed = [n for n, one in given.items() if self._direct and one.part is self.format.weight]
+            placed = [
+                n for n, one in given.items() if self._direct and one.part is self.format.weight
+            ]
             for name in placed:
                 self._place(reader, self._unit_of[name], name)
             units = dict.fromkeys(self._unit_of[name] for name in given if name in self._unit_of)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moekit.checkpoint.files import Checkpoint
+from moekit.checkpoint.files import Checkpoint, Tensors
 from moekit.checkpoint.names import ExpertNames, layers_in, names_in, no_experts
 from moekit.checkpoint.scales import neuron_ranges
 from moekit.checkpoint.schemes import cuts_groups, described, mismatch, scheme_for
@@ -81,7 +81,7 @@ class Share:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: Tensors,
         names: ExpertNames | str,
         layer: int,
         problem: MoEProblem,
@@ -92,12 +92,12 @@ class Share:
         self.checkpoint, self.layer, self.problem = checkpoint, layer, problem
         self.experts, self.dequantize = list(experts), dequantize
         self.names = names_in(checkpoint, names, layer)
-        H, I = problem.hidden_size, problem.intermediate_size
-        self.formats = (
-            LayerFormats.all(format)
-            if format
-            else layer_formats(checkpoint, self.names, layer, H, I)
-        )
+        if format:
+            self.formats = LayerFormats.all(format)
+        else:
+            assert isinstance(checkpoint, Checkpoint)
+            H, I = problem.hidden_size, problem.intermediate_size
+            self.formats = layer_formats(checkpoint, self.names, layer, H, I)
         self.format = self.formats.distinct[0]
         self.neurons = self._neurons()
         self.w13, self.w2 = self._w13(), self._w2()
@@ -195,18 +195,6 @@ class Share:
         """Return a key that sorts experts by their place on disk: file, offset, expert."""
         down = self.locate(self.w2[0], "weight", expert).name
         return (*self.checkpoint.place(down), expert)
-
-    @property
-    def expert_nbytes(self) -> int:
-        """Bytes of this rank's share of one expert's weights, without scales."""
-        total = 0.0
-        for piece in self.pieces:
-            stored = self.locate(piece, "weight", self.experts[0])
-            dtype = self.checkpoint.dtype(stored.name)
-            assert isinstance(dtype, torch.dtype)
-            share = len(piece.rows) * len(piece.columns) / (piece.n * piece.k)
-            total += share * prod(stored.part.shape(piece.n, piece.k)) * dtype.itemsize
-        return int(total)
 
     # -- faults ------------------------------------------------------------------------
 

@@ -115,13 +115,12 @@ def words(
 ) -> Format:
     """Return the format of packed integers.
 
-    weight_packed (N, K / 8), weight_scale (N, G), weight_zero_point (N / 8, G), weight_g_idx (K,),
-    and weight_shape, which holds (N, K).
+    weight_packed (N, K / 8), weight_scale (N, G), weight_zero_point (N / 8, G), weight_g_idx (K,).
+    weight_shape holds (N, K), which config.json says.
     """
     parts = {
         "weight": Part("weight_packed", WORDS, (1, 32 // bits)),
         "scale": Part("weight_scale", FLOATS, (1, group)),
-        "shape": Part("weight_shape", (torch.int64, torch.int32), axes="", tail=(2,)),
     }
     if zero_points:
         parts["zeros"] = Part("weight_zero_point", WORDS, (8, group))
@@ -134,7 +133,7 @@ def words(
         act_order=act_order,
         activation=activation,
         parts=parts,
-        ignored=("weight_g_idx", "input_scale"),
+        ignored=("weight_shape", "weight_g_idx", "input_scale"),
     )
 
 

@@ -81,7 +81,7 @@ class Format:
         scale_dtype: As in `OperandQuant`.
         activation: How the checkpoint intends activations to be quantized.
         parts: The stored tensors by role: weight, scale, and if the format has them
-            global_scale, zeros, g_idx, shape, input_scale.
+            global_scale, zeros, g_idx, input_scale.
         ignored: Suffixes of tensors that are not read.
         order: The order of eight rows in a word, if ``weight`` packs rows.
         zero_offset: Added to stored zero points.

@@ -8,6 +8,7 @@ https://github.com/ggml-org/ggml.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,12 +47,15 @@ def dequantize(blocks: Tensor, name: str) -> Tensor:
     return torch.from_numpy(made)
 
 
+@dataclass(frozen=True, kw_only=True)
 class BlockFormat(Format):
-    """GGUF blocks, which hold weights and scales in one tensor.
+    """GGUF blocks of one type, which hold weights and scales in one tensor.
 
     Blocks that a scheme of moekit holds, Q4_0, Q8_0 and MXFP4, have its ``dtype``. Others can only
     be dequantized.
     """
+
+    block: str
 
     @property
     def packs_rows(self) -> bool:
@@ -63,7 +67,11 @@ class BlockFormat(Format):
     def core_weight(self, stored: Tensor) -> Tensor:
         """Return bytes (n, K / 2), or int8 (n, K), of blocks (n, k', bytes)."""
         q = stored.flatten(0, -2)[:, 1 if self.dtype == "float4_e2m1" else 2 :]
-        q = q.view(torch.int8) if self.dtype == "int8" else pack_int4(torch.cat((q & 15, q >> 4), 1))
+        q = (
+            q.view(torch.int8)
+            if self.dtype == "int8"
+            else pack_int4(torch.cat((q & 15, q >> 4), 1))
+        )
         return q.reshape(len(stored), -1)
 
     def core_scale(self, stored: Tensor, factor: Tensor | None) -> Tensor:
@@ -93,4 +101,5 @@ class Gguf(Method):
         part = Part("weight", (torch.uint8,), (1, elements), tail=(nbytes,))
         said = _COMPUTED.get(matrix.block, {})
         parts = dict.fromkeys(("weight", *("scale",) * bool(said)), part)
-        return BlockFormat(name=f"GGUF {matrix.block}", parts=parts, **{"dtype": "blocks", **said})
+        name, said = f"GGUF {matrix.block}", {"dtype": "blocks", **said}
+        return BlockFormat(name=name, block=matrix.block, parts=parts, **said)

@@ -82,7 +82,7 @@ def test_every_rank_has_its_part_of_the_packed_numbers(name: str, layer) -> None
         for parallel in RANKS:
             problem = problem_from_config(checkpoint, parallel=parallel, device="cpu")
             assert problem.quant.name == CASES[name].scheme
-            weights = load_experts(checkpoint, None, 0, problem, threads=1)
+            weights = load_experts(checkpoint, None, 0, problem)
             got = values(weights, problem)
             for have, want in zip(got, shares(made, problem), strict=True):
                 assert torch.equal(have, want), parallel
@@ -96,7 +96,7 @@ def test_dequantized_at_load(name: str, layer) -> None:
             problem = problem_from_config(
                 checkpoint, parallel=parallel, device="cpu", dequantize=True, dtype=dtype
             )
-            weights = load_experts(checkpoint, None, 0, problem, dequantize=True, threads=1)
+            weights = load_experts(checkpoint, None, 0, problem, dequantize=True)
             weights.check(problem)
             for have, want in zip((weights.w13, weights.w2), shares(made, problem), strict=True):
                 assert torch.equal(have, want.to(dtype)), parallel

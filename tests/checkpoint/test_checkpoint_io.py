@@ -88,7 +88,7 @@ def test_only_this_ranks_bytes_are_read(format: str, tmp_path: Path) -> None:
         with Checkpoint(tmp_path) as checkpoint:
             problem = problem_from_config(checkpoint, parallel=parallel, device="cpu")
             before = read_calls()
-            load_experts(checkpoint, None, 0, problem, threads=1)
+            load_experts(checkpoint, None, 0, problem)
             assert 0.97 < checkpoint.bytes_read * ep * tp / total < 1.05, (ep, tp)
             # Short runs of w2 are read with the gaps between them, but never more than the experts.
             most = checkpoint.bytes_read if tp == 1 else total / ep

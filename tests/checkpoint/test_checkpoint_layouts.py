@@ -54,7 +54,7 @@ def check(path: Path, gate: Tensor, up: Tensor, down: Tensor, **how: Any) -> Non
             problem = problem_from_config(
                 checkpoint, parallel=parallel, device="cpu", dequantize=bool(how)
             )
-            weights = load_experts(checkpoint, None, 0, problem, threads=1, **how)
+            weights = load_experts(checkpoint, None, 0, problem, **how)
             weights.check(problem)
             canonical = weights.canonical(problem)
             plain = canonical if how else canonical.dequantize(problem.quant)

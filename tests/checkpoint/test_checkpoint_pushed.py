@@ -90,7 +90,7 @@ def test_the_same_bits_as_from_files(name: str, redundant: int, layer) -> None:
                 dequantize=dequantize,
                 num_redundant_experts=redundant,
             )
-            want = load_experts(checkpoint, None, 0, problem, dequantize=dequantize, threads=1)
+            want = load_experts(checkpoint, None, 0, problem, dequantize=dequantize)
             found = declared_format(config(name), 128, 256, "model.layers.0.mlp.experts")
             pushed = PushedExperts(problem, found, dequantize=dequantize)
             push_all(pushed, made, problem.num_physical_experts, seed)
@@ -105,7 +105,7 @@ def test_dequantized(name: str, layer) -> None:
             problem = problem_from_config(
                 checkpoint, parallel=parallel, device="cpu", dequantize=True
             )
-            want = load_experts(checkpoint, None, 0, problem, dequantize=True, threads=1)
+            want = load_experts(checkpoint, None, 0, problem, dequantize=True)
             pushed = PushedExperts(
                 problem, declared_format(config(name), 128, 256), dequantize=True
             )
