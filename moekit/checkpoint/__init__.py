@@ -22,15 +22,14 @@ The modules, from the files up:
     progress         reports of how much of a checkpoint is read
 """
 
-from moekit.checkpoint.config import Detected, detect, problem_from_config
+from moekit.checkpoint.config import Detected, detect, layer_arguments, problem_from_config
 from moekit.checkpoint.files import Checkpoint
 from moekit.checkpoint.load import load_experts, load_layers
 from moekit.checkpoint.names import NAMES, ExpertNames
 from moekit.checkpoint.pushed import PushedExperts
-from moekit.checkpoint.routing import layer_arguments
 from moekit.checkpoint.schemes import scheme_of
-from moekit.formats.declared import declared_format, format_of_scheme
 from moekit.formats.format import Format
+from moekit.formats.methods import declared_format, format_of_scheme
 
 __all__ = [
     "NAMES",

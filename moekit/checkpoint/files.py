@@ -23,7 +23,7 @@ from torch import Tensor
 
 from moekit.checkpoint.schema import CONFIG, HF_QUANT_CONFIG
 from moekit.errors import InvalidProblem, WeightsError
-from moekit.untrusted.arguments import Kind, accept, instance, shown
+from moekit.untrusted.arguments import Kind, accept, shown
 from moekit.untrusted.files import open_regular, read_json
 
 _DTYPES = {
@@ -38,11 +38,10 @@ _MAX_INDEX = 100_000_000  # bytes
 _MAX_FILES = 10_000
 _SPLIT = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
 _SHOWN = 20  # faults that one error spells out
-_PATH = instance("the path of a file or of a directory", str, os.PathLike)
 
 
 class Entry(NamedTuple):
-    """A tensor of a file.
+    """A named tensor.
 
     Args:
         place: Its position among the tensors of the file.
@@ -60,42 +59,46 @@ class Entry(NamedTuple):
 
 
 class Tensors:
-    """Named tensors, wherever they are; ``path`` stands for their place in errors.
+    """Named tensors. Several threads may read at the same time.
 
-    Several threads may read at the same time. ``bytes_read`` counts the bytes of tensors that were
-    read.
+    Args:
+        path: Where they are, for errors.
+
+    Attributes:
+        entries: The tensors by name.
+        bytes_read: The bytes of tensors that were read.
+        known: What other modules found out about these tensors.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.bytes_read = 0
         self.is_gguf = False
-        self.known: dict[Any, Any] = {}  # what other modules found out about these tensors
+        self.entries: dict[str, Entry] = {}
         self.duplicates: dict[str, list[Path]] = {}
+        self.known: dict[Any, Any] = {}
+        self._sorted: list[str] = []
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.entries
 
     def names(self, prefix: str = "") -> list[str]:
         """Return the sorted names that start with ``prefix``."""
-        raise NotImplementedError
+        start = bisect.bisect_left(self._sorted, prefix)
+        stop = bisect.bisect_left(self._sorted, prefix + "\U0010ffff")
+        return self._sorted[start:stop]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the tensor's shape."""
-        raise NotImplementedError
+        return self.entries[name].shape
 
     def dtype(self, name: str) -> torch.dtype | str:
         """Return the tensor's dtype, or the file's name for it if torch has no such dtype."""
-        raise NotImplementedError
-
-    def tensor(self, name: str) -> Tensor:
-        """Return a whole tensor, which nobody may change."""
-        raise NotImplementedError
-
-    def place(self, name: str) -> tuple[Path, int]:
-        """Return a key that sorts tensors as they lie in the files."""
-        return self.path, 0
+        return self.entries[name].dtype
 
     def view(self, name: str, *parts: slice, shape: Sequence[int] | None = None) -> Tensor:
         """Return a part of a tensor without copying it. Do not change it; see `read`."""
-        whole = self.tensor(name)
+        whole = self._open(self.entries[name])
         part = (whole if shape is None else whole.reshape(tuple(shape)))[parts]
         self.bytes_read += part.nbytes
         return part
@@ -112,6 +115,9 @@ class Tensors:
             WeightsError: The file changed, or torch has no such dtype.
         """
         return self.view(name, *parts, shape=shape).clone(memory_format=torch.contiguous_format)
+
+    def _open(self, entry: Entry) -> Tensor:
+        return entry.open()
 
 
 class Checkpoint(Tensors):
@@ -130,9 +136,7 @@ class Checkpoint(Tensors):
     """
 
     def __init__(self, path: str | Path) -> None:
-        accept({"path": _PATH}, {"path": path}, WeightsError)
         super().__init__(path)
-        self._entries: dict[str, Entry] = {}
         self._versions: dict[Path, os.stat_result] = {}
         self._metadata: Mapping[str, Any] = {}
         faults = []
@@ -149,7 +153,7 @@ class Checkpoint(Tensors):
                 faults.append(str(error))
         if faults:
             raise WeightsError(listed(faults))
-        self._sorted = sorted(self._entries)
+        self._sorted = sorted(self.entries)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -159,7 +163,7 @@ class Checkpoint(Tensors):
 
     def close(self) -> None:
         """Close the files, whose tensors cannot be read any more."""
-        self._entries.clear()
+        self.entries.clear()
 
     def _add(self, file: Path) -> None:
         """Open a file. Raises WeightsError for every fault that is found in it."""
@@ -190,7 +194,7 @@ class Checkpoint(Tensors):
                 f"{file}: reading it needs a library: pip install {kind.lower()} ({error})"
             ) from error
         except (OSError, MemoryError) as error:
-            why = getattr(error, "strerror", None) or error
+            why: str = getattr(error, "strerror", None) or str(error)
             raise WeightsError(
                 f"{file}: cannot be read ({why}); pass a file that you may read"
             ) from error
@@ -199,39 +203,15 @@ class Checkpoint(Tensors):
                 f"{file}: truncated or not a {kind} file ({error}); download it again"
             ) from error
         for name, entry in entries.items():
-            other = self._entries.setdefault(name, entry)
+            other = self.entries.setdefault(name, entry)
             if other is not entry:
                 self.duplicates.setdefault(name, [other.file]).append(file)
 
-    # -- tensors -------------------------------------------------------------------------------
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._entries
-
-    def names(self, prefix: str = "") -> list[str]:
-        start = bisect.bisect_left(self._sorted, prefix)
-        stop = bisect.bisect_left(self._sorted, prefix + "\U0010ffff")
-        return self._sorted[start:stop]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._entries[name].shape
-
-    def dtype(self, name: str) -> torch.dtype | str:
-        return self._entries[name].dtype
-
-    def block(self, name: str) -> str:
-        """Return ggml's type of a tensor that consists of its blocks, such as "Q4_K"; else ""."""
-        return self._entries[name].block
-
-    def place(self, name: str) -> tuple[Path, int]:
-        entry = self._entries[name]
-        return entry.file, entry.place
-
-    def tensor(self, name: str) -> Tensor:
-        entry = self._entries[name]
+    def _open(self, entry: Entry) -> Tensor:
         if isinstance(entry.dtype, str):
             raise WeightsError(
-                f"{name} has dtype {entry.dtype}, which torch {torch.__version__} does not have"
+                f"{entry.file}: a tensor has dtype {entry.dtype}, which torch {torch.__version__} "
+                "does not have"
             )
         self._check(entry.file)
         return entry.open()
@@ -310,7 +290,7 @@ def _open_safetensors(file: Path) -> dict[str, Entry]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        opened = safe_open(file, framework="pt")
+        opened: Any = safe_open(file, framework="pt")
     except SafetensorError as error:
         raise ValueError(error) from error
     entries = {}

@@ -66,7 +66,7 @@ class Reader(gguf.GGUFReader):
             return 12 + values.nbytes, [values], [0], [_ARRAY, kind]
         if kind != _STRING or count > _MAX_STRINGS:
             raise ValueError(f"it has an array of {count} values of type {kind.name}")
-        data = memoryview(self.data)
+        data = self.data.data
         for _ in range(count):
             end += 8 + int(struct.unpack_from("<Q", data, end)[0])
         return end - orig_offs, [], [], [_ARRAY, kind]
@@ -96,14 +96,12 @@ def open_file(file: Path) -> tuple[dict[str, Entry], Mapping[str, Any]]:
         if kind.name == "BF16":
             data = data.view(torch.bfloat16)
         elif elements > 1:
-            block, data = kind.name, data.unflatten(-1, (data.shape[-1] // nbytes, nbytes))
+            block, data = kind.name, torch.unflatten(data, -1, (-1, nbytes))
         shape = tuple(data.shape)
-        entries[found.name] = Entry(file, place, shape, data.dtype, partial(_same, data), block)
+        entries[found.name] = Entry(
+            file, place, shape, data.dtype, partial(data.view, data.dtype), block
+        )
     return entries, reader.fields
-
-
-def _same(data: torch.Tensor) -> torch.Tensor:
-    return data
 
 
 def config_of(metadata: Mapping[str, Any], stored: torch.dtype | str | None) -> dict[str, Any]:

@@ -11,24 +11,112 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moekit.checkpoint.files import Tensors, listed
+from moekit.checkpoint.files import Entry, Tensors, listed
 from moekit.checkpoint.load import collect, loaded_shapes, local_experts
 from moekit.checkpoint.names import ExpertNames, per_expert
 from moekit.checkpoint.read import Reader
-from moekit.checkpoint.share import Share
-from moekit.checkpoint.stacks import Splitter
+from moekit.checkpoint.share import Share, fits
 from moekit.errors import WeightsError
 from moekit.formats.format import BIAS, Format, Part, stored
 from moekit.problem import MoEProblem
 from moekit.problem.weights import ExpertWeights
 from moekit.untrusted.arguments import accept, instance, shown
+
+
+@dataclass(frozen=True)
+class Splitter:
+    """Knows the shapes of a layer's tensors. See `PushedExperts` for the arguments."""
+
+    problem: MoEProblem
+    name: str
+    experts: Sequence[int]
+    interleaved: bool
+    transposed: bool
+
+    def halves(self, suffix: str, part: Part, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """Split a tensor of gate and up, of one expert or all, into one of each.
+
+        Raises:
+            WeightsError: The shape does not hold gate and up.
+        """
+        axes, unit = part.axes, part.grid[0]
+        if unit < 0 or axes == "K":  # gate and up have the same
+            return tensor, tensor
+        I = self.problem.intermediate_size
+        after = len(axes) + len(part.tail) - axes.find("N")
+        if self._flips(part, tensor):
+            after = 1
+        fitting = [d for d, n in enumerate(tensor.shape) if n * unit == 2 * I]
+        # Dimensions of 1 may be left out, so the dimension may not be where the format has it.
+        axis = tensor.dim() - after
+        if axis not in fitting and len(fitting) == 1:
+            axis = fitting[0]
+        if axis not in fitting or I % unit or "N" not in axes or (self.interleaved and unit > 1):
+            raise WeightsError(
+                f"{self.name}: w13.{suffix} is {tuple(tensor.shape)}, expected gate and up of {I} "
+                "neurons each; load them as w1 and w3 if an entry covers rows of both"
+            )
+        if self.interleaved:
+            gate, up = torch.unflatten(tensor, axis, (-1, 2)).unbind(axis + 1)
+        else:
+            gate, up = tensor.chunk(2, dim=axis)
+        return gate, up
+
+    def _flips(self, part: Part, tensor: Tensor) -> bool:
+        """Return whether a tensor is a stack of matrices (in, out)."""
+        return self.transposed and tensor.dim() == 3 and not part.fixed
+
+    def by_expert(
+        self, suffix: str, part: Part, shard: str, expert: int, tensor: Tensor
+    ) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield (physical expert, its logical expert, its tensor).
+
+        Raises:
+            WeightsError: The shape fits neither one expert nor a stack.
+        """
+        p = self.problem
+        n, k = (p.hidden_size, p.intermediate_size)[:: 1 if shard == "w2" else -1]
+        shape = part.shape(n, k)
+        what = f"{self.name}: {shard}.{suffix}"
+        if tensor.dtype not in part.dtypes:
+            allowed = " or ".join(map(str, part.dtypes))
+            raise WeightsError(f"{what} of expert {expert} is {tensor.dtype}, expected {allowed}")
+        if fits(tensor.shape, shape, part):
+            yield expert, p.logical_expert(expert), tensor
+            return
+        held: dict[int, Sequence[tuple[int, int]]] = {
+            count: [(e, p.logical_expert(e)) for e in range(count)]
+            for count in (p.num_experts, p.num_physical_experts)
+        }
+        mine = list(zip(p.local_experts, self.experts, strict=True))
+        held.setdefault(p.num_local_experts, mine)
+        for stack in (tensor.mT, tensor) if self._flips(part, tensor) else (tensor,):
+            if stack.dim() and len(stack) in held and fits(stack.shape[1:], shape, part):
+                for ids, each in zip(held[len(stack)], stack.unbind(), strict=True):
+                    yield *ids, each
+                return
+        hint = ""
+        if tuple(tensor.shape[-2:]) == shape[::-1]:
+            hint = "; transpose it"
+            if tensor.dim() == 3:
+                hint += ", or construct the layer with is_fused_checkpoint_transposed=True"
+        elif p.parallel.tp_size > 1:
+            hint = "; load the whole tensor, and each rank takes its part"
+        one, many = str(shape), str((p.num_experts, *shape))
+        if part.grid == (-1, -1):
+            one, many = "one number", f"{p.num_experts} numbers"
+        raise WeightsError(
+            f"{what} of expert {expert} is {tuple(tensor.shape)}, expected {one} for one expert "
+            f"or {many} for all{hint}"
+        )
+
 
 _Unit = tuple[int, str]  # an expert, and "w13", "w2", or "" for both
 
@@ -90,9 +178,8 @@ class PushedExperts:
         local = local_experts(problem, experts)
         self._split = Splitter(problem, name, local, interleaved, transposed)
         self.device = torch.device(device)
-        self._held: dict[str, Tensor] = {}
-        held = HeldTensors(name, self._held)
-        self._share = Share(held, _names(problem), 0, problem, local, dequantize, format)
+        self._held = Tensors(name)
+        self._share = Share(self._held, _names(problem), 0, problem, local, dequantize, format)
         if wrong := self._share.setting_fault():
             raise WeightsError(f"{name}: {wrong}")
         if not format.dtype:  # convert to the problem's dtype, as engines do
@@ -256,7 +343,7 @@ class PushedExperts:
             try:
                 experts = collect(reader).to(self.device)
             finally:
-                self._held.clear()
+                self._held.entries.clear()
             self._finished = True
             return experts
 
@@ -304,7 +391,8 @@ class PushedExperts:
         """Load ``given``; keep copies of what is not converted yet."""
         reader = self._begin()
         self._pushed |= {name: one.physical for name, one in given.items()}
-        self._held |= {name: one.tensor.detach() for name, one in given.items()}
+        for name, one in given.items():
+            self._hold(name, one.tensor.detach())
         try:
             placed = [
                 n for n, one in given.items() if self._direct and one.part is self.format.weight
@@ -320,12 +408,16 @@ class PushedExperts:
                     reader.finish(*matrix)
         except BaseException:  # no memory, for example: the round begins again
             self._reader = None
-            self._held.clear()
+            self._held.entries.clear()
             raise
         for name in itertools.chain(placed, *(self._units[unit] for unit in complete)):
-            self._held.pop(name, None)
-        for name in given.keys() & self._held.keys():
-            self._held[name] = self._held[name].to("cpu", copy=True)
+            self._held.entries.pop(name, None)
+        for name in given.keys() & self._held.entries.keys():
+            self._hold(name, given[name].tensor.detach().to("cpu", copy=True))
+
+    def _hold(self, name: str, tensor: Tensor) -> None:
+        shape = tuple(tensor.shape)
+        self._held.entries[name] = Entry(self._held.path, 0, shape, tensor.dtype, lambda: tensor)
 
     def _place(self, reader: Reader, unit: _Unit, name: str | None = None) -> None:
         """Place the weights of a unit, or of one tensor."""
@@ -353,26 +445,3 @@ def _names(problem: MoEProblem) -> ExpertNames:
         return names
     biases = {f"{role}_bias": stored(name, "bias") for role, name in names.templates().items()}
     return replace(names, **biases)  # type: ignore[arg-type]
-
-
-class HeldTensors(Tensors):
-    """Tensors ``held`` in memory; ``name`` stands for the path in errors."""
-
-    def __init__(self, name: str, held: Mapping[str, Tensor]) -> None:
-        super().__init__(name)
-        self._held = held
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._held
-
-    def names(self, prefix: str = "") -> list[str]:
-        return sorted(name for name in self._held if name.startswith(prefix))
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._held[name].shape)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._held[name].dtype
-
-    def tensor(self, name: str) -> Tensor:
-        return self._held[name]

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moekit.checkpoint.scales import Regrid, requantize, sources
-from moekit.checkpoint.schemes import scheme_for
+from moekit.checkpoint.schemes import Regrid, requantize, scheme_for, sources
 from moekit.checkpoint.share import Piece, Share
 from moekit.formats.format import Format, Grid
 from moekit.formats.gguf import BlockFormat, dequantize

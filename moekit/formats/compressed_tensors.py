@@ -12,8 +12,7 @@ from moekit.errors import WeightsError
 from moekit.formats.eight_bits import FP8, eight_bits, eight_bits_of, is_eight_bits
 from moekit.formats.format import FLOATS, WORDS, Format, Grid, Part
 from moekit.formats.fp4 import pairs
-from moekit.formats.matrix import Matrix, Tensors
-from moekit.formats.method import Method, matches, tensors_of
+from moekit.formats.method import Matrix, Method, Tensors, matches, tensors_of
 from moekit.problem.quant import OperandQuant
 from moekit.untrusted.arguments import shown
 

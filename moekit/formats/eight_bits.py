@@ -14,8 +14,7 @@ import torch
 
 from moekit.errors import WeightsError
 from moekit.formats.format import FLOATS, SCALES, Format, Grid, Part
-from moekit.formats.matrix import BLOCKS, Matrix, Tensors
-from moekit.formats.method import Method, tensors_of
+from moekit.formats.method import BLOCKS, Matrix, Method, Tensors, tensors_of
 from moekit.problem.quant import OperandQuant
 from moekit.untrusted.arguments import shown
 

@@ -9,8 +9,7 @@ import torch
 
 from moekit.formats.eight_bits import SCALE_NAMES
 from moekit.formats.format import FLOATS, SCALES, Format, Part
-from moekit.formats.matrix import Matrix, Tensors
-from moekit.formats.method import Method, tensors_of
+from moekit.formats.method import Matrix, Method, Tensors, tensors_of
 from moekit.problem.quant import OperandQuant
 
 _BYTES = (torch.uint8, torch.int8)

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from moekit.errors import WeightsError
 from moekit.formats.format import Format, Part, scale_values
-from moekit.formats.matrix import Matrix
-from moekit.formats.method import Method
+from moekit.formats.method import Matrix, Method
 from moekit.problem.quant import pack_int4
 
 

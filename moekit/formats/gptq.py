@@ -1,18 +1,75 @@
-"""GPTQ, and AutoRound's files, which are packed as GPTQ's or AWQ's."""
+"""GPTQ, AWQ (words hold eight rows in another order), and AutoRound, which packs as either."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from moekit.errors import WeightsError
-from moekit.formats import awq
-from moekit.formats.format import FLOATS, WORDS, Format, Part
-from moekit.formats.matrix import Matrix, Tensors
-from moekit.formats.method import Method, matches, tensors_of
+from moekit.formats.format import FLOATS, WORDS, Format, Grid, Part
+from moekit.formats.method import Matrix, Method, Tensors, matches, skipped, tensors_of
+from moekit.problem.int4 import AWQ_ORDER
 from moekit.untrusted.arguments import shown
+
+
+class Awq(Method):
+    """``qweight``, ``qzeros`` and ``scales``; without qzeros, 8 is subtracted."""
+
+    names = ("awq",)
+    fields = frozenset({
+        "bits", "w_bit", "group_size", "q_group_size", "zero_point", "version", "format", "backend",
+        "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config", "sym", "desc_act",
+        "block_name_to_quantize",
+    })  # fmt: skip
+
+    def of_module(self, config: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:
+        """AutoAWQ leaves out every module whose name contains an entry."""
+        return None if any(entry in f"{module}." for entry in skipped(config)) else config
+
+    def read(self, matrix: Matrix) -> Format | None:
+        if not matrix.has("qweight") or matrix.method not in ("", "awq"):
+            return None
+        version = (matrix.config.get("version") or "gemm").lower()
+        if version != "gemm":
+            raise WeightsError(
+                f"AWQ version {version!r} is not supported; convert the checkpoint to 'gemm'"
+            )
+        return _awq_of(matrix)
+
+    def declare(self, config: Mapping[str, Any], module: str, n: int, k: int) -> Tensors:
+        bits = config.get("bits", config.get("w_bit"))
+        if bits != 4:
+            raise WeightsError(f"quantization_config.bits is {shown(bits)}, expected 4")
+        group = config.get("group_size") or config.get("q_group_size") or -1
+        return tensors_of(_awq(group, config.get("zero_point") is not False), n, k)
+
+
+def _awq_of(matrix: Matrix) -> Format:
+    groups = matrix.sides("scales")[0] if matrix.has("scales") else 1
+    said = matrix.config.get("group_size") or matrix.config.get("q_group_size")
+    zero_points = matrix.has("qzeros") or matrix.config.get("zero_point") is not False
+    return _awq(matrix.group(groups, said), zero_points)
+
+
+def _awq(group: int, zero_points: bool = True) -> Format:
+    """Return AWQ's: qweight (K, N / 8), qzeros (G, N / 8), scales (G, N)."""
+    parts = _words((8, 1), group, zeros=zero_points)
+    return Format(name="AWQ", dtype="int4", zero_points=zero_points, parts=parts, order=AWQ_ORDER)
+
+
+def _words(unit: Grid, group: int, *, zeros: bool) -> dict[str, Part]:
+    """Return the parts of a matrix that is stored (in, out); a word holds ``unit`` values."""
+    made = {
+        "weight": Part("qweight", WORDS, unit, "KN", fixed=True),
+        "scale": Part("scales", FLOATS, (1, group), "KN", fixed=True),
+    }
+    if zeros:
+        made["zeros"] = Part("qzeros", WORDS, (8, group), "KN", fixed=True)
+    return made
+
 
 # What is added to stored zero points, by the name of the packing.
 _ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
@@ -66,11 +123,11 @@ class Gptq(Method):
                     f"GPTQ checkpoint_format {said!r} is not supported; convert the checkpoint to "
                     "gptq or gptq_v2"
                 )
-            return read(matrix, _ZERO_OFFSETS[said])
+            return _gptq_of(matrix, _ZERO_OFFSETS[said])
         return None
 
     def declare(self, config: Mapping[str, Any], module: str, n: int, k: int) -> Tensors:
-        return declare(config, n, k)
+        return _declared(config, n, k)
 
 
 class AutoRound(Method):
@@ -112,21 +169,21 @@ class AutoRound(Method):
             return None
         packing = matrix.config.get("packing_format") or ""
         if "awq" in packing:
-            return awq.read(matrix)
+            return _awq_of(matrix)
         if packing not in _AUTOROUND:
             raise WeightsError(
                 f"quantization_config.packing_format is {shown(packing)}, expected one of "
                 f"{', '.join(_AUTOROUND)} or auto_round:auto_awq, because zero points depend on it"
             )
-        return read(matrix, _AUTOROUND[packing])
+        return _gptq_of(matrix, _AUTOROUND[packing])
 
     def declare(self, config: Mapping[str, Any], module: str, n: int, k: int) -> Tensors:
         if "awq" in (config.get("packing_format") or ""):
-            return tensors_of(awq.words(config.get("group_size") or -1), n, k)
-        return declare(config, n, k)
+            return tensors_of(_awq(config.get("group_size") or -1), n, k)
+        return _declared(config, n, k)
 
 
-def read(matrix: Matrix, zero_offset: int) -> Format:
+def _gptq_of(matrix: Matrix, zero_offset: int) -> Format:
     """Return the format of words (K / 8, N) of int4, or (K / 4, N) of int8."""
     rows, _ = matrix.sides("qweight")
     groups = matrix.sides("scales")[0] if matrix.has("scales") else 1
@@ -145,50 +202,24 @@ def read(matrix: Matrix, zero_offset: int) -> Format:
     ordered = bool(config.get("desc_act")) and not config.get("static_groups")
     has = matrix.has("g_idx")
     g_idx = config.get("desc_act") is not False and (ordered or has) and group > 0
-    return words(
-        bits,
-        group,
-        zero_points=not symmetric,
-        zero_offset=zero_offset,
-        act_order=g_idx and ordered,
-        g_idx=g_idx,
+    found = _gptq(bits, group, g_idx)
+    return replace(
+        found, zero_points=not symmetric, zero_offset=zero_offset, act_order=g_idx and ordered
     )
 
 
-def declare(config: Mapping[str, Any], n: int, k: int) -> Tensors:
+def _declared(config: Mapping[str, Any], n: int, k: int) -> Tensors:
     """Return the tensors that GPTQ's config declares."""
-    bits, group = integer(config, "bits", (4, 8)), config.get("group_size") or -1
-    made = words(bits, group, zero_points=True, zero_offset=0, act_order=False, g_idx=True)
+    bits = config.get("bits")
+    if bits not in (4, 8):
+        raise WeightsError(f"quantization_config.bits is {shown(bits)}, expected 4 or 8")
+    made = _gptq(bits, config.get("group_size") or -1, g_idx=True)
     return {"qzeros": ((), torch.int32), **tensors_of(made, n, k)}  # also of 8-bit weights
 
 
-def integer(config: Mapping[str, Any], key: str, allowed: tuple[int, ...]) -> int:
-    """Return an integer of the config. Raises WeightsError if it is none of ``allowed``."""
-    value = config.get(key)
-    if type(value) is not int or value not in allowed:
-        choices = " or ".join(map(str, allowed))
-        raise WeightsError(f"quantization_config.{key} is {shown(value)}, expected {choices}")
-    return value
-
-
-def words(
-    bits: int, group: int, *, zero_points: bool, zero_offset: int, act_order: bool, g_idx: bool
-) -> Format:
+def _gptq(bits: int, group: int, g_idx: bool) -> Format:
     """Return GPTQ's: qweight (K / 8, N), qzeros (G, N / 8), scales (G, N), maybe g_idx (K,)."""
-    parts = {
-        "weight": awq.in_out("qweight", WORDS, (1, 32 // bits)),
-        "scale": awq.in_out("scales", FLOATS, (1, group)),
-    }
-    if bits == 4:
-        parts["zeros"] = awq.in_out("qzeros", WORDS, (8, group))
+    parts = _words((1, 32 // bits), group, zeros=bits == 4)
     if g_idx:
         parts["g_idx"] = Part("g_idx", WORDS, axes="K")
-    return Format(
-        name="GPTQ",
-        dtype=f"int{bits}",
-        zero_points=zero_points,
-        act_order=act_order,
-        parts=parts,
-        ignored=("qzeros", "g_idx"),
-        zero_offset=zero_offset,
-    )
+    return Format(name="GPTQ", dtype=f"int{bits}", parts=parts, ignored=("qzeros", "g_idx"))

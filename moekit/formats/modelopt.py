@@ -12,8 +12,7 @@ from moekit.formats.compressed_tensors import nearest_group, operand
 from moekit.formats.eight_bits import FP8, by_convention, eight_bits, eight_bits_of, is_eight_bits
 from moekit.formats.format import Format
 from moekit.formats.fp4 import pairs
-from moekit.formats.matrix import Matrix, Tensors
-from moekit.formats.method import Method, tensors_of
+from moekit.formats.method import Matrix, Method, Tensors, tensors_of
 from moekit.problem.quant import SCHEMES, OperandQuant
 from moekit.untrusted.arguments import shown
 

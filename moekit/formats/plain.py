@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from moekit.formats.format import FLOATS, Format, Part
-from moekit.formats.matrix import Matrix
-from moekit.formats.method import Method
+from moekit.formats.method import Matrix, Method
 
 
 class Plain(Method):

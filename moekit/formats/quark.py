@@ -10,8 +10,7 @@ from typing import Any
 from moekit.formats.eight_bits import eight_bits_of, is_eight_bits
 from moekit.formats.format import Format
 from moekit.formats.fp4 import Mxfp4
-from moekit.formats.matrix import Matrix
-from moekit.formats.method import Method
+from moekit.formats.method import Matrix, Method
 from moekit.problem.quant import OperandQuant
 
 _GROUPS = {"per_tensor": (-1, -1), "per_channel": (1, -1), "per_token": (1, -1)}

@@ -72,7 +72,8 @@ def test_detected(name: str, layer) -> None:
     case, made = CASES[name], layer(name)
     found = detect(made.path)
     assert (found.scheme, found.layers, found.model_type) == (case.scheme, (0,), "qwen3_moe")
-    assert (found.groups[0].num_experts, found.groups[0].hidden_size, found.groups[0].intermediate_size) == (4, 128, 256)
+    (group,) = found.groups
+    assert (group.num_experts, group.hidden_size, group.intermediate_size) == (4, 128, 256)
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if CASES[n].scheme and "act-order" not in n])

@@ -68,6 +68,7 @@ def expected(full_weights: tuple[Tensor, Tensor], p: MoEProblem) -> tuple[Tensor
 
 # -- blocks ------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("name", ["Q2_K", "Q4_K", "Q6_K", "Q8_0", "IQ4_XS", "MXFP4", "TQ2_0"])
 def test_blocks_of_any_shape(name: str, rng: Any) -> None:
     data = files.blocks(rng, (7, 1024), name)
@@ -81,14 +82,13 @@ def test_blocks_that_the_library_cannot_read() -> None:
         dequantize(torch.zeros(2, 292, dtype=torch.uint8), "Q8_K")
 
 
-@pytest.mark.parametrize(("library", "name"), [("gguf", "m.gguf"), ("safetensors", "m.safetensors")])
-def test_without_the_library(
-    library: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("library", ["gguf", "safetensors"])
+def test_without_the_library(library: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    name = f"m.{library}"
     (tmp_path / name).write_bytes(b"anything")
     monkeypatch.setitem(sys.modules, library, None)
     monkeypatch.delitem(sys.modules, "moekit.checkpoint.gguf_file", raising=False)
-    with pytest.raises(WeightsError, match=f"{name}: reading it needs a library: pip install {library}"):
+    with pytest.raises(WeightsError, match=f"{name}: .* a library: pip install {library}"):
         Checkpoint(tmp_path / name)
 
 

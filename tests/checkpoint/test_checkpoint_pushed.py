@@ -20,7 +20,7 @@ from moekit.checkpoint import Checkpoint, detect, load_experts, problem_from_con
 from moekit.checkpoint.pushed import PushedExperts
 from moekit.checkpoint.schemes import scheme_for
 from moekit.errors import WeightsError
-from moekit.formats.declared import declared_format, format_of_scheme
+from moekit.formats.methods import declared_format, format_of_scheme
 from moekit.problem.quant import SCHEMES
 
 pytest.importorskip("safetensors")
@@ -134,11 +134,11 @@ def test_weights_are_not_kept() -> None:
         gone = weakref.ref(tensor)
         del tensor
         assert gone() is None
-    assert not pushed._held
+    assert not pushed._held.entries
     pushed.push("weight_scale_inv", "w1", 2, torch.ones(2, 1))
-    assert list(pushed._held) == ["experts.2.w1.weight_scale_inv"]
+    assert list(pushed._held.entries) == ["experts.2.w1.weight_scale_inv"]
     pushed.push("weight_scale_inv", "w3", 2, torch.ones(2, 1))
-    assert not pushed._held
+    assert not pushed._held.entries
 
 
 @pytest.mark.parametrize("name", CASES)
