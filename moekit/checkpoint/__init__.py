@@ -8,18 +8,15 @@
 
 The modules, from the files up:
 
-    headers, files   the safetensors format: which tensors a file holds, and reading them
-    gguf_header, gguf_config
-                     the GGUF format: its tensors, and its metadata as config.json
-    schema, config   the fields of config.json: their types and bounds, and what they mean
-    names            what checkpoints call the tensors of their experts
-    routing          the arguments of a whole layer
-    stored           the format of each matrix, by `moekit.formats`
-    schemes          which quantization scheme of moekit computes with a stored format
-    share, scales    which part of a layer one rank loads, and its scales where blocks are cut
-    read, load       reading that part, expert by expert
-    pushed, stacks   reading from tensors that a caller passes one by one, of one matrix or several
-    progress         reports of how much of a checkpoint is read
+    schema       the fields of config.json: their types and bounds, and which are understood
+    files        the tensors of safetensors files, by name; the checkpoint's config
+    gguf_file    the tensors and the config of GGUF files
+    names        what checkpoints call the tensors of their experts
+    schemes      which quantization scheme computes with a stored format; scales where blocks are cut
+    share        which part of a layer one rank loads, and the format of each matrix, by `formats`
+    config       what config.json says about a layer's experts and its routing
+    read, load   reading that part, expert by expert
+    pushed       the same from tensors that a caller passes one by one
 """
 
 from moekit.checkpoint.config import Detected, detect, layer_arguments, problem_from_config

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from numbers import Integral
 from typing import NamedTuple
 
@@ -22,103 +23,12 @@ from moekit.checkpoint.files import Entry, Tensors, listed
 from moekit.checkpoint.load import collect, loaded_shapes, local_experts
 from moekit.checkpoint.names import ExpertNames, per_expert
 from moekit.checkpoint.read import Reader
-from moekit.checkpoint.share import Share, fits
+from moekit.checkpoint.share import Piece, Share, fits
 from moekit.errors import WeightsError
 from moekit.formats.format import BIAS, Format, Part, stored
 from moekit.problem import MoEProblem
 from moekit.problem.weights import ExpertWeights
-from moekit.untrusted.arguments import accept, instance, shown
-
-
-@dataclass(frozen=True)
-class Splitter:
-    """Knows the shapes of a layer's tensors. See `PushedExperts` for the arguments."""
-
-    problem: MoEProblem
-    name: str
-    experts: Sequence[int]
-    interleaved: bool
-    transposed: bool
-
-    def halves(self, suffix: str, part: Part, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """Split a tensor of gate and up, of one expert or all, into one of each.
-
-        Raises:
-            WeightsError: The shape does not hold gate and up.
-        """
-        axes, unit = part.axes, part.grid[0]
-        if unit < 0 or axes == "K":  # gate and up have the same
-            return tensor, tensor
-        I = self.problem.intermediate_size
-        after = len(axes) + len(part.tail) - axes.find("N")
-        if self._flips(part, tensor):
-            after = 1
-        fitting = [d for d, n in enumerate(tensor.shape) if n * unit == 2 * I]
-        # Dimensions of 1 may be left out, so the dimension may not be where the format has it.
-        axis = tensor.dim() - after
-        if axis not in fitting and len(fitting) == 1:
-            axis = fitting[0]
-        if axis not in fitting or I % unit or "N" not in axes or (self.interleaved and unit > 1):
-            raise WeightsError(
-                f"{self.name}: w13.{suffix} is {tuple(tensor.shape)}, expected gate and up of {I} "
-                "neurons each; load them as w1 and w3 if an entry covers rows of both"
-            )
-        if self.interleaved:
-            gate, up = torch.unflatten(tensor, axis, (-1, 2)).unbind(axis + 1)
-        else:
-            gate, up = tensor.chunk(2, dim=axis)
-        return gate, up
-
-    def _flips(self, part: Part, tensor: Tensor) -> bool:
-        """Return whether a tensor is a stack of matrices (in, out)."""
-        return self.transposed and tensor.dim() == 3 and not part.fixed
-
-    def by_expert(
-        self, suffix: str, part: Part, shard: str, expert: int, tensor: Tensor
-    ) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield (physical expert, its logical expert, its tensor).
-
-        Raises:
-            WeightsError: The shape fits neither one expert nor a stack.
-        """
-        p = self.problem
-        n, k = (p.hidden_size, p.intermediate_size)[:: 1 if shard == "w2" else -1]
-        shape = part.shape(n, k)
-        what = f"{self.name}: {shard}.{suffix}"
-        if tensor.dtype not in part.dtypes:
-            allowed = " or ".join(map(str, part.dtypes))
-            raise WeightsError(f"{what} of expert {expert} is {tensor.dtype}, expected {allowed}")
-        if fits(tensor.shape, shape, part):
-            yield expert, p.logical_expert(expert), tensor
-            return
-        held: dict[int, Sequence[tuple[int, int]]] = {
-            count: [(e, p.logical_expert(e)) for e in range(count)]
-            for count in (p.num_experts, p.num_physical_experts)
-        }
-        mine = list(zip(p.local_experts, self.experts, strict=True))
-        held.setdefault(p.num_local_experts, mine)
-        for stack in (tensor.mT, tensor) if self._flips(part, tensor) else (tensor,):
-            if stack.dim() and len(stack) in held and fits(stack.shape[1:], shape, part):
-                for ids, each in zip(held[len(stack)], stack.unbind(), strict=True):
-                    yield *ids, each
-                return
-        hint = ""
-        if tuple(tensor.shape[-2:]) == shape[::-1]:
-            hint = "; transpose it"
-            if tensor.dim() == 3:
-                hint += ", or construct the layer with is_fused_checkpoint_transposed=True"
-        elif p.parallel.tp_size > 1:
-            hint = "; load the whole tensor, and each rank takes its part"
-        one, many = str(shape), str((p.num_experts, *shape))
-        if part.grid == (-1, -1):
-            one, many = "one number", f"{p.num_experts} numbers"
-        raise WeightsError(
-            f"{what} of expert {expert} is {tuple(tensor.shape)}, expected {one} for one expert "
-            f"or {many} for all{hint}"
-        )
-
-
-_Unit = tuple[int, str]  # an expert, and "w13", "w2", or "" for both
+from moekit.untrusted.arguments import shown
 
 
 class _Given(NamedTuple):
@@ -127,9 +37,6 @@ class _Given(NamedTuple):
     part: Part
     physical: int
     tensor: Tensor
-
-
-_KINDS = {"problem": instance("a MoEProblem", MoEProblem), "format": instance("a Format", Format)}
 
 
 class PushedExperts:
@@ -173,10 +80,9 @@ class PushedExperts:
         name: str = "experts",
         out: dict[str, Tensor] | None = None,
     ) -> None:
-        accept(_KINDS, locals(), WeightsError)
         self.problem, self.format, self.name = problem, format, name
+        self.interleaved, self.transposed = interleaved, transposed
         local = local_experts(problem, experts)
-        self._split = Splitter(problem, name, local, interleaved, transposed)
         self.device = torch.device(device)
         self._held = Tensors(name)
         self._share = Share(self._held, _names(problem), 0, problem, local, dequantize, format)
@@ -186,14 +92,19 @@ class PushedExperts:
             self._share.dequantize = True
         wanted = self._share.wanted(sorted(set(self._share.experts)))
         self._wanted = dict.fromkeys(stored.name for stored in wanted)
-        self._in_order = not (problem.parallel.tp_size > 1 and "g_idx" in format.parts)
-        # Whether weights are placed as they come, without their scales.
-        self._direct = not format.dtype or (self._in_order and not dequantize)
-        self._units = self._make_units()
-        self._unit_of = {tensor: unit for unit, of in self._units.items() for tensor in of}
+        # Whether weights are placed as they come, without their scales or order.
+        ordered = problem.parallel.tp_size == 1 or "g_idx" not in format.parts
+        self._direct = not format.dtype or (ordered and not dequantize)
+        # Where each weight goes, for all replicas of its expert.
+        self._sites: dict[str, list[tuple[int, str, Piece]]] = defaultdict(list)
+        for slot, which in itertools.product(range(len(local)), ("w13", "w2")):
+            for piece in self._share.of(which):
+                called = self._share.name(piece.template, local[slot], self.weight_suffix)
+                self._sites[called].append((slot, which, piece))
         self._reader: Reader | None = None
         self._pushed: dict[str, int] = {}  # each name, and the physical expert it was pushed for
         self._lock = threading.RLock()
+        self._converted = False  # whether all that was pushed is in `out` and in the reader
         self._finished = False  # whether a round has ended
         self.out: dict[str, Tensor] = {}
         if out is not None:
@@ -220,18 +131,6 @@ class PushedExperts:
         if which == "w2":
             return ("w2",)
         return ("w1", "w3", "w13") if self.problem.activation.gated else ("w1",)
-
-    def _make_units(self) -> dict[_Unit, set[str]]:
-        """Return the tensors that are converted together."""
-        share, units = self._share, dict[_Unit, set[str]]()
-        for which in ("w13", "w2"):
-            for piece, expert in itertools.product(share.of(which), share.experts):
-                unit = (expert, which if self._in_order else "")
-                # Experts share the largest input scale, which `finish` finds.
-                roles = set(share.roles(piece, expert)) - {"input_scale"}
-                names = {share.locate(piece, role, expert).name for role in roles}
-                units.setdefault(unit, set()).update(names)
-        return units
 
     # -- storage ----------------------------------------------------------------------------
 
@@ -261,14 +160,10 @@ class PushedExperts:
         """Return whether a round of loading has begun and is not finished."""
         return self._reader is not None
 
-    def missing(self) -> list[str]:
-        """Return the tensors of this rank that this round still needs."""
-        pushed = self._pushed if self.loading else {}
-        return [tensor for tensor in self._wanted if tensor not in pushed]
-
     def lacking(self) -> str:
         """Say which tensors this round still needs, and which one began it; "" for none."""
-        if not (missing := self.missing()):
+        pushed = self._pushed if self.loading else {}
+        if not (missing := [name for name in self._wanted if name not in pushed]):
             return ""
         first = next(iter(self._pushed), "") if self.loading and self._finished else ""
         began = (
@@ -285,7 +180,7 @@ class PushedExperts:
             if self._share.padded:
                 for tensor in self.out.values():
                     tensor.zero_()
-            self._pushed = {}
+            self._pushed, self._converted = {}, False
             self._reader = Reader(self._share, self.out)
         return self._reader
 
@@ -315,11 +210,11 @@ class PushedExperts:
             return int(expert) % self.problem.num_experts in self._share.experts
         given = [(shard, tensor)]
         if shard == "w13":
-            halves = self._split.halves(suffix, part, tensor)
+            halves = self._halves(suffix, part, tensor)
             given = list(zip(("w1", "w3"), halves, strict=True))
         needed: dict[str, _Given] = {}
         for each, half in given:
-            for physical, logical, one in self._split.by_expert(suffix, part, each, expert, half):
+            for physical, logical, one in self._by_expert(suffix, part, each, expert, half):
                 name = self._share.name(self._template(each), logical, suffix)
                 if name in self._wanted:  # all replicas of an expert have the same
                     needed.setdefault(name, _Given(part, physical, one))
@@ -339,13 +234,13 @@ class PushedExperts:
             if lacking := self.lacking():
                 raise WeightsError(f"{self.name}: {lacking}; load them, then call this again")
             reader = self._begin()
-            self._reader = None
+            if not self._converted:
+                self._convert(reader)
+            self._reader, self._finished = None, True
             try:
-                experts = collect(reader).to(self.device)
+                return collect(reader).to(self.device)
             finally:
                 self._held.entries.clear()
-            self._finished = True
-            return experts
 
     def _check(self, suffix: str, shard: str, expert: int, tensor: Tensor) -> None:
         known = [s for which in ("w13", "w2") for s in self.shards(which)]
@@ -388,53 +283,115 @@ class PushedExperts:
         return {"w1": names.gate or names.up, "w2": names.down, "w3": names.up}[shard]
 
     def _take(self, given: Mapping[str, _Given]) -> None:
-        """Load ``given``; keep copies of what is not converted yet."""
+        """Place or keep ``given``, and convert the layer when it is complete."""
         reader = self._begin()
-        self._pushed |= {name: one.physical for name, one in given.items()}
         for name, one in given.items():
-            self._hold(name, one.tensor.detach())
-        try:
-            placed = [
-                n for n, one in given.items() if self._direct and one.part is self.format.weight
-            ]
-            for name in placed:
-                self._place(reader, self._unit_of[name], name)
-            units = dict.fromkeys(self._unit_of[name] for name in given if name in self._unit_of)
-            complete = [unit for unit in units if self._units[unit] <= self._pushed.keys()]
-            for unit in complete:
-                if not self._direct:
-                    self._place(reader, unit)
-                for matrix in self._matrices(reader, unit):
-                    reader.finish(*matrix)
-        except BaseException:  # no memory, for example: the round begins again
-            self._reader = None
-            self._held.entries.clear()
-            raise
-        for name in itertools.chain(placed, *(self._units[unit] for unit in complete)):
-            self._held.entries.pop(name, None)
-        for name in given.keys() & self._held.entries.keys():
-            self._hold(name, given[name].tensor.detach().to("cpu", copy=True))
+            if self._direct and one.part is self.format.weight:
+                self._hold(name, one.tensor.detach())
+                for site in self._sites[name]:
+                    reader.place(*site, None)
+                del self._held.entries[name]
+            else:
+                self._hold(name, one.tensor.detach().to("cpu", copy=True))
+            self._pushed[name] = one.physical
+        if len(self._pushed) == len(self._wanted):
+            self._convert(reader)
 
     def _hold(self, name: str, tensor: Tensor) -> None:
         shape = tuple(tensor.shape)
         self._held.entries[name] = Entry(self._held.path, 0, shape, tensor.dtype, lambda: tensor)
 
-    def _place(self, reader: Reader, unit: _Unit, name: str | None = None) -> None:
-        """Place the weights of a unit, or of one tensor."""
-        share, suffix = self._share, self.weight_suffix
-        for slot, matrix, order in self._matrices(reader, unit):
-            for piece in share.of(matrix):
-                if name in (None, share.name(piece.template, unit[0], suffix)):
-                    reader.place(slot, matrix, piece, order)
+    def _convert(self, reader: Reader) -> None:
+        """Read what is kept, but for input scales, whose largest `finish` finds."""
+        for slot in range(len(self._share.experts)):
+            if not self._direct:
+                reader.expert(slot)
+            else:
+                for which in ("w13", "w2"):
+                    reader.finish(slot, which, None)
+        inputs = self.format.parts.get("input_scale", BIAS).suffix
+        for name in [name for name in self._held.entries if not name.endswith(f".{inputs}")]:
+            del self._held.entries[name]
+        self._converted = True
 
-    def _matrices(self, reader: Reader, unit: _Unit) -> Iterator[tuple[int, str, Tensor | None]]:
-        """Yield (slot, "w13" or "w2", order of neurons) of each matrix of a unit."""
-        expert, which = unit
-        for slot, held in enumerate(self._share.experts):
-            if held == expert:
-                order = None if self._in_order else reader.order(slot)
-                for matrix in (which,) if which else ("w13", "w2"):
-                    yield slot, matrix, order
+    # -- tensors of several matrices ------------------------------------------------------------
+
+    def _halves(self, suffix: str, part: Part, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """Split a tensor of gate and up, of one expert or all, into one of each.
+
+        Raises:
+            WeightsError: The shape does not hold gate and up.
+        """
+        axes, unit = part.axes, part.grid[0]
+        if unit < 0 or axes == "K":  # gate and up have the same
+            return tensor, tensor
+        I = self.problem.intermediate_size
+        after = len(axes) + len(part.tail) - axes.find("N")
+        if self._flips(part, tensor):
+            after = 1
+        fitting = [d for d, n in enumerate(tensor.shape) if n * unit == 2 * I]
+        # Dimensions of 1 may be left out, so the dimension may not be where the format has it.
+        axis = tensor.dim() - after
+        if axis not in fitting and len(fitting) == 1:
+            axis = fitting[0]
+        if axis not in fitting or I % unit or "N" not in axes or (self.interleaved and unit > 1):
+            raise WeightsError(
+                f"{self.name}: w13.{suffix} is {tuple(tensor.shape)}, expected gate and up of {I} "
+                "neurons each; load them as w1 and w3 if an entry covers rows of both"
+            )
+        if self.interleaved:
+            gate, up = torch.unflatten(tensor, axis, (-1, 2)).unbind(axis + 1)
+        else:
+            gate, up = tensor.chunk(2, dim=axis)
+        return gate, up
+
+    def _flips(self, part: Part, tensor: Tensor) -> bool:
+        """Return whether a tensor is a stack of matrices (in, out)."""
+        return self.transposed and tensor.dim() == 3 and not part.fixed
+
+    def _by_expert(
+        self, suffix: str, part: Part, shard: str, expert: int, tensor: Tensor
+    ) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield (physical expert, its logical expert, its tensor).
+
+        Raises:
+            WeightsError: The shape fits neither one expert nor a stack.
+        """
+        p = self.problem
+        n, k = (p.hidden_size, p.intermediate_size)[:: 1 if shard == "w2" else -1]
+        shape = part.shape(n, k)
+        what = f"{self.name}: {shard}.{suffix}"
+        if tensor.dtype not in part.dtypes:
+            allowed = " or ".join(map(str, part.dtypes))
+            raise WeightsError(f"{what} of expert {expert} is {tensor.dtype}, expected {allowed}")
+        if fits(tensor.shape, shape, part):
+            yield expert, p.logical_expert(expert), tensor
+            return
+        held: dict[int, Sequence[tuple[int, int]]] = {
+            count: [(e, p.logical_expert(e)) for e in range(count)]
+            for count in (p.num_experts, p.num_physical_experts)
+        }
+        mine = list(zip(p.local_experts, self._share.experts, strict=True))
+        held.setdefault(p.num_local_experts, mine)
+        for stack in (tensor.mT, tensor) if self._flips(part, tensor) else (tensor,):
+            if stack.dim() and len(stack) in held and fits(stack.shape[1:], shape, part):
+                for ids, each in zip(held[len(stack)], stack.unbind(), strict=True):
+                    yield *ids, each
+                return
+        hint = ""
+        if tuple(tensor.shape[-2:]) == shape[::-1]:
+            hint = "; transpose it"
+            if tensor.dim() == 3:
+                hint += ", or construct the layer with is_fused_checkpoint_transposed=True"
+        elif p.parallel.tp_size > 1:
+            hint = "; load the whole tensor, and each rank takes its part"
+        one, many = str(shape), str((p.num_experts, *shape))
+        if part.grid == (-1, -1):
+            one, many = "one number", f"{p.num_experts} numbers"
+        raise WeightsError(
+            f"{what} of expert {expert} is {tuple(tensor.shape)}, expected {one} for one expert "
+            f"or {many} for all{hint}"
+        )
 
 
 def _names(problem: MoEProblem) -> ExpertNames:
