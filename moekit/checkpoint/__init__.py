@@ -12,7 +12,7 @@ The modules, from the files up:
     files        the tensors of safetensors files, by name; the checkpoint's config
     gguf_file    the tensors and the config of GGUF files
     names        what checkpoints call the tensors of their experts
-    schemes      which quantization scheme computes with a stored format; scales where blocks are cut
+    schemes      which quantization scheme computes with a stored format, and its scales
     share        which part of a layer one rank loads, and the format of each matrix, by `formats`
     config       what config.json says about a layer's experts and its routing
     read, load   reading that part, expert by expert

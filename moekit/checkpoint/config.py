@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from moekit.checkpoint.schema import (
     WEIGHT_ON_INPUT,
     check_understood,
 )
-from moekit.checkpoint.schemes import described, no_scheme, scheme_for
-from moekit.checkpoint.share import layer_formats
+from moekit.checkpoint.schemes import no_scheme, scheme_for
+from moekit.checkpoint.share import layer_formats, several
 from moekit.errors import WeightsError
 from moekit.formats.format import Format
 from moekit.problem import DTYPES, MoEProblem, ParallelConfig
@@ -38,6 +39,7 @@ class LayerGroup:
     Attributes:
         layers: Their numbers.
         formats: How matrices are stored; several if they differ.
+        stored: The same in words.
         scheme: The scheme of moekit that computes with the weights as they are stored and
             quantizes activations as the checkpoint intends. If None, there is no such scheme, and
             `load_experts` needs ``dequantize=True`` or a scheme that the caller names.
@@ -45,6 +47,7 @@ class LayerGroup:
 
     layers: tuple[int, ...]
     formats: tuple[Format, ...]
+    stored: str
     scheme: str | None
     num_experts: int
     top_k: int
@@ -56,7 +59,7 @@ class LayerGroup:
         a, runs = self.activation, _runs(self.layers)
         limit = "" if a.limit is None else f" (limit {a.limit:g})"
         return (
-            f"layers {runs}: {described(self.formats)}, "
+            f"layers {runs}: {self.stored}, "
             f"scheme {self.scheme or '(none: dequantize=True)'}, "
             f"{self.num_experts} experts, top {self.top_k}, hidden {self.hidden_size}, "
             f"intermediate {self.intermediate_size}, {a.name}{limit}"
@@ -139,19 +142,22 @@ def _detect(
     for each in layers if layer is None else (layer,):
         sizes = _sizes(config, each, given)
         hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
+        stored = layer_formats(checkpoint, probe, each, hidden, inner)
         fields: dict[str, Any] = {
             **sizes,
             "activation": _activation(config, each, given),
-            "formats": layer_formats(checkpoint, probe, each, hidden, inner).distinct,
+            "formats": stored.distinct,
         }
         alike = next((group for group in groups if group["fields"] == fields), None)
         if alike is None:
-            groups.append(alike := {"fields": fields, "layers": []})
+            groups.append(alike := {"fields": fields, "stored": stored.text, "layers": []})
         alike["layers"].append(each)
     return Detected(
         model_type=model_type,
         names=probe,
-        groups=tuple(_group(found["layers"], **found["fields"]) for found in groups),
+        groups=tuple(
+            _group(found["layers"], found["stored"], **found["fields"]) for found in groups
+        ),
         dtype=_dtype(config, checkpoint.config),
         has_bias=bool(probe.down_bias),
         apply_router_weight_on_input=model_type == "llama4_text"
@@ -159,10 +165,11 @@ def _detect(
     )
 
 
-def _group(layers: Collection[int], formats: tuple[Format, ...], **fields: Any) -> LayerGroup:
-    alike = len(formats) == 1
-    scheme = scheme_for(formats[0], fields["intermediate_size"]) if alike else None
-    return LayerGroup(layers=tuple(layers), formats=formats, scheme=scheme, **fields)
+def _group(
+    layers: Collection[int], stored: str, formats: tuple[Format, ...], **fields: Any
+) -> LayerGroup:
+    scheme = scheme_for(formats[0], fields["intermediate_size"]) if len(formats) == 1 else None
+    return LayerGroup(layers=tuple(layers), stored=stored, formats=formats, scheme=scheme, **fields)
 
 
 def problem_from_config(
@@ -198,7 +205,9 @@ def problem_from_config(
         described = {k: v for k, v in described.items() if k in MoEProblem.__dataclass_fields__}
         problem = MoEProblem(**{**described, "quant": "none", **given})
         # What differs between layers must be stated, or of no interest.
-        stated = {*given, *("formats", "scheme") * (dequantize or "quant" in given), "layers"}
+        stated = {*given, "layers", "stored"}
+        if dequantize or "quant" in given:
+            stated |= {"formats", "scheme"}
         if any(vars(other)[name] != v for other in others for name, v in vars(first).items()
                if name not in stated):  # fmt: skip
             raise WeightsError(
@@ -208,9 +217,11 @@ def problem_from_config(
         if dequantize or "quant" in given:
             return problem
         tp_size = problem.parallel.tp_size
+        if len(first.formats) > 1:
+            raise WeightsError(f"{several(first.stored)}; load them with dequantize=True")
         scheme = scheme_for(first.formats[0], first.intermediate_size, tp_size)
-        if scheme is None or len(first.formats) > 1:
-            raise WeightsError(no_scheme(first.formats, first.intermediate_size, tp_size))
+        if scheme is None:
+            raise WeightsError(no_scheme(first.formats[0], first.intermediate_size, tp_size))
         return problem.replace(quant=scheme)
 
 
@@ -318,20 +329,12 @@ def _activation(config: Mapping[str, Any], layer: int, given: Mapping[str, Any])
 
 def _runs(numbers: Collection[int]) -> str:
     """Return ascending numbers as "0, 3-60"."""
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in _ranges(numbers))
+    runs = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    each = [[number for _, number in run] for _, run in runs]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in each)
 
 
-def _ranges(numbers: Collection[int]) -> Iterator[tuple[int, int]]:
-    first = last = None
-    for n in numbers:
-        if last is None or n != last + 1:
-            if first is not None and last is not None:
-                yield first, last
-            first = n
-        last = n
-    if first is not None and last is not None:
-        yield first, last
-
+# -- routing -------------------------------------------------------------------------------------
 
 # Softmax over all experts, then top-k; renormalized as ``norm_topk_prob`` says, or always.
 _SOFTMAX = frozenset({

@@ -151,11 +151,6 @@ def scheme_for(format: Format, intermediate_size: int, tp_size: int = 1) -> str 
     return max(fitting, key=coarseness).name if fitting else None
 
 
-def described(formats: Sequence[Format]) -> str:
-    """Return the names of formats, for errors."""
-    return " and ".join(sorted(map(str, formats)))
-
-
 def mismatch(format: Format, scheme: QuantScheme) -> str:
     """Return why ``scheme`` does not compute with weights in ``format``; "" if it does.
 
@@ -194,13 +189,10 @@ def cuts_groups(
     )
 
 
-def no_scheme(formats: Sequence[Format], intermediate_size: int, tp_size: int) -> str:
+def no_scheme(format: Format, intermediate_size: int, tp_size: int) -> str:
     """Say why no scheme computes with the stored weights, and what to do."""
-    format, *others = formats
     instead = "load them with dequantize=True"
-    if others:
-        why = "moekit has no scheme for several formats"
-    elif scheme_for(format, intermediate_size) is not None:
+    if scheme_for(format, intermediate_size) is not None:
         why = f"tp_size={tp_size} cuts its groups of {format.group[1]} columns of w2"
         instead = f"use expert parallelism, or {instead}"
     elif (operand := format.activation) is not None:
@@ -212,7 +204,7 @@ def no_scheme(formats: Sequence[Format], intermediate_size: int, tp_size: int) -
         instead = f"choose another scheme for these weights with quant=..., or {instead}"
     else:
         why = "moekit has no scheme for them"
-    return f"the experts are stored as {described(formats)}: {why}; {instead}"
+    return f"the experts are stored as {format}: {why}; {instead}"
 
 
 def scheme_of(
@@ -226,7 +218,7 @@ def scheme_of(
     if quant is None:
         name = scheme_for(format, intermediate_size, tp_size)
         if name is None:
-            raise WeightsError(no_scheme([format], intermediate_size, tp_size))
+            raise WeightsError(no_scheme(format, intermediate_size, tp_size))
         return SCHEMES[name]
     if why := mismatch(format, quant):
         raise WeightsError(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moekit.checkpoint.files import Checkpoint, Tensors
 from moekit.checkpoint.names import ExpertNames, layers_in, names_in, no_experts
-from moekit.checkpoint.schemes import cuts_groups, described, mismatch, neuron_ranges, scheme_for
+from moekit.checkpoint.schemes import cuts_groups, mismatch, neuron_ranges, scheme_for
 from moekit.errors import WeightsError
 from moekit.formats.format import BIAS, Format, Part, filled, stored
 from moekit.formats.method import Matrix
@@ -31,15 +31,18 @@ class LayerFormats:
 
     Attributes:
         distinct: Each of them once.
+        text: What errors call them: each with one of its matrices, if there are several.
     """
 
-    def __init__(self, formats: Mapping[_Key, Format]) -> None:
+    def __init__(self, formats: Mapping[_Key, Format], layer: int = 0) -> None:
         self._of = dict(formats)
-        found: list[Format] = []
-        for format in self._of.values():
-            if not any(format is other or format == other for other in found):
-                found.append(format)
-        self.distinct = tuple(found) or (plain(),)
+        found: list[tuple[Format, str]] = []
+        for (template, expert), format in self._of.items():
+            if not any(format is other or format == other for other, _ in found):
+                found.append((format, filled(template, layer, expert)))
+        self.distinct = tuple(format for format, _ in found) or (plain(),)
+        each = sorted(f"{format} in {name}" for format, name in found)
+        self.text = " and ".join(each) if len(each) > 1 else str(self.distinct[0])
 
     @classmethod
     def all(cls, format: Format) -> LayerFormats:
@@ -62,7 +65,7 @@ def layer_formats(
     """
     key = (names, layer, hidden_size, intermediate_size)
     if key not in checkpoint.known:
-        checkpoint.known[key] = LayerFormats(_read(checkpoint, *key))
+        checkpoint.known[key] = LayerFormats(_read(checkpoint, *key), layer)
     found: LayerFormats = checkpoint.known[key]
     return found
 
@@ -368,8 +371,7 @@ class Share:
             return f"dequantize=True needs a problem with quant='none' (got {scheme.name!r})"
         instead = ["quant='none' and dequantize=True"] if format.dtype else []
         if len(self.formats.distinct) > 1:
-            held = described(self.formats.distinct)
-            return f"the experts are stored as {held}, which no scheme has: use {instead[0]}"
+            return f"{several(self.formats.text)}; use {instead[0]}"
         if why := mismatch(format, scheme):
             other = scheme_for(format, inner, tp)
             instead = [f"quant={other!r}"] * bool(other) + instead
@@ -448,6 +450,11 @@ class Share:
             files = ", ".join(sorted(file.name for file in checkpoint.duplicates[name]))
             found.append(f"{name} is duplicate, in {files}")
         return found
+
+
+def several(formats: str) -> str:
+    """Say that no scheme has several formats."""
+    return f"the experts are stored as {formats}: moekit has no scheme for several formats"
 
 
 def fits(shape: Sequence[int], wanted: Sequence[int], part: Part) -> bool:

@@ -89,34 +89,9 @@ def test_every_broken_file_is_named(made: dict[str, files.Layer], tmp_path: Path
     assert f"{third}: no such file; the checkpoint is incomplete" in said
 
 
-@pytest.mark.parametrize(
-    "data",
-    [b"", b"\x02\0\0", b"\xff" * 8, b"\2\0\0\0\0\0\0\0{", b"\2\0\0\0\0\0\0\0[]",
-     b'\x0c\0\0\0\0\0\0\0{"a":{"b":1}}',
-     b'\x3b\0\0\0\0\0\0\0{"a":{"dtype":"F32","shape":[4],"data_offsets":[-16,0]}}   '],
-)  # fmt: skip
-def test_invalid_headers(data: bytes, tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(data)
-    with pytest.raises(WeightsError, match="truncated or not a safetensors file"):
-        Checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 1}}', "{}"])
-def test_invalid_indexes(text: str, tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(WeightsError, match="not a safetensors index"):
-        Checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["{", "[1]"])
-def test_invalid_configs(text: str, made: dict[str, files.Layer], tmp_path: Path) -> None:
+def test_no_config(made: dict[str, files.Layer], tmp_path: Path) -> None:
     path = tmp_path / "model"
     shutil.copytree(made["bf16"].path, path)
-    (path / "config.json").write_text(text)
-    with pytest.raises(
-        WeightsError, match=r"config\.json: (cannot be read|must hold an object .got list)"
-    ):
-        detect(path)
     (path / "config.json").unlink()
     with pytest.raises(WeightsError, match="no config.json; describe the problem"):
         detect(path)
@@ -132,9 +107,7 @@ def test_truncated_while_open(made: dict[str, files.Layer], tmp_path: Path) -> N
             with file.open("r+b") as stream:
                 stream.truncate(file.stat().st_size // 2)
         for asked in (problem, sliced):
-            with pytest.raises(
-                WeightsError, match="truncated (while it|after its header) was read"
-            ):
+            with pytest.raises(WeightsError, match="truncated after its header was read"):
                 load_experts(checkpoint, None, 0, asked)
 
 
@@ -206,11 +179,6 @@ def put(name: str, value: Callable[[Tensor], Tensor]) -> Change:
             "gptq",
             put("1.gate_proj.qzeros", lambda t: t + 1),
             "1.gate_proj.qzeros is not all 8, but the weights are symmetric",
-        ),
-        (
-            "ct",
-            put("1.down_proj.weight_shape", lambda t: t * 2),
-            r"1.down_proj.weight_shape holds \[128, 128\], expected \[64, 64\]",
         ),
         (
             "act-order",
@@ -396,23 +364,9 @@ def test_a_layer_without_experts(made: dict[str, files.Layer]) -> None:
         load_experts(made["bf16"].path, None, 5, problem)
 
 
-ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
-    "path": (dict(path=3), "path=3: it must be the path of a file or of a directory"),
-    "names": (dict(names=["w1"]), "names=.*: it must be an ExpertNames, or a model type of NAMES"),
-    "layers": (dict(layers=3), "layers=3: it must be a sequence of integers"),
-    "layer": (dict(layers=["0"]), "layers=.'0'.: it must be a sequence of integers"),
-    "problem": (dict(problem=None), "problem=None: it must be a MoEProblem"),
-    "experts": (dict(experts="0123"), "experts='0123': it must be a sequence of integers"),
-    "floats": (dict(experts=[0.0, 1.0]), "experts=.0.0, 1.0.: it must be a sequence of integers"),
-    "threads": (dict(threads="8"), "threads='8': it must be an integer of at least 1"),
-    "flag": (dict(dequantize=1), "dequantize=1: it must be True or False"),
-}
-
-
-@pytest.mark.parametrize("case", ARGUMENTS)
-def test_wrong_arguments(case: str, tmp_path: Path) -> None:
-    given, message = ARGUMENTS[case]
-    sizes = dict(num_experts=2, top_k=1, hidden_size=8, intermediate_size=8)
-    usual = dict(path=tmp_path, names=None, layers=[0], problem=MoEProblem(**sizes, device="cpu"))
-    with pytest.raises(WeightsError, match=message):
-        next(load_layers(**{**usual, **given}))
+def test_more_experts_than_memory(
+    made: dict[str, files.Layer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moekit.checkpoint.load.available_memory", lambda: 1000.0)
+    with pytest.raises(WeightsError, match="take 0.0 GB .* use more ranks, or correct the sizes"):
+        load(made["bf16"].path)
