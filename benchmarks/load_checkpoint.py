@@ -33,7 +33,6 @@ from torch import Tensor
 import moekit
 from moekit import ParallelConfig
 from moekit.checkpoint import Checkpoint, detect, load_layers, problem_from_config
-
 from moekit.checkpoint.load import THREADS
 
 EXPERTS = 128

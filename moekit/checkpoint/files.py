@@ -194,7 +194,7 @@ class Checkpoint(Tensors):
                 f"{file}: reading it needs a library: pip install {kind.lower()} ({error})"
             ) from error
         except (OSError, MemoryError) as error:
-            why: str = getattr(error, "strerror", None) or str(error)
+            why = str(getattr(error, "strerror", None) or error)
             raise WeightsError(
                 f"{file}: cannot be read ({why}); pass a file that you may read"
             ) from error

@@ -21,7 +21,7 @@ class ExpertNames:
     """The names of the expert tensors of one MoE layer in a checkpoint.
 
     The names are templates with ``{layer}`` and, where every expert has its own tensor,
-    ``{expert}``. Tensors without ``{expert}`` have the experts in dim 0. All names are those of
+    ``{expert}``. Tensors without ``{expert}`` have the experts in dim 0. All names are for
     unquantized weights; the names of quantized ones follow from them. ``x.weight`` becomes
     ``x.weight_scale``, ``x.qweight``, ``x.weight_packed`` and so on; a name with another ending,
     ``x``, becomes ``x_scale_inv``, ``x_blocks`` and so on.
@@ -236,7 +236,7 @@ def _of_type(model_type: str) -> list[ExpertNames]:
 
 
 def _spellings(names: ExpertNames) -> list[ExpertNames]:
-    """Return the names, and those of the same experts in one tensor each or in one for all."""
+    """Return the names, and further ones for the same experts in one tensor each or in one for all."""
     start, experts, _ = names.down.partition(".experts.")
     if not experts and names.down.startswith(_MODEL):  # granite: block_sparse_moe.output_linear
         start, experts = f"{_MODEL}{names.down.removeprefix(_MODEL).partition('.')[0]}", ".experts."

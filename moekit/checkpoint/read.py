@@ -44,7 +44,7 @@ class Reader:
                 self._regrid[which] = self._joined(pieces, which == "w2", weight.group)
 
     def _joined(self, pieces: Sequence[Piece], along_k: bool, group: Grid) -> Regrid:
-        """Return the regrid of joined pieces: those of w13 along N, those of w2 along K."""
+        """Return the regrid of joined pieces: along N for w13, along K for w2."""
         first, joined = 0, []
         for piece in pieces:
             extent = piece.columns if along_k else piece.rows

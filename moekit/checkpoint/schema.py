@@ -73,18 +73,23 @@ for _ in range(2):
 
 HF_QUANT_CONFIG = record({"quantization": QUANTIZATION})
 
-# Names of fields that may change what an expert computes, and of those among them that describe
-# the router, shared experts, attention or training.
+# Names of fields that may change what an expert computes, unless they describe something else.
 _OF_EXPERTS = re.compile(
     "expert|moe|mlp|ffn|glu|latent|intermediate|softcap|clamp|clip|limit|(^|_)act(_|ivation|$)|"
-    "hidden_size|hidden_dim|^per_layer_config$"
+    "hidden_size|hidden_dim"
 )
 _OF_OTHERS = re.compile(
-    "router|rout|loss|dropout|share|layers?(_|$)(?!config)|layer_|_freq|interval|period|attn|"
-    "attention|mamba|vision|initializer|mtp|capacity|group|renorm|norm_|logit|dense_inter|qkv|time_step|"
-    "policy|selection|expert_bias|qk_|rel_|zero_expert|enable_moe|is_moe|_factor$|mlp_ratio|"
-    "mlp_bias|double_wide|intermediate_size_mlp|ffn_dim|ep_size|num_moe|moe_start|moe_end|"
-    "sparse_step|^ffn_hidden_size$|use_moe"
+    # the router
+    "rout|norm_|renorm|group|capacity|policy|selection|expert_bias|zero_expert|logit|_factor$|"
+    # shared experts and dense layers
+    "share|dense_inter|intermediate_size_mlp|^ffn_hidden_size$|ffn_dim|mlp_ratio|mlp_bias|double_wide|"
+    # which layers have experts
+    "layers?(_|$)(?!config)|layer_|_freq|interval|period|sparse_step|(use|is|enable|num)_moe|"
+    "moe_(start|end)|mtp|"
+    # attention and other modules
+    "attn|attention|qkv|qk_|rel_|mamba|time_step|vision|"
+    # training
+    "loss|dropout|initializer|ep_size"
 )
 
 
@@ -95,11 +100,7 @@ def check_understood(config: Mapping[str, Any], given: Collection[str] = ()) -> 
         given: The fields of `MoEProblem` that the caller states. They replace what the config says.
     """
     for name, value in config.items():
-        if name in _FIELDS or name in NESTED or value in (None, False, 0, "", [], {}):
-            continue
-        if not _OF_EXPERTS.search(name) or (_OF_OTHERS.search(name) and name != "per_layer_config"):
-            continue
-        if name == "per_layer_config" and not _of_experts_within(value):
+        if name in _FIELDS or name in NESTED or not _changes_numbers(name, value):
             continue
         size_like = re.search("size|dim|latent|intermediate|layer", name)
         instead = ("hidden_size", "intermediate_size") if size_like else ("activation",)
@@ -111,9 +112,13 @@ def check_understood(config: Mapping[str, Any], given: Collection[str] = ()) -> 
             )
 
 
-def _of_experts_within(value: object) -> bool:
-    """Return whether a field of fields by layer has one that experts depend on."""
-    if not isinstance(value, dict):
-        return True
-    each = [entry for entry in value.values() if isinstance(entry, dict)]
-    return any(_OF_EXPERTS.search(n) and not _OF_OTHERS.search(n) for entry in each for n in entry)
+def _changes_numbers(name: str, value: object) -> bool:
+    """Return whether a field may change what experts compute."""
+    if value in (None, False, 0, "", [], {}):
+        return False
+    if name == "per_layer_config" and isinstance(value, dict):  # fields by layer
+        each = [entry for entry in value.values() if isinstance(entry, dict)]
+        return any(_changes_numbers(n, v) for entry in each for n, v in entry.items())
+    return name == "per_layer_config" or bool(
+        _OF_EXPERTS.search(name) and not _OF_OTHERS.search(name)
+    )

@@ -224,7 +224,7 @@ class Share:
         formats: The format of each matrix.
         format: The format that they have in common, or one of them; see `setting_fault`.
         neurons: The rank's neurons; see `neuron_ranges`.
-        w13: The pieces of gate, then those of up; or pieces of both if their rows alternate.
+        w13: The pieces of gate, then of up; or pieces of both if their rows alternate.
         w2: The pieces of w2.
         experts: The logical expert of each physical expert.
     """
@@ -304,7 +304,7 @@ class Share:
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """The pieces of w13, then those of w2."""
+        """The pieces of w13, then of w2."""
         return (*self.w13, *self.w2)
 
     def of(self, which: str) -> tuple[Piece, ...]:
@@ -414,7 +414,7 @@ class Share:
         return found
 
     def wanted(self, experts: Sequence[int]) -> Iterator[Stored]:
-        """Yield every tensor to read: those of ``experts``, and the input scales of all experts."""
+        """Yield every tensor to read: all of ``experts``, and the input scales of the others."""
         every = range(self.problem.num_experts)
         for piece in {piece.template: piece for piece in self.pieces}.values():
             inputs = every if self.static else range(0)

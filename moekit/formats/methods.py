@@ -25,14 +25,10 @@ from moekit.formats.quark import Quark
 from moekit.problem.quant import QuantScheme
 from moekit.untrusted.arguments import (
     FLAG,
-    MAX_WIDTH,
-    NAME,
     Kind,
     accept,
     either,
-    instance,
     items,
-    optional,
     record,
     size,
     table,
@@ -48,20 +44,16 @@ _TEXT, _MOST = text(1000), 100_000
 _GROUP = either(size(1, 1 << 22), size(-1, -1))
 _BLOCK = items(size(1, 1 << 22), 2, 2)
 _INTEGERS = {"bits": size(1, 64), "group_size": _GROUP, "sym": FLAG, "desc_act": FLAG}
-_OPERAND = record(
-    {
-        "num_bits": size(1, 64),
-        "type": _TEXT,
-        "strategy": _TEXT,
-        "group_size": _GROUP,
-        "block_structure": either(_BLOCK, _TEXT),
-        "dynamic": either(FLAG, _TEXT),
-    }
-)
+_OPERAND = record({
+    "num_bits": size(1, 64), "type": _TEXT, "strategy": _TEXT, "group_size": _GROUP,
+    "block_structure": either(_BLOCK, _TEXT), "dynamic": either(FLAG, _TEXT),
+})  # fmt: skip
 _SPEC = record({"dtype": _TEXT, "qscheme": _TEXT, "group_size": _GROUP, "is_dynamic": FLAG})
 _QUARK = record({"weight": _SPEC, "input_tensors": _SPEC})
-_OBJECT = record({})
-_SKIPPED = items(_TEXT, 0, _MOST)
+_TARGETS = items(_TEXT, 0, _MOST)
+_CONFIG_GROUP = record({
+    "targets": _TARGETS, "weights": _OPERAND, "input_activations": _OPERAND, "format": _TEXT,
+})  # fmt: skip
 
 # Types and ranges of the fields that formats read. A field that is null counts as missing.
 QUANTIZATION: Kind = record(
@@ -76,17 +68,7 @@ QUANTIZATION: Kind = record(
         "q_group_size": _GROUP,
         "weight_block_size": _BLOCK,
         "static_groups": FLAG,
-        "config_groups": table(
-            record(
-                {
-                    "targets": _SKIPPED,
-                    "weights": _OPERAND,
-                    "input_activations": _OPERAND,
-                    "format": _TEXT,
-                }
-            ),
-            most=10_000,
-        ),
+        "config_groups": table(_CONFIG_GROUP, most=10_000),
         "sparsity_config": record({"format": _TEXT}),
         **dict.fromkeys(("dynamic", "extra_config"), table(record(_INTEGERS), most=_MOST)),
         "quantized_layers": table(record({"quant_algo": _TEXT, "group_size": _GROUP}), most=_MOST),
@@ -134,11 +116,6 @@ def format_of(matrix: Matrix) -> Format | None:
 
 # What models call an expert's gate, up and down projection.
 _NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-_KINDS = {
-    "config": optional(instance("a quantization_config (a mapping)", Mapping)),
-    **dict.fromkeys(("hidden_size", "intermediate_size"), size(1, MAX_WIDTH)),
-    "module": NAME,
-}
 
 
 def declared_format(
@@ -159,7 +136,6 @@ def declared_format(
     Raises:
         WeightsError: moekit does not know the method, or the config contradicts itself.
     """
-    accept(_KINDS, locals(), WeightsError)
     if config is None:
         return plain()
     name = "quantization_config"
@@ -184,18 +160,12 @@ def declared_format(
     if fields is None or method.of_module(config, module) is None:
         return plain()
     n, k = hidden_size, intermediate_size
-    down, tensors = f"{module}.0.{called[2]}", method.declare(fields, called[2], n, k)
-    format = format_of(
-        Matrix(
-            name=f"{down}.weight",
-            tensors=tensors,
-            n=n,
-            k=k,
-            method=config["quant_method"],
-            config=fields,
-            inputs="input_scale" in tensors,
-        )
-    )
+    tensors = method.declare(fields, called[2], n, k)
+    down = Matrix(
+        name=f"{module}.0.{called[2]}.weight", tensors=tensors, n=n, k=k, config=fields,
+        method=config["quant_method"], inputs="input_scale" in tensors,
+    )  # fmt: skip
+    format = format_of(down)
     assert format is not None
     return format
 

@@ -213,13 +213,13 @@ def test_blocks_are_never_cut(inner: int, tp_size: int, blocks) -> None:
     kernel = moekit.compose(whole)
     alone = kernel(x, kernel.pack(load_experts(made.path, None, 0, whole)), routing)
     error, before = (float((out - want).norm() / want.norm()) for out in (total, alone))
-    # The groups of activations are those of one rank, so only the order of sums differs.
+    # Activations have the groups of one rank, so only the order of sums differs.
     assert error < before * 1.001 + 1e-6
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_biases_and_fused_rows_of_padded_blocks(interleaved: bool, tmp_path: Path) -> None:
-    """Gate and up in one tensor, with biases: their padding is zero, too."""
+    """Gate and up in one tensor, with biases: their padding is also zero."""
     experts, hidden, inner = 2, 128, 384
     stem, names = "model.layers.0.mlp.experts", moekit.checkpoint.NAMES["gpt_oss"]
     names = replace(names, transposed=False, interleaved=interleaved)
@@ -267,7 +267,7 @@ def test_slices_that_cut_blocks_are_refused_with_a_reason() -> None:
 
 @pytest.mark.parametrize("name", ["ct-mxfp8", "ct-mxfp4-mxfp8"])
 def test_small_groups_are_exact_or_refused(name: str, tmp_path: Path) -> None:
-    """Quarters of 160 are 32 + 8; those of 224 are 32 + 24, which cuts a group unevenly."""
+    """Quarters of 160 are 32 + 8; quarters of 224 are 32 + 24, which cuts a group unevenly."""
     case, quarter = CASES[name], ParallelConfig(tp_size=4, tp_rank=3)
     made = files.write(tmp_path / "even", case.packer, case.config, E=2, H=64, I=160)
     problem = problem_from_config(made.path, parallel=quarter, device="cpu")

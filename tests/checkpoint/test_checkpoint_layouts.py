@@ -410,7 +410,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_saved_by_transformers(model_type: str, tmp_path: Path) -> None:
-    """The names are those of transformers: the loaded weights are the module's."""
+    """transformers has the same names: the loaded weights are the module's."""
     transformers = pytest.importorskip("transformers")
     if model_type not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} does not know {model_type}")

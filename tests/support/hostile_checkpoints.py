@@ -408,7 +408,7 @@ def _headers() -> Iterator[Case]:
     yield Case("header: a long name", "bf16", long, ("is missing",))
     yield Case(
         "shard: truncated", "bf16",
-        lambda path: os.truncate(shard(path), shard(path).stat().st_size - 10), ("not fully covered",),
+        lambda path: os.truncate(shard(path), shard(path).stat().st_size - 10), ("not fully",),
     )  # fmt: skip
     yield Case(
         "shard: git-lfs", "bf16",
