@@ -9,6 +9,7 @@
 The modules, from the files up:
 
     schema       the fields of config.json: their types and bounds, and which are understood
+    tensors      tensors by name, from files or from a caller
     files        the tensors of safetensors files, by name; the checkpoint's config
     gguf_file    the tensors and the config of GGUF files
     names        what checkpoints call the tensors of their experts

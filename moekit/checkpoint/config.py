@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moekit.checkpoint.files import Checkpoint, named
+from moekit.checkpoint.files import Checkpoint
 from moekit.checkpoint.names import ExpertNames, layers_in, names_in, no_experts
 from moekit.checkpoint.schema import (
     ACTIVATIONS,
@@ -25,6 +25,7 @@ from moekit.checkpoint.schema import (
 )
 from moekit.checkpoint.schemes import no_scheme, scheme_for
 from moekit.checkpoint.share import layer_formats, several
+from moekit.checkpoint.tensors import named
 from moekit.errors import WeightsError
 from moekit.formats.format import Format
 from moekit.problem import DTYPES, MoEProblem, ParallelConfig

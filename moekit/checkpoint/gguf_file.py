@@ -15,7 +15,7 @@ import gguf
 import numpy as np
 import torch
 
-from moekit.checkpoint.files import Entry
+from moekit.checkpoint.tensors import Entry
 from moekit.untrusted.arguments import shown
 
 _MAX_READS = 1_000_000  # by the library, which takes microseconds for each

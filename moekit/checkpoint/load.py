@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from moekit.checkpoint.config import model_type_of
-from moekit.checkpoint.files import Checkpoint, Tensors, available_memory, listed, named
+from moekit.checkpoint.files import Checkpoint, available_memory
 from moekit.checkpoint.names import ExpertNames
 from moekit.checkpoint.read import Reader
 from moekit.checkpoint.schema import MAX_EXPERTS
 from moekit.checkpoint.share import Share
+from moekit.checkpoint.tensors import Tensors, listed, named
 from moekit.errors import WeightsError
 from moekit.problem import MoEProblem
 from moekit.problem.weights import ExpertWeights, in_order

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 
-from moekit.checkpoint.files import Tensors
+from moekit.checkpoint.tensors import Tensors
 from moekit.errors import WeightsError
 
 _MODEL = "model.layers.{layer}."
@@ -236,7 +236,7 @@ def _of_type(model_type: str) -> list[ExpertNames]:
 
 
 def _spellings(names: ExpertNames) -> list[ExpertNames]:
-    """Return the names, and further ones for the same experts in one tensor each or in one for all."""
+    """Return the names, and further ones of the same experts in one tensor each or one for all."""
     start, experts, _ = names.down.partition(".experts.")
     if not experts and names.down.startswith(_MODEL):  # granite: block_sparse_moe.output_linear
         start, experts = f"{_MODEL}{names.down.removeprefix(_MODEL).partition('.')[0]}", ".experts."

@@ -19,11 +19,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moekit.checkpoint.files import Entry, Tensors, listed
 from moekit.checkpoint.load import collect, loaded_shapes, local_experts
 from moekit.checkpoint.names import ExpertNames, per_expert
 from moekit.checkpoint.read import Reader
 from moekit.checkpoint.share import Piece, Share, fits
+from moekit.checkpoint.tensors import Entry, Tensors, listed
 from moekit.errors import WeightsError
 from moekit.formats.format import BIAS, Format, Part, stored
 from moekit.problem import MoEProblem

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moekit.checkpoint.files import Checkpoint, Tensors
+from moekit.checkpoint.files import Checkpoint
 from moekit.checkpoint.names import ExpertNames, layers_in, names_in, no_experts
 from moekit.checkpoint.schemes import cuts_groups, mismatch, neuron_ranges, scheme_for
+from moekit.checkpoint.tensors import Tensors
 from moekit.errors import WeightsError
 from moekit.formats.format import BIAS, Format, Part, filled, stored
 from moekit.formats.method import Matrix
