@@ -17,7 +17,6 @@ from moekit.checkpoint.config import model_type_of
 from moekit.checkpoint.files import Checkpoint, available_memory
 from moekit.checkpoint.names import ExpertNames
 from moekit.checkpoint.read import Reader
-from moekit.checkpoint.schema import MAX_EXPERTS
 from moekit.checkpoint.share import Share
 from moekit.checkpoint.tensors import Tensors, listed, named
 from moekit.errors import WeightsError
@@ -43,18 +42,11 @@ def load_experts(
     problem's scheme. The scheme may quantize activations differently than the checkpoint intends,
     and its scales may be finer.
 
-    Tensor parallelism keeps every stored number:
-
-    - Blocks of 128 x 128 are never cut, on one rank or several. A rank holds whole blocks, the
-      `MoEProblem.local_neurons`, padded with zeros.
-    - Groups of columns of w2 are cut into equal parts only. If a rank's share of I is no multiple
-      of the group size, the share consists of whole groups and a part of another one. These need
-      not be adjacent, because the order of neurons makes no difference. If the parts are not
-      equal, the scheme is refused.
-    - If gate and up are stored in one tensor and I is no multiple of 128, a block of scales covers
-      rows of both. Their values are rounded again under the larger scale.
-    - A w2 in act-order is cut into whole groups, for which whole experts are read. If all columns
-      turn out to be in order, the result has no g_idx.
+    Tensor parallelism keeps every stored number. Blocks of 128 x 128 are never cut: a rank holds
+    whole blocks, the `MoEProblem.local_neurons`, padded with zeros. Groups of columns of w2 are cut
+    into equal parts only; a rank may hold whole groups and a part of another one, because the order
+    of neurons makes no difference. A w2 in act-order is cut into whole groups. Only where gate and
+    up are in one tensor and I is no multiple of 128, values are rounded again.
 
     Args:
         path: A file, a directory, or an open `Checkpoint`, which reads its headers only once.
@@ -107,11 +99,6 @@ def load_layers(
     with opened as checkpoint:
         called = model_type_of(checkpoint) if names is None else names
         with named(checkpoint):
-            if problem.num_physical_experts > 2 * MAX_EXPERTS:
-                raise WeightsError(
-                    f"num_experts must be at most {MAX_EXPERTS} (got {problem.num_experts}); "
-                    "correct config.json"
-                )
             local = local_experts(problem, experts)
             shares = [Share(checkpoint, called, n, problem, local, dequantize) for n in layers]
             faults = (fault for share in shares for fault in share.faults())
@@ -229,7 +216,7 @@ def local_experts(problem: MoEProblem, experts: Sequence[int] | None) -> list[in
         return [problem.logical_expert(p) for p in problem.local_experts]
     if len(experts) != problem.num_local_experts:
         raise WeightsError(
-            f"experts must name one logical expert for each of this rank's "
+            f"experts must name a logical expert for each of this rank's "
             f"{problem.num_local_experts} physical experts (got {len(experts)})"
         )
     if wrong := [e for e in experts if not 0 <= e < problem.num_experts]:

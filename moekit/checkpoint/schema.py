@@ -37,7 +37,7 @@ ACTIVATIONS = ("mlp_hidden_act", "hidden_act", "hidden_activation", "activation_
 WEIGHT_ON_INPUT = "moe_apply_router_weight_on_input"
 
 # Far above every model in use, and small enough that loops up to them take no time.
-MAX_EXPERTS = 1 << 14
+_MAX_EXPERTS = 1 << 14
 _MAX_LAYERS = 1 << 14
 _MAX_SIZE = 1 << 22
 
@@ -48,7 +48,7 @@ def _per_layer(kind: Kind) -> Kind:
 
 _TEXT = text(1000)
 _SIZE = _per_layer(size(0, _MAX_SIZE))
-_COUNT = _per_layer(size(0, MAX_EXPERTS))
+_COUNT = _per_layer(size(0, _MAX_EXPERTS))
 _LIMIT = either(
     real(above=1e-6, most=1e6), matching("0", lambda v: v == 0 and type(v) in (int, float))
 )

@@ -303,11 +303,6 @@ class Share:
         """Return whether the rank's neurons are padded with zeros."""
         return sum(map(len, self.neurons)) < self.problem.local_intermediate_size
 
-    @property
-    def pieces(self) -> tuple[Piece, ...]:
-        """The pieces of w13, then of w2."""
-        return (*self.w13, *self.w2)
-
     def of(self, which: str) -> tuple[Piece, ...]:
         """Return the pieces of "w13" or "w2"."""
         return self.w13 if which == "w13" else self.w2
@@ -417,7 +412,7 @@ class Share:
     def wanted(self, experts: Sequence[int]) -> Iterator[Stored]:
         """Yield every tensor to read: all of ``experts``, and the input scales of the others."""
         every = range(self.problem.num_experts)
-        for piece in {piece.template: piece for piece in self.pieces}.values():
+        for piece in {piece.template: piece for piece in (*self.w13, *self.w2)}.values():
             inputs = every if self.static else range(0)
             mine = set(experts)
             for expert in dict.fromkeys((*experts, *inputs)):
@@ -431,7 +426,7 @@ class Share:
         E, checkpoint = range(self.problem.num_experts), self.checkpoint
         known = {stored.name for stored in self.wanted(E)}
         prefixes = set()
-        for template in {piece.template for piece in self.pieces}:
+        for template in {piece.template for piece in (*self.w13, *self.w2)}:
             known |= {
                 self.name(template, e, suffix)
                 for e in E
