@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -46,9 +46,9 @@ class LayerGroup:
             `load_experts` needs ``dequantize=True`` or a scheme that the caller names.
     """
 
-    layers: tuple[int, ...]
+    layers: tuple[int, ...] = field(compare=False)
     formats: tuple[Format, ...]
-    stored: str
+    stored: str = field(compare=False)
     scheme: str | None
     num_experts: int
     top_k: int
@@ -139,38 +139,32 @@ def _detect(
     layers = tuple(n for n in layers if n < depth) or layers
     if not layers or (layer is not None and layer not in layers_in(checkpoint, probe)):
         raise WeightsError(no_experts(checkpoint, probe, layer or 0))
-    groups: list[dict[str, Any]] = []
+    groups: list[LayerGroup] = []
     for each in layers if layer is None else (layer,):
         sizes = _sizes(config, each, given)
         hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
         stored = layer_formats(checkpoint, probe, each, hidden, inner)
-        fields: dict[str, Any] = {
+        made = LayerGroup(
+            layers=(each,),
+            stored=stored.text,
+            formats=stored.distinct,
+            scheme=scheme_for(stored.distinct[0], inner) if len(stored.distinct) == 1 else None,
+            activation=_activation(config, each, given),
             **sizes,
-            "activation": _activation(config, each, given),
-            "formats": stored.distinct,
-        }
-        alike = next((group for group in groups if group["fields"] == fields), None)
-        if alike is None:
-            groups.append(alike := {"fields": fields, "stored": stored.text, "layers": []})
-        alike["layers"].append(each)
+        )
+        if made in groups:
+            made = groups.pop(groups.index(made))
+            made = replace(made, layers=(*made.layers, each))
+        groups.append(made)
     return Detected(
         model_type=model_type,
         names=probe,
-        groups=tuple(
-            _group(found["layers"], found["stored"], **found["fields"]) for found in groups
-        ),
+        groups=tuple(sorted(groups, key=lambda group: group.layers)),
         dtype=_dtype(config, checkpoint.config),
         has_bias=bool(probe.down_bias),
         apply_router_weight_on_input=model_type == "llama4_text"
         or bool(config.get(WEIGHT_ON_INPUT)),
     )
-
-
-def _group(
-    layers: Collection[int], stored: str, formats: tuple[Format, ...], **fields: Any
-) -> LayerGroup:
-    scheme = scheme_for(formats[0], fields["intermediate_size"]) if len(formats) == 1 else None
-    return LayerGroup(layers=tuple(layers), stored=stored, formats=formats, scheme=scheme, **fields)
 
 
 def problem_from_config(

@@ -6,6 +6,7 @@ The fields are those that llama.cpp's converter writes (gguf-py/gguf/constants.p
 from __future__ import annotations
 
 import struct
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -82,16 +83,14 @@ def open_file(file: Path) -> tuple[dict[str, Entry], Mapping[str, Any]]:
     Raises:
         ValueError, LookupError, ArithmeticError, struct.error: The file is not of this format.
     """
-    reader = Reader(file, "c")  # copy on write: torch wants memory that it may write to
-    if reader.byte_order != "I":
-        raise ValueError("it is big endian, and moekit reads little endian")
+    reader = Reader(file)
     entries: dict[str, Entry] = {}
     end, before = 0, ""
     for place, found in enumerate(sorted(reader.tensors, key=lambda t: t.data_offset)):
         if found.n_bytes and found.data_offset < end:  # many large tensors in a small file
             raise ValueError(f"{shown(found.name)} overlaps {shown(before)}")
         end, before = found.data_offset + found.n_bytes, found.name
-        kind, data, block = found.tensor_type, torch.from_numpy(found.data), ""
+        kind, data, block = found.tensor_type, _read_only(found.data), ""
         elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
         if kind.name == "BF16":
             data = data.view(torch.bfloat16)
@@ -102,6 +101,13 @@ def open_file(file: Path) -> tuple[dict[str, Entry], Mapping[str, Any]]:
             file, place, shape, data.dtype, partial(data.view, data.dtype), block
         )
     return entries, reader.fields
+
+
+def _read_only(data: Any) -> torch.Tensor:
+    """View an array, without torch's warning that nobody may write to it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.from_numpy(data)
 
 
 def config_of(metadata: Mapping[str, Any], stored: torch.dtype | str | None) -> dict[str, Any]:

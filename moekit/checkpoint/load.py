@@ -216,7 +216,7 @@ def local_experts(problem: MoEProblem, experts: Sequence[int] | None) -> list[in
         return [problem.logical_expert(p) for p in problem.local_experts]
     if len(experts) != problem.num_local_experts:
         raise WeightsError(
-            f"experts must name a logical expert for each of this rank's "
+            f"experts must name one logical expert for each of this rank's "
             f"{problem.num_local_experts} physical experts (got {len(experts)})"
         )
     if wrong := [e for e in experts if not 0 <= e < problem.num_experts]:

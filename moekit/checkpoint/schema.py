@@ -12,15 +12,7 @@ from typing import Any
 
 from moekit.errors import WeightsError
 from moekit.formats.methods import QUANTIZATION
-from moekit.untrusted.arguments import (
-    FLAG,
-    Kind,
-    either,
-    matching,
-    real,
-    shown,
-    size,
-)
+from moekit.untrusted.arguments import FLAG, Kind, either, matching, real, shown, size
 from moekit.untrusted.json_kinds import items, record, text
 
 # The fields of sizes, whose names differ between model types; the first that is there counts.

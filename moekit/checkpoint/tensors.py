@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,6 +55,7 @@ class Tensors:
         self.duplicates: dict[str, list[Path]] = {}
         self.known: dict[Any, Any] = {}
         self._sorted: list[str] = []
+        self._lock = threading.Lock()
 
     def __contains__(self, name: str) -> bool:
         return name in self.entries
@@ -76,7 +78,8 @@ class Tensors:
         """Return a part of a tensor without copying it. Do not change it; see `read`."""
         whole = self._open(self.entries[name])
         part = (whole if shape is None else whole.reshape(tuple(shape)))[parts]
-        self.bytes_read += part.nbytes
+        with self._lock:
+            self.bytes_read += part.nbytes
         return part
 
     def read(self, name: str, *parts: slice, shape: Sequence[int] | None = None) -> Tensor:

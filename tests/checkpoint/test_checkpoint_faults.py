@@ -161,12 +161,6 @@ def put(name: str, value: Callable[[Tensor], Tensor]) -> Change:
     [
         (
             "fp8",
-            put("2.up_proj.weight_scale", lambda t: t * float("nan")),
-            "2.up_proj.weight_scale holds values that are not finite",
-        ),
-        ("fp8", put("3.up_proj.weight_scale", lambda t: t / 0), "3.up_proj.weight_scale holds"),
-        (
-            "fp8",
             put("3.up_proj.input_scale", lambda t: t * 2),
             "3.gate_proj.input_scale is 0.03 and .*3.up_proj.input_scale 0.06: they must be equal",
         ),

@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 LIMIT_SECONDS = 60  # ends a case that hangs, also on a slow machine
-LIMIT_BYTES = 4 << 30  # address space beyond the interpreter's and torch's
+LIMIT_BYTES = 4 << 30  # address space beyond that of the interpreter and torch
 E, H, I = 2, 128, 128
 STEM = "model.layers.0.mlp.experts"
 DOWN = f"{STEM}.0.down_proj"
@@ -384,22 +384,18 @@ def _headers() -> Iterator[Case]:
         yield Case(f"header: {mebibytes} MiB of zeros", "bf16", zeros(mebibytes << 20), ("header",))
     yield Case("header: brackets", "bf16", raw_header(b'{"a":[' + b"[]," * 5_000_000), ())
     yield Case("header: zeros", "bf16", raw_header(b'{"a":[' + b"0," * 40_000_000), ())
+    # The library checks these, so there is one value of each kind.
     for key, values in {
-        "dtype": (5, None, [], {}, "F4", "FLOAT", "I64", True),
-        "shape": (5, None, {}, "x", [1.5], [-128, -128], [True], ["128"], [[128]], [10**30],
-                  [2**62, 4], [1] * 1000, [128], [128, 64], [128, 0], []),
-        "data_offsets": (5, None, {}, "x", [], [0], [0, 1, 2], [0.0, 32768.0], [-32768, 0], [5, 3],
-                         [0, 10**30], ["0", "9"], [True, 2], [[0], [1]], [0, 0]),
-    }.items():  # fmt: skip
+        "dtype": (5, "F4", "FLOAT", "I64"),
+        "shape": ("x", [-128, -128], [2**62, 4], [1] * 1000, [128, 64], [128, 0]),
+        "data_offsets": (None, [0], [-32768, 0], [5, 3], [0, 10**30], [0, 0]),
+    }.items():
         for value in values:
             name = f"header: {key} = {json.dumps(value)[:30]}"
             yield Case(name, "bf16", entry(key, value), ())
-    for value in (5, None, [], "x", True):
-        change = header(lambda made, value=value: made.update({weight: value}))
-        yield Case(f"header: a tensor is {value}", "bf16", change, ())
-    for value in (5, [], "x"):
-        change = header(lambda made, value=value: made.update(__metadata__=value))
-        yield Case(f"header: metadata is {value}", "bf16", change, ())
+    for name in (weight, "__metadata__"):
+        change = header(lambda made, name=name: made.update({name: 5}))
+        yield Case(f"header: {name} is 5", "bf16", change, ())
     yield Case("header: overlaps", "bf16", header(same_bytes), ("offset",))
     hole = header(lambda made: [made.pop(weight)] and None)
     yield Case("header: a hole", "bf16", hole, ("offset",))
@@ -529,13 +525,13 @@ def load(path: Path) -> None:
 def run(case: Case, bases: Path, folder: Path) -> str:
     """Return what is wrong with moekit's error for the case; "" if nothing is."""
     from moekit.errors import MoekitError
-    from moekit.selection.tuned import table
+    from moekit.selection import tuned as tune
 
     shutil.copytree(bases / case.base, folder)
     case.change(folder)
     try:
         if case.table:
-            table.read(folder / "config.json")
+            tune.read(folder / "config.json")
         else:
             load(folder)
     except MoekitError as error:
