@@ -29,7 +29,7 @@ MODULES = {
 }
 # Optional parts of the core, with the extra that declares them.
 OPTIONAL_IN_CORE = {
-    "gguf": "gguf",
+    "gguf": "checkpoints",
     "pytest": "testing",
     "safetensors": "hf",
     "tqdm": "hf",

@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 LIMIT_SECONDS = 60  # ends a case that hangs, also on a slow machine
-LIMIT_BYTES = 4 << 30  # address space beyond that of the interpreter and torch
+LIMIT_BYTES = 4 << 30  # address space beyond what the interpreter and torch take
 E, H, I = 2, 128, 128
 STEM = "model.layers.0.mlp.experts"
 DOWN = f"{STEM}.0.down_proj"
@@ -525,13 +525,13 @@ def load(path: Path) -> None:
 def run(case: Case, bases: Path, folder: Path) -> str:
     """Return what is wrong with moekit's error for the case; "" if nothing is."""
     from moekit.errors import MoekitError
-    from moekit.selection import tuned as tune
+    from moekit.selection.tuned import table
 
     shutil.copytree(bases / case.base, folder)
     case.change(folder)
     try:
         if case.table:
-            tune.read(folder / "config.json")
+            table.read(folder / "config.json")
         else:
             load(folder)
     except MoekitError as error:
