@@ -174,11 +174,11 @@ def _case(problem: MoEProblem, row: Row, key: object) -> Case:
 
 
 def _signed_scales(weights: ExpertWeights) -> ExpertWeights:
-    """Return the weights with some scales negative, and some zero."""
+    """Return the weights with every second scale negative."""
 
     def signed(scale: Tensor) -> Tensor:
-        factors = torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0], device=scale.device)
-        return scale * factors[torch.arange(scale.numel(), device=scale.device) % 5].view_as(scale)
+        odd = torch.arange(scale.numel(), device=scale.device).view_as(scale) % 2
+        return scale * (1 - 2 * odd)
 
     assert weights.w13_scale is not None and weights.w2_scale is not None
     return replace(weights, w13_scale=signed(weights.w13_scale), w2_scale=signed(weights.w2_scale))
@@ -257,7 +257,7 @@ def _possible(spec: ExpertsSpec, device: DeviceSpec, interpreted: bool, row: Row
     if wide:
         row["top_k"] = row["top_k"] if row["top_k"] in (1, 2) else 2
         row |= {"activation": _main_activation(spec), "replicas": 0, "share": "all"}
-    if row["load"][1] == "hot" and row["top_k"] in (1, ON_INPUT):
+    if row["load"] == _LOADS[-1] and row["top_k"] in (1, ON_INPUT):
         row["replicas"] = 0  # half of the tokens would leave the hot expert
     if row["load"][1] == "hot" and row["replicas"]:
         row["share"] = "all"  # another rank may hold no expert that has most rows
