@@ -257,8 +257,8 @@ def _possible(spec: ExpertsSpec, device: DeviceSpec, interpreted: bool, row: Row
     if wide:
         row["top_k"] = row["top_k"] if row["top_k"] in (1, 2) else 2
         row |= {"activation": _main_activation(spec), "replicas": 0, "share": "all"}
-    if row["load"] == _LOADS[-1] and row["top_k"] in (1, ON_INPUT):
-        row["replicas"] = 0  # half of the tokens would leave the hot expert
+    if row["load"] == _LOADS[-1]:
+        row["replicas"] = 0  # which take rows from the hot expert, and leave fewer than 256
     if row["load"][1] == "hot" and row["replicas"]:
         row["share"] = "all"  # another rank may hold no expert that has most rows
     if row["top_k"] == ON_INPUT:  # it enlarges tokens, for which clamps and squares are sensitive
