@@ -43,8 +43,8 @@ ON_INPUT = "1, weight on input"
 
 _Possible = Callable[[Row], Row | None]
 
-# Tokens, and their routing. Most rows of an expert: all tokens where the routing is hot.
-_LOADS = ((1, "random"), (7, "masked"), (70, "rows"), (131, "hot"), (300, "hot"))
+# Tokens, and their routing. A hot expert has all tokens, or half where replicas take the others.
+_LOADS = ((1, "random"), (7, "masked"), (70, "rows"), (131, "hot"), (600, "hot"))
 _LOADS_INTERPRETED = ((1, "random"), (5, "masked"), (17, "hot"))
 _MANY_TOKENS = 100  # for 40 experts
 _MOST_INTERPRETED = 16  # cases
@@ -257,8 +257,6 @@ def _possible(spec: ExpertsSpec, device: DeviceSpec, interpreted: bool, row: Row
     if wide:
         row["top_k"] = row["top_k"] if row["top_k"] in (1, 2) else 2
         row |= {"activation": _main_activation(spec), "replicas": 0, "share": "all"}
-    if row["load"] == _LOADS[-1]:
-        row["replicas"] = 0  # which take rows from the hot expert, and leave fewer than 256
     if row["load"][1] == "hot" and row["replicas"]:
         row["share"] = "all"  # another rank may hold no expert that has most rows
     if row["top_k"] == ON_INPUT:  # it enlarges tokens, for which clamps and squares are sensitive
