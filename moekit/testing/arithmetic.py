@@ -247,6 +247,14 @@ class ExpertsNumbers(ExpertsBase):
         case.x[4:8] = case.x[4]
         check_call(self._compose(case.problem, self._native), case)
 
+    @over("scheme", [name for name, s in SCHEMES.items() if s.weight and s.weight.group[0] > 1])
+    def test_padded_slices(self, scheme: str) -> None:
+        """Three blocks on two ranks: blocks are not cut, so the second rank's share is padded."""
+        sizes = [sizes_of(4, 2, hidden, 384) for hidden in (128, 256, 512)]
+        for rank in range(2):
+            parallel = ParallelConfig(tp_size=2, tp_rank=rank, dp_size=1)
+            self._check(self._at(*sizes, quant=scheme, parallel=parallel))
+
     # -- forms of weights and input -------------------------------------------------------------
 
     def test_columns_in_order(self) -> None:

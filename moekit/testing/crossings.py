@@ -43,8 +43,8 @@ ON_INPUT = "1, weight on input"
 
 _Possible = Callable[[Row], Row | None]
 
-# Tokens, and their routing. Most rows of an expert: all tokens where the routing is hot.
-_LOADS = ((1, "random"), (7, "masked"), (70, "rows"), (131, "hot"), (300, "hot"))
+# Tokens, and their routing. A hot expert has all tokens, or half where replicas take the others.
+_LOADS = ((1, "random"), (7, "masked"), (70, "rows"), (131, "hot"), (600, "hot"))
 _LOADS_INTERPRETED = ((1, "random"), (5, "masked"), (17, "hot"))
 _MANY_TOKENS = 100  # for 40 experts
 _MOST_INTERPRETED = 16  # cases
@@ -174,11 +174,11 @@ def _case(problem: MoEProblem, row: Row, key: object) -> Case:
 
 
 def _signed_scales(weights: ExpertWeights) -> ExpertWeights:
-    """Return the weights with some scales negative, and some zero."""
+    """Return the weights with every second scale negative."""
 
     def signed(scale: Tensor) -> Tensor:
-        factors = torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0], device=scale.device)
-        return scale * factors[torch.arange(scale.numel(), device=scale.device) % 5].view_as(scale)
+        odd = torch.arange(scale.numel(), device=scale.device).view_as(scale) % 2
+        return scale * (1 - 2 * odd)
 
     assert weights.w13_scale is not None and weights.w2_scale is not None
     return replace(weights, w13_scale=signed(weights.w13_scale), w2_scale=signed(weights.w2_scale))

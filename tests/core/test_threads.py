@@ -1,7 +1,4 @@
-"""Calls from several threads and streams: right, once packed, and without an arena too many.
-
-The whole stress is `python tests/thread_stress.py --threads 4 --calls 1000`; this is a short one.
-"""
+"""Calls from several threads and streams: right, once packed, and without an arena too many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads on one CUDA stream and on a stream each; the whole stress is `tests/thread_stress.py`."""
+"""Threads on one CUDA stream and on a stream each."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ def OneOrderForAll(self, weights):
     return replace(weights, **first)
 
 
-@killed_by("test_cases", "fp8_block")
+@killed_by("test_padded_slices", "fp8_block")
 def EqualShares(self, weights):
     """Uses I / tp_size of a rank's share, where whole blocks make it larger."""
     p = self.problem
