@@ -27,7 +27,6 @@ from graph_stand_in import graphed_kernel
 from torch import Tensor
 
 import moekit
-from moekit.runtime.workspace import Workspace
 from moekit.testing.cases import make_case, random_weights
 
 # (E, K, H, I), of the kernels and layers
