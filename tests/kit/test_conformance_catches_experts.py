@@ -26,7 +26,7 @@ class WeightsRowsItLeaves(LeavesSums):
         return super().leaves((rows * weights).to(rows.dtype), places, order, tokens)
 
 
-@killed_by("test_sums_left_to_the_dispatcher")
+@killed_by("test_sums_left_to_the_dispatcher", says="relative error too large|exact zeros")
 class PlacesTheOtherWay(LeavesSums):
     """Names the assignment of each row it leaves, not the row of each assignment."""
 

@@ -168,7 +168,7 @@ def recorded(*, capability: tuple[int, int], sms: int = 132) -> Iterator[list[La
             found.append(launch)
         return _Nothing()
 
-    device = SimpleNamespace(multi_processor_count=sms)
+    device = SimpleNamespace(multi_processor_count=sms, name="")
     with (
         mock.patch.object(JITFunction, "run", run),
         mock.patch.multiple(

@@ -8,7 +8,7 @@ import random
 import socket
 import threading
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -75,7 +75,6 @@ class Buffer:
     refused: Tensor
     lost: Lost
     handle: Any = None
-    _typed: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -99,9 +98,7 @@ class Buffer:
 
     def region(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a part of this rank's buffer as a tensor."""
-        whole = self._typed.get(dtype)
-        if whole is None:
-            whole = self._typed[dtype] = self.bytes.view(dtype)
+        whole = self.bytes.view(dtype)
         strides = [1]
         for size in shape[:0:-1]:
             strides.insert(0, strides[0] * size)
