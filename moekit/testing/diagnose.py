@@ -98,8 +98,8 @@ def rounding_errors(case: Case) -> Rounding:
     and the activation function makes the errors of these larger.
 
     A draw adds the rounding errors of the problem's scheme, or of its dtype if the scheme has
-    unquantized activations, with random signs, to the inputs of both GEMMs. Other arithmetic is
-    exact.
+    unquantized activations, with random signs, to the inputs of both GEMMs. Dequantized weights are
+    rounded to the dtype, as kernels of unquantized activations may. Other arithmetic is exact.
     """
     p, ids = case.problem, case.routing.topk_ids
     local = (ids >= p.local_experts.start) & (ids < p.local_experts.stop)
@@ -108,6 +108,9 @@ def rounding_errors(case: Case) -> Rounding:
     if p.apply_router_weight_on_input:
         x_TH, weights_TK = x_TH * weights_TK, local.float()
     w = case.weights.canonical(p).dequantize(p.quant)
+    w13, w2 = w.w13, w.w2
+    if p.quant.activation is None:
+        w13, w2 = w13.to(p.dtype).float(), w2.to(p.dtype).float()
     draw = generator("rounding", device=x_TH.device)
 
     def output(rounds: bool) -> Tensor:
@@ -116,7 +119,7 @@ def rounding_errors(case: Case) -> Rounding:
             x = _rounded(x, case, w.w13_input_scale, draw)
         for expert, physical in enumerate(p.local_experts):
             token, k = (ids == physical).nonzero(as_tuple=True)
-            h = x[token] @ w.w13[expert].T
+            h = x[token] @ (w13 if rounds else w.w13)[expert].T
             if w.w13_bias is not None:
                 h = h + w.w13_bias[expert].float()
             if rounds and p.quant.activation is None:  # a kernel may write h in the dtype
@@ -124,7 +127,7 @@ def rounding_errors(case: Case) -> Rounding:
             inner = apply_activation(h, p.activation)
             if rounds:
                 inner = _rounded(inner, case, w.w2_input_scale, draw)
-            y = inner @ w.w2[expert].T
+            y = inner @ (w2 if rounds else w.w2)[expert].T
             if w.w2_bias is not None:
                 y = y + w.w2_bias[expert].float()
             out.index_add_(0, token, weights_TK[token, k, None] * y)
