@@ -295,6 +295,12 @@ class DispatcherConformance(Conformance):
         counts = (3, 0, 9, 13)
         self._check(ends, ranks.calls, [Call(counts, kind), Call(counts[::-1])], how, **changes)
 
+    def test_capacity(self, ends: int) -> None:
+        """A call's result does not depend on how many tokens the kernel was composed for."""
+        sequence = [Call((13, 9, 2, 13)), Call((1, 0, 1, 1)), Call((0, 3, 0, 2), "masked"),
+                    Call((13, 1, 0, 5), "hot")]  # fmt: skip
+        self._check(ends, ranks.told_calls, sequence)
+
     def test_three_ranks(self) -> None:
         """A number of ranks that is no power of two, with unequal shares of the experts."""
         self._needs_ranks()

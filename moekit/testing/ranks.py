@@ -352,6 +352,30 @@ def calls(r: Rank, sequence: Iterable[Call], how: str = "plain") -> None:
 
 
 @of_rank
+def told_calls(r: Rank, sequence: Sequence[Call]) -> None:
+    """Make calls that say the most tokens of any rank, on kernels of three capacities.
+
+    All give the bits of the smallest, if the dispatcher is deterministic.
+    """
+    most = [max(1, *wanted.counts[-r.problem.parallel.dp_size :]) for wanted in sequence]
+    made = [r.forms(wanted, index) for index, wanted in enumerate(sequence)]
+    first: list[Tensor] = []
+    for factor in (1, 8, 64):
+        kernel = r.compose(r.problem.replace(max_num_tokens=factor * max(most)))
+        for index, ((case, logical), told) in enumerate(zip(made, most, strict=True)):
+            routing = replace(case.routing, max_tokens=told)
+            out = call(kernel, r.packed, replace(case, routing=routing))
+            what = (
+                f"call {index} of at most {told} tokens, capacity {kernel.problem.max_num_tokens}"
+            )
+            r.compare(out, r.expected(case, logical), what)
+            first += [out] if factor == 1 else []
+            same = not r.spec.deterministic or torch.equal(out, first[index])
+            r.expect(same, f"rank {r.rank}, {what}: other bits than with the smallest capacity")
+        kernel.destroy()
+
+
+@of_rank
 def outputs_beyond_float16(r: Rank, wanted: Call) -> None:
     """Let experts' outputs exceed 65504, and router weights bring them back into range."""
     problem, weights = r.layer

@@ -28,6 +28,29 @@ SHARED = ParallelConfig(ep_size=4, dp_size=2)
 
 many = killed_by("test_many_assignments", 4, says="tokens are wrong")
 
+# -- capacity ------------------------------------------------------------------
+
+
+@killed_by("test_capacity", 2, says="at most 13 tokens.*(relative error|exact zeros)")
+class RowsOfOneRank(Naive):
+    """Takes the most tokens of any rank for the rows of all ranks: others' tokens get no expert."""
+
+    def handed(self, tokens):
+        ids = tokens.topk_ids.clone()
+        ids[self.told or len(ids) :] = -1
+        return replace(tokens, topk_ids=ids)
+
+
+@killed_by("test_capacity", 2, says="other bits than with the smallest capacity")
+class SumsByCapacity(Naive):
+    """Rounds otherwise where it was composed for many tokens."""
+
+    def finalize(self, y, dispatched, out_TH):
+        if self.problem.max_num_tokens > 100:
+            y = y * (1 + 2**-7)
+        return super().finalize(y, dispatched, out_TH)
+
+
 # -- groups --------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ class Naive(NaiveDispatcher):
         return tokens
 
     def prepare(self, x_TH, routing, quantize):
+        self.told = routing.max_tokens
         return super().prepare(self.sent(x_TH), routing, quantize)
 
     def _to_send(self, x_TH, routing, quantize):
