@@ -14,7 +14,6 @@ from fake_plugins import PROBLEM, Fakes, installed, offers
 from hostile_plugins import CASES, DEADLY
 
 import moekit
-from moekit.cli.main import main
 from moekit.discovery import registry as plugins
 from moekit.discovery.entry_points import SWITCHES
 from moekit.selection import select
@@ -75,13 +74,6 @@ def test_isolated_answers_and_faults() -> None:
 
     assert isolate.run(answer, 600) == ([["a", "b\\x1b"]], "OSError: gone")
     assert isolate.run(lambda tell: tell("done"), 600) == ([["done"]], "")
-
-
-def test_doctor_time_limit(capsys: pytest.CaptureFixture[str]) -> None:
-    for text in ("0", "nan", "soon", "-1"):
-        with pytest.raises(SystemExit) as left:
-            main(["doctor", "--time-limit", text])
-        assert left.value.code == 2
 
 
 @pytest.fixture
