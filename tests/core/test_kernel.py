@@ -49,16 +49,6 @@ def rms(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).norm() / want.norm())
 
 
-def test_the_readme_call() -> None:
-    kernel = moekit.compose(PROBLEM)
-    w = weights()
-    packed = kernel.pack(w)
-    x, routing = tokens()
-    out = kernel(x, packed, routing)
-    assert rms(out, oracle(x, w, routing, PROBLEM)) < 1e-5
-    assert str(kernel.explanation).startswith("chosen: local + ")
-
-
 def test_out_and_shared() -> None:
     kernel, w = moekit.compose(PROBLEM, experts="torch"), weights()
     packed = kernel.pack(w)

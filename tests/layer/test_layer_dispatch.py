@@ -13,15 +13,14 @@ from moekit_bench import layers, report
 from moekit_bench.layers import measure_layers
 from moekit_bench.ranks import Task
 from moekit_bench.records import Cell, Result, Settings, merge
-from tuned_tables import PROBLEM, fakes, make_table, no_tables, write_table
+from tuned_tables import PROBLEM, make_table, movers, no_tables, write_table
 
 import moekit
 from moekit.cli.main import main as moekit_main
 from moekit.contract.pending import Pending
-from moekit.contract.specs import DispatcherSpec
 from moekit.discovery.registry import Registry
 from moekit.errors import GroupMismatch, MoekitError
-from moekit.problem import ActivationFormat, ParallelConfig
+from moekit.problem import ParallelConfig
 from moekit.selection import select
 from moekit.selection.tuned import table
 from moekit.testing.distributed import RankPool
@@ -252,20 +251,6 @@ def test_regret_measures_again(tuned: Path, capsys) -> None:
     assert moekit_main([*TUNE, "--regret", *options]) == 0
     out = capsys.readouterr().out
     assert "naive + torch" in out and "worst regret 0.0 %" in out
-
-
-def movers(*experts: str) -> Registry:
-    found = fakes(*experts)
-    for name, format in (("rows", ActivationFormat.STANDARD), ("slabs", ActivationFormat.BATCHED)):
-        found.register(
-            DispatcherSpec(
-                name=name,
-                target="moekit.backends.local:LocalDispatcher",
-                format=format,
-                moves_tokens=True,
-            )
-        )
-    return found
 
 
 def test_the_pair_that_is_fastest_at_the_capacity_is_chosen(tuned: Path) -> None:

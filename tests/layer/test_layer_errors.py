@@ -25,6 +25,10 @@ from moekit.testing.cases import random_weights, random_x
 ROUTING = moekit.route(torch.randn(5, E), K)
 
 
+def given(ids=ROUTING.topk_ids, weights=ROUTING.topk_weights) -> dict:
+    return {"router_logits": None, "topk_ids": ids, "topk_weights": weights}
+
+
 @pytest.mark.parametrize(
     ("knobs", "error", "said"),
     [
@@ -128,34 +132,10 @@ def test_a_device_that_this_machine_lacks() -> None:
         ({"router_logits": torch.zeros(5, E, dtype=torch.long)}, "must be .* float dtype"),
         ({"router_logits": None}, "give router_logits, or both topk_weights and topk_ids"),
         ({"topk_ids": ROUTING.topk_ids}, "not both"),
-        (
-            {"router_logits": None, "topk_ids": ROUTING.topk_ids},
-            "or both topk_weights and topk_ids",
-        ),
-        (
-            {
-                "router_logits": None,
-                "topk_ids": ROUTING.topk_ids[:, :2],
-                "topk_weights": ROUTING.topk_weights,
-            },
-            r"topk_ids must have shape \(5, 3\) .*got \(5, 2\)",
-        ),
-        (
-            {
-                "router_logits": None,
-                "topk_ids": ROUTING.topk_ids + E,
-                "topk_weights": ROUTING.topk_weights,
-            },
-            r"topk_ids span .* 0\.\.5",
-        ),
-        (
-            {
-                "router_logits": None,
-                "topk_ids": ROUTING.topk_ids,
-                "topk_weights": ROUTING.topk_weights.half(),
-            },
-            "topk_weights are torch.float16, expected float32",
-        ),
+        (given(weights=None), "or both topk_weights and topk_ids"),
+        (given(ids=ROUTING.topk_ids[:, :2]), r"topk_ids must have shape \(5, 3\) .*got \(5, 2\)"),
+        (given(ids=ROUTING.topk_ids + E), r"topk_ids span .* 0\.\.5"),
+        (given(weights=ROUTING.topk_weights.half()), "topk_weights are torch.float16, expected"),
         ({"is_padding": torch.zeros(4, dtype=torch.bool)}, r"is_padding must have .*got \(4,\)"),
         ({"is_padding": torch.zeros(5)}, "must be .* bool"),
         ({"max_tokens": 3}, "max_tokens=3 is less than this rank's 5 tokens"),

@@ -11,14 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tuned_tables import PROBLEM, fakes, make_table, no_tables, write_table
+from tuned_tables import PROBLEM, fakes, make_table, movers, no_tables, write_table
 
 import moekit
 from moekit.cli.main import main
-from moekit.contract.specs import DispatcherSpec
 from moekit.discovery import registry as plugins
 from moekit.errors import BackendBroken
-from moekit.problem import ActivationFormat
 from moekit.selection import select
 from moekit.selection.composite_experts import CompositeExperts
 from moekit.testing.calls import check_call
@@ -212,21 +210,6 @@ def test_a_composite_with_a_member_that_does_not_load_is_skipped(tuned: Path, ca
 # -- dispatchers -------------------------------------------------------------------------------
 
 MOVING = PROBLEM.replace(num_experts=16, parallel=moekit.ParallelConfig(ep_size=4))
-
-
-def movers(*names: str, priorities: dict[str, int] | None = None):
-    found = fakes(*names)
-    for name, format in (("rows", ActivationFormat.STANDARD), ("slabs", ActivationFormat.BATCHED)):
-        found.register(
-            DispatcherSpec(
-                name=name,
-                target="moekit.backends.local:LocalDispatcher",
-                format=format,
-                moves_tokens=True,
-                priority=(priorities or {}).get(name, 0),
-            )
-        )
-    return found
 
 
 def test_times_on_one_rank_order_experts_of_standard_dispatchers(tuned: Path) -> None:

@@ -203,7 +203,6 @@ def test_where_the_table_goes(cells: Cells, tmp_path: Path, capsys, monkeypatch,
         ["--select", "--output", "/dev/null/x.json"],
         ["--select", "--markdown", "/dev/null/x.md"],
         ["--regret", "--quant", "fp9"],
-        ["--ep=2"],
         ["flat", "--fast"],
         ["nobody"],
     ],
@@ -217,20 +216,16 @@ def test_wrong_questions(cells: Cells, capsys, argv: list[str]) -> None:
     assert not cells.seen
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("mode", ["--select", "--regret"])
-def test_ranks_need_a_device_of_this_machine(capsys, mode: str) -> None:
-    code = main(["tune", mode, "--ep", "2", "--device", "cuda", "--shapes", "8:2:64:64"])
-    out, err = capsys.readouterr()
-    assert code == 2 and out == ""
-    assert "torch sees no CUDA device here; leave out --device to use 'cpu'" in err
-
-
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
         (["--ep=2"], "--ep 2 measures combinations of dispatcher and experts: add --select"),
         (["reference"], "to measure them: python -m moekit tune --select --experts reference"),
+        pytest.param(
+            ["--select", "--ep", "2", "--device", "cuda", "--shapes", "8:2:64:64"],
+            "torch sees no CUDA device here; leave out --device to use 'cpu'",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
     ],
 )
 def test_errors_say_what_to_do(capsys, argv: list[str], said: str) -> None:
