@@ -149,19 +149,6 @@ def test_time_that_is_over_starts_nothing(tuned, capsys) -> None:
     assert code == 1 and "the time is over; 1 of 1 cells are left" in err
 
 
-def test_a_layer_that_is_left_is_not_complete(tuned, capsys, monkeypatch) -> None:
-    measure_cell = layers.LayersSweep.measure_cell
-
-    def last(sweep, cell):
-        sweep.end = 0.0
-        return measure_cell(sweep, cell)
-
-    monkeypatch.setattr(layers.LayersSweep, "measure_cell", last)
-    argv = "--dispatchers naive --tokens 1,2 --quant none --seconds 1000"
-    code, _, err = run(capsys, *argv.split())
-    assert code == 1 and "the time is over; 1 of 2 cells are left" in err
-
-
 @pytest.mark.parametrize(
     ("argv", "said"),
     [

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -309,44 +305,6 @@ def test_the_time_is_shared_and_what_is_left_is_continued(
     assert code == 1 and "the time is over; 2 of 4 cells are left" in err
     code, _, err = run(capsys, "--select", "--seconds", "100")
     assert code == 0 and "2 cells to measure" in err
-
-
-# -- processes ---------------------------------------------------------------------------------
-
-
-def command(*argv: str) -> tuple[list[str], dict[str, str]]:
-    """Return a command and its environment: a process that really measures two backends."""
-    names = "torch,reference"
-    return [sys.executable, "-m", "moekit", "tune", "--select", *FAST, "--experts", names, *argv], {
-        **os.environ, "MOEKIT_PLUGINS": "", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-
-
-def test_a_killed_run_leaves_a_whole_table(tuned: Path) -> None:
-    tokens = [str(t) for t in range(1, 400)]
-    args, environ = command("--tokens", ",".join(tokens))
-    file, deadline = tuned / "cpu.json", time.monotonic() + 120
-
-    def known() -> int:
-        read = table.read(file) if file.exists() else {}
-        return len(read.get(Key.of(PROBLEM), {}).get(("local", "torch"), {}))
-
-    with subprocess.Popen(args, env=environ, stderr=subprocess.DEVNULL) as child:
-        try:
-            while known() < 3 and child.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.01)
-        finally:
-            child.send_signal(signal.SIGKILL)
-    kept = times(file)["local", "torch"]
-    assert 3 <= len(kept) < 399
-    last = max(kept)
-    args, environ = command("--tokens", ",".join(tokens[: last + 2]))
-    done = subprocess.run(args, env=environ, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "2 cells to measure" in done.stderr
-    again = times(file)["local", "torch"]
-    assert len(again) == last + 2
-    assert all(again[t] == record for t, record in kept.items())
 
 
 # -- tune --regret -----------------------------------------------------------------------------
