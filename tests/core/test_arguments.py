@@ -114,7 +114,6 @@ def ids_of(table: list[list[int]]) -> Routing:
 CALLS = [
     (dict(x=X.to_sparse()), InvalidInput, "must be dense"),
     (dict(x=X.to_sparse_csr()), InvalidInput, "must be dense"),
-    (dict(x=X.to("meta")), InvalidInput, "on cpu, x on meta"),
     (dict(routing=replace(ROUTING, topk_weights=torch.ones(T, K).to_sparse())), InvalidInput,
      "must be dense"),
     (dict(routing=ids_of([[0, 1], [3, 3], [4, -1]])), InvalidInput, r"token 1 are \[3, 3\]"),

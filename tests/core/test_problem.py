@@ -64,9 +64,6 @@ def test_contradictions_are_refused(changes: dict, said: str) -> None:
         lambda: partition(8, 2, 2),
         lambda: partition(8, 2, -1),
         lambda: apply_activation(torch.randn(2, 3), Activation("silu")),
-        lambda: Activation("gelu", limit=3.0),
-        lambda: Activation("silu", alpha=1.0),
-        lambda: Activation("silu", limit=-1.0),
     ],
 )
 def test_bad_parts_are_refused(make) -> None:
