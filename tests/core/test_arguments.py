@@ -34,7 +34,6 @@ PROBLEM = MoEProblem(**SIZES, dtype=torch.float32, device="cpu")
 X, LOGITS = torch.ones(T, H), torch.arange(T * E).view(T, E).float()
 ROUTING = Routing(torch.ones(T, K), torch.tensor([[0, 1], [2, 3], [4, -1]]))
 PLACEMENT = Placement(tuple(range(E)), E, 2)
-NESTED = torch.nested.nested_tensor([torch.ones(2, H), torch.ones(1, H)])
 
 
 def weights(**changes: Any) -> ExpertWeights:
@@ -67,14 +66,9 @@ def loaded() -> FusedMoE:
 
 
 PARTS = [
-    (lambda: ParallelConfig(dp_size=None, nodes=1), "dp_size=None: it must be an integer"),
-    (lambda: ParallelConfig(dp_size=float("inf")), "dp_size=inf"),
-    (lambda: ParallelConfig(ep_rank=np.float64(1), ep_size=2), "ep_rank=.*1.0"),
     (lambda: ParallelConfig(ep_size=2**40), "ep_size=1099511627776: .* at most 65536"),
-    (lambda: ParallelConfig(ep_size=True), "ep_size=True"),
     (lambda: ParallelConfig(tp_size=0), "tp_size=0"),
     (lambda: ParallelConfig(nodes=10**5000), "nodes=<int"),
-    (lambda: problem(num_experts=True), "num_experts=True"),
     (lambda: problem(num_experts=10**9), "num_experts=1000000000: .* at most 1048576"),
     (lambda: problem(quant=QuantScheme(name="fp8_block")), "quant=.*moekit.SCHEMES"),
     (lambda: problem(device=torch.device("meta")), "'meta' was asked for, .*name a device"),
@@ -82,17 +76,13 @@ PARTS = [
     (lambda: problem(device="foo"), "device 'foo' is not understood"),
     (lambda: Activation("silu", limit=float("nan")), "limit=nan: .*above 0"),
     (lambda: DeviceSpec("cpu").meets("9"), "wanted='9'"),
-    (lambda: moekit.compose(PROBLEM, group=3), "group=3: .*process group"),
     (lambda: moekit.compose(PROBLEM, peer_timeout=float("nan")), "peer_timeout=nan"),
     (lambda: layer(routed_scaling_factor=float("nan")), "routed_scaling_factor=nan: .*finite"),
     (lambda: layer(device="gpu"), "device=.gpu.: .* leave device out"),
-    (lambda: route(LOGITS, "8"), "top_k='8': it must be an integer"),
-    (lambda: route(LOGITS, True), "top_k=True"),
     (lambda: route(LOGITS, 2, routed_scaling_factor=float("nan")), "routed_scaling_factor=nan"),
 ]
 
 INPUTS = [
-    (lambda: route(LOGITS.tolist(), 2), "logits is .*, expected a dense torch.Tensor"),
     (lambda: route(LOGITS.to_sparse(), 2), "logits is .*sparse_coo"),
     (lambda: to_physical(ROUTING, torch.arange(E)[:, None] * 1.0), "replicas must .*int32 or"),
     (lambda: to_physical(ROUTING, torch.arange(4)[:, None]), r"topk_ids span \[-1, 4\].*0..3"),
@@ -122,24 +112,16 @@ def ids_of(table: list[list[int]]) -> Routing:
 
 
 CALLS = [
-    (dict(x=None), AttributeError, "NoneType"),
     (dict(x=X.to_sparse()), InvalidInput, "must be dense"),
     (dict(x=X.to_sparse_csr()), InvalidInput, "must be dense"),
-    (dict(x=NESTED), RuntimeError, "Nested"),
-    (dict(x=X.to("meta")), InvalidInput, "on cpu, x on meta"),
-    (dict(routing=None), AttributeError, "NoneType"),
-    (dict(routing=Routing(torch.ones(T, K), None)), AttributeError, "NoneType"),
     (dict(routing=replace(ROUTING, topk_weights=torch.ones(T, K).to_sparse())), InvalidInput,
      "must be dense"),
     (dict(routing=ids_of([[0, 1], [3, 3], [4, -1]])), InvalidInput, r"token 1 are \[3, 3\]"),
-    (dict(out=3), AttributeError, "int"),
     (dict(out=X.to_sparse()), InvalidInput, "out is .*sparse"),
     (dict(out=torch.ones(1, H).expand(T, H)), InvalidInput, r"strides \(0, 1\), so several"),
     (dict(out=torch.ones(99).as_strided((T, H), (1, 1))), InvalidInput, "share memory"),
     (dict(out=torch.ones(T, H, requires_grad=True)), InvalidInput, "out requires a gradient"),
-    (dict(shared=3), TypeError, "not callable"),
     (dict(weights=None), WeightsError, "the weights are NoneType"),
-    (dict(weights=moekit.PackedWeights("torch", {"w13": 3})), AttributeError, "int"),
 ]  # fmt: skip
 
 

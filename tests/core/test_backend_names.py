@@ -158,11 +158,6 @@ def test_unknown_names(fakes: Fakes, find: Callable[[Registry, str], object]) ->
     assert "plugin bad is broken: RuntimeError: CUDA_HOME is not set" in said
 
 
-def test_a_name_of_the_other_kind_says_so(fakes: Fakes) -> None:
-    with pytest.raises(UnknownBackend, match="'torch' is known as: experts backend"):
-        fakes.discover().dispatcher("torch")
-
-
 def test_names_from_the_environment(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
     found = fakes.discover()
     monkeypatch.setenv("MOEKIT_EXPERTS", "tritn")

@@ -412,23 +412,6 @@ def test_tuning_reaches_every_member() -> None:
     assert sorted(entered[2:]) == ["not torch", "not turned"]
 
 
-def test_warmup_reaches_the_largest_call_of_each_member() -> None:
-    kernel, both = packed("torch:5|turned:11|halved")
-    seen: dict[str, list[int]] = {}
-    for member in kernel.experts.members:
-
-        def apply(y, tokens, *rest, member=member, run=member.apply):
-            seen.setdefault(member.spec.name, []).append(tokens.x.shape[0])
-            run(y, tokens, *rest)
-
-        member.apply = apply
-    kernel.warmup(both, 20)
-    assert {name: max(rows) for name, rows in seen.items()} == {
-        "torch": 5, "turned": 11, "halved": 20,
-    }  # fmt: skip
-    assert next(iter(seen)) and max(max(rows) for rows in seen.values()) == 20
-
-
 def test_check_knows_composites(monkeypatch) -> None:
     from moekit.__main__ import main
 

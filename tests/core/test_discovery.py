@@ -27,20 +27,6 @@ GUARD = 120.0  # seconds, of which a right process needs few
 # -- one broken plugin stays alone ----------------------------------------------------------------
 
 
-def test_a_broken_plugin_stays_alone(fakes: Fakes) -> None:
-    """`hostile_plugins` has what else may be broken."""
-    fakes.install("aaa", offers("good_a"))
-    fakes.install("bad", "assert False, 'two versions of NCCL'", version="0.3")
-    fakes.install("zzz", offers("good_z"))
-    found = fakes.discover()
-    bad = state(found, "bad")
-    assert (bad.state, bad.distribution, bad.version) == ("broken", "bad-dist", "0.3")
-    assert bad.reason == "AssertionError: two versions of NCCL" and bad.backends == ()
-    for plugin, experts in (("core", "torch"), ("aaa", "good_a"), ("zzz", "good_z")):
-        assert state(found, plugin).state == "ok"
-        assert_usable(found, experts)
-
-
 def test_other_packages_metadata_does_not_matter(fakes: Fakes) -> None:
     fakes.install("other", None, entries="[console_scripts]\nnonsense\n")
     fakes.install("garbled", None)

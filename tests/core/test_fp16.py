@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import moekit
-from moekit import ExpertWeights, FusedMoE, MoEProblem, Routing
+from moekit import ExpertWeights, MoEProblem, Routing
 from moekit.backends.reference import oracle
 from moekit.testing.cases import random_weights
 
@@ -102,19 +102,6 @@ def test_only_rows_that_overflow_are_computed_again() -> None:
     calm[torch.arange(30) % 3 != 2] *= 0.01
     same = [t for t in range(30) if t % 3 == 2]
     assert torch.equal(out[same], kernel(calm, packed, routing)[same])
-
-
-def test_layer() -> None:
-    problem = MoEProblem(**SIZES, dtype=torch.float16)
-    weights, x = loud(problem), torch.randn(9, 64).half()
-    layer = FusedMoE(
-        num_experts=6, top_k=2, hidden_size=64, intermediate_size=48, renormalize=False,
-        routed_scaling_factor=0.02, params_dtype=torch.float16, device="cpu", experts="torch",
-    )  # fmt: skip
-    layer.load_weights(weights)
-    logits = torch.randn(9, 6)
-    routing = moekit.route(logits, 2, routed_scaling_factor=0.02)
-    check(layer(x, logits), oracle(x, weights, routing, problem))
 
 
 @pytest.mark.parametrize(

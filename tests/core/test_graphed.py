@@ -6,13 +6,12 @@ import gc
 import logging
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
-from typing import Any
+from contextlib import nullcontext
 
 import graph_stand_in
 import pytest
 import torch
+from fake_streams import FakeStream, Streams
 from torch import Tensor
 
 import moekit
@@ -227,58 +226,17 @@ def test_graphs_go_with_their_owner(device: Device) -> None:
 # -- how a graph is made ----------------------------------------------------------------------
 
 
-class Streams:
-    """CUDA's streams and graphs, writing down what they are told."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.current = FakeStream(self, 0)
-        self.made = 0
-        self.captured: list[int] = []
-
-    def Stream(self, device: torch.device) -> FakeStream:
-        self.made += 1
-        return FakeStream(self, self.made)
-
-    @contextmanager
-    def stream(self, side: FakeStream) -> Iterator[None]:
-        before, self.current = self.current, side
-        yield
-        self.current = before
-
-    def say(self, what: str) -> None:
-        self.log.append(f"{self.current.number}: {what}")
-
-    def CUDAGraph(self) -> Any:
-        return SimpleNamespace(
-            capture_begin=lambda **options: self.say(f"begin {options['pool']}"),
-            capture_end=lambda: self.say("end"),
-            replay=lambda: self.say("replay"),
-        )
-
-
-class FakeStream:
-    def __init__(self, streams: Streams, number: int) -> None:
-        self.streams, self.number = streams, number
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, FakeStream) and other.number == self.number
-
-    def wait_stream(self, other: FakeStream) -> None:
-        self.streams.log.append(f"{self.number} waits for {other.number}")
-
-
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
     fake = Streams()
     names = {
-        "current_stream": lambda device=None: fake.current,
+        "current_stream": fake.current_stream,
         "device": lambda device: nullcontext(),
         "graph_pool_handle": lambda: "pool",
         "Stream": fake.Stream,
         "stream": fake.stream,
         "CUDAGraph": fake.CUDAGraph,
-        "is_current_stream_capturing": lambda: fake.current.number in fake.captured,
+        "is_current_stream_capturing": fake.is_current_stream_capturing,
     }
     for name, value in names.items():
         monkeypatch.setattr(torch.cuda, name, value)

@@ -98,42 +98,6 @@ def test_the_arena_may_grow_after_the_capture() -> None:
         same(graphed(x, routing), kernel(x, packed, routing))
 
 
-def test_two_layers_in_turns_whose_outputs_live_together() -> None:
-    kernel = kernel_of()
-    layers = [packed_for(kernel, key) for key in range(2)]
-    graphed = [graphed_kernel(kernel, packed) for packed in layers]
-    for _ in range(6):
-        given = [tokens(kernel, 4) for _ in layers]
-        outs = [call(*own) for call, own in zip(graphed, given, strict=True)]
-        for out, packed, (x, routing) in zip(outs, layers, given, strict=True):
-            same(out, kernel(x, packed, routing))
-        del outs, out
-
-
-def test_an_output_that_is_kept_stays_as_it_is() -> None:
-    kernel = kernel_of()
-    packed = packed_for(kernel)
-    graphed = graphed_kernel(kernel, packed)
-    kept, wanted = [], []
-    for _ in range(6):
-        x, routing = tokens(kernel, 2)
-        kept.append(graphed(x, routing))
-        wanted.append(kernel(x, packed, routing))
-    for out, want in zip(kept, wanted, strict=True):
-        same(out, want)
-
-
-def test_weights_that_change_in_place() -> None:
-    kernel = kernel_of()
-    packed = packed_for(kernel)
-    graphed = graphed_kernel(kernel, packed)
-    for _ in range(4):
-        x, routing = tokens(kernel, 1)
-        same(graphed(x, routing), kernel(x, packed, routing))
-        for tensor in packed.experts.values():
-            tensor.copy_(tensor.flip(0))
-
-
 def test_other_streams_wait_for_each_other() -> None:
     """Each call is on another stream, behind work that takes long."""
     kernel = kernel_of()

@@ -7,9 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-import moekit
 from moekit import SCHEMES, ExpertWeights, MoEProblem
-from moekit.backends.reference import oracle
 from moekit.errors import WeightsError
 from moekit.problem.convert import quantize_with_zeros
 from moekit.problem.int4 import AWQ_ORDER, IN_ORDER, repack_rows, unpack_rows
@@ -93,21 +91,6 @@ def test_act_order(scheme: str) -> None:
         a, b = getattr(got, name), getattr(want, name)
         assert not torch.equal(a, b)
         assert torch.equal(a.sort(dim=2).values, b.sort(dim=2).values)
-
-
-@pytest.mark.parametrize("scheme", INT4 + ACT_ORDER)
-def test_torch_experts(scheme: str) -> None:
-    p = problem(scheme)
-    weights = make_weights(p)
-    weights = in_act_order(weights, p)[0] if scheme in ACT_ORDER else weights
-    x = torch.randn(9, p.hidden_size)
-    ids = torch.stack([torch.randperm(4)[:2] for _ in range(9)])
-    routing = moekit.Routing(torch.rand(9, 2) + 0.5, ids)
-    for experts in ("torch", "reference"):
-        kernel = moekit.compose(p, "local", experts)
-        out = kernel(x, kernel.pack(weights), routing)
-        want = oracle(x, weights, routing, p)
-        assert float((out - want).norm() / want.norm()) < 1e-5
 
 
 @pytest.mark.parametrize(

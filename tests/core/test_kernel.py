@@ -49,16 +49,6 @@ def rms(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).norm() / want.norm())
 
 
-def test_the_readme_call() -> None:
-    kernel = moekit.compose(PROBLEM)
-    w = weights()
-    packed = kernel.pack(w)
-    x, routing = tokens()
-    out = kernel(x, packed, routing)
-    assert rms(out, oracle(x, w, routing, PROBLEM)) < 1e-5
-    assert str(kernel.explanation).startswith("chosen: local + ")
-
-
 def test_out_and_shared() -> None:
     kernel, w = moekit.compose(PROBLEM, experts="torch"), weights()
     packed = kernel.pack(w)
@@ -182,22 +172,6 @@ def test_capacity() -> None:
         kernel(tokens()[0], packed, tokens()[1])
 
 
-def test_environment_names_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOEKIT_EXPERTS", "reference")
-    explanation = moekit.explain(PROBLEM)
-    assert explanation.chosen.experts == "reference" and "MOEKIT_EXPERTS" in explanation.why
-    assert moekit.explain(PROBLEM, experts="torch").chosen.experts == "torch"
-
-
-def test_two_calls_in_flight() -> None:
-    kernel, w = moekit.compose(PROBLEM), weights()
-    packed = kernel.pack(w)
-    calls = [tokens(n) for n in (5, 0, 7)]
-    pending = [kernel.start(x, packed, r) for x, r in calls]
-    for (x, r), call in zip(calls, pending, strict=True):
-        torch.testing.assert_close(call.result(), oracle(x, w, r, PROBLEM))
-
-
 def test_results_travel_while_the_next_experts_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """start, start, run, run, result, result: nothing is waited for before its time, or twice."""
     kernel, w, log = moekit.compose(PROBLEM, experts="torch"), weights(), []
@@ -248,13 +222,6 @@ def test_a_call_that_failed_is_not_run_again(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(MoekitError, match="failed before, start another: ZeroDivisionError"):
             step()
     assert runs == [1] and kernel(x, packed, routing).isfinite().all()
-
-
-def test_pending_waits_once() -> None:
-    waits: list[int] = []
-    pending = Pending(lambda: waits.append(1) or 7)
-    assert pending.result() == pending.result() == 7 and waits == [1]
-    assert Pending.ready("x").result() == "x"
 
 
 def test_workspace_is_one_arena_that_grows() -> None:

@@ -1,12 +1,26 @@
-"""Listing backends and asking for their reasons imports no vendor's library."""
+"""Listing backends, asking for their reasons and choosing by a table import no vendor's library."""
 
 import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from tuned_tables import PROBLEM, make_table, no_tables, write_table
+
+import moekit
+
+tuned = pytest.fixture(no_tables, name="tuned")
 
 
-def test_listing_and_reasons_import_nothing():
+def test_listing_reasons_and_tables_import_nothing(tuned: Path) -> None:
+    h200 = PROBLEM.replace(
+        dtype=torch.bfloat16, device=moekit.DeviceSpec("cuda", (9, 0), "NVIDIA H200")
+    )
+    names = ("torch", "triton", "deepgemm", "cutlass", "marlin", "acme")
+    write_table(tuned / "x.json", make_table({name: (1, 1) for name in names}, h200))
     code = """
         import sys
         import moekit
@@ -20,6 +34,9 @@ def test_listing_and_reasons_import_nothing():
                 found = moekit.registry()
                 for spec in (*found.dispatchers.values(), *found.experts.values()):
                     spec.unsupported(problem)
+        sizes = dict(num_experts=4, top_k=2, hidden_size=64, intermediate_size=48)
+        chosen = moekit.explain(moekit.MoEProblem(**sizes, device="sm90"))
+        assert "by measurement" in chosen.why, chosen
         vendors = {
             "cutlass", "deep_ep", "deep_gemm", "flashinfer", "kt_kernel", "kt_kernel_ext",
             "moekit_kernels", "pplx_kernels", "quack", "triton", "tvm_ffi", "vllm",
@@ -29,4 +46,5 @@ def test_listing_and_reasons_import_nothing():
         assert not late, late
     """
     environ = {k: v for k, v in os.environ.items() if not k.startswith("MOEKIT")}
+    environ["MOEKIT_TUNED"] = str(tuned)
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, env=environ)

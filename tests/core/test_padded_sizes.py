@@ -14,7 +14,7 @@ from torch import Tensor
 
 import moekit
 from moekit import ExpertsSpec, MoEProblem, ParallelConfig, Registry, Workspace, registry
-from moekit.backends import padding
+from moekit.backends import adapters, padding
 from moekit.backends.adapters import PaddedExperts
 from moekit.backends.padding import pad_weights
 from moekit.errors import Unsupported
@@ -263,17 +263,17 @@ _GROW = padding._grow
 
 
 @pytest.mark.parametrize(
-    ("scheme", "name", "wrong"),
+    ("scheme", "module", "name", "wrong"),
     [
-        ("none", "_wider", _not_cleared),
-        ("none", "PaddedExperts", _FromTheEnd),
-        ("none", "_grow", _ones),
-        ("int4_w4a16_g32", "INT4_ZERO", 0),
+        ("none", adapters, "_wider", _not_cleared),
+        ("none", adapters, "PaddedExperts", _FromTheEnd),
+        ("none", padding, "_grow", _ones),
+        ("int4_w4a16_g32", padding, "INT4_ZERO", 0),
     ],
 )
 def test_the_kit_catches_wrong_padding(
-    scheme: str, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
+    scheme: str, module: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(padding, name, wrong)
+    monkeypatch.setattr(module, name, wrong)
     with pytest.raises(AssertionError):
         kit().test_cases(scheme)

@@ -35,11 +35,6 @@ def test_repr_round_trips(changes: dict) -> None:
     [
         (dict(top_k=9), "top_k=9 exceeds num_experts=8"),
         (dict(hidden_size=0), "hidden_size=0"),
-        (dict(hidden_size=2.5), "hidden_size=2.5: it must be an integer"),
-        (dict(num_experts="8"), "num_experts='8': it must be an integer"),
-        (dict(max_num_tokens="x"), "max_num_tokens='x': it must be an integer"),
-        (dict(quant=None), "quant=None: it must be a QuantScheme"),
-        (dict(parallel=4), "parallel=4: it must be a ParallelConfig"),
         (dict(device="sm900"), "'sm900' is not understood"),
         (dict(device=torch.device("cuda:99")), "'cuda:99' was asked for"),
         (dict(device="cuda:99"), "'cuda:99' was asked for"),
@@ -51,8 +46,6 @@ def test_repr_round_trips(changes: dict) -> None:
         (dict(parallel=ParallelConfig(ep_size=9)), "a rank would hold none"),
         (dict(parallel=ParallelConfig(tp_size=5)), "tp_size=5 must divide"),
         (dict(num_redundant_experts=-1), "must be an integer of at least 0"),
-        (dict(has_bias="no"), "has_bias='no': it must be True or False"),
-        (dict(device=0), "device=0: it must be a DeviceSpec"),
     ],
 )
 def test_contradictions_are_refused(changes: dict, said: str) -> None:
@@ -65,16 +58,12 @@ def test_contradictions_are_refused(changes: dict, said: str) -> None:
     [
         lambda: ParallelConfig(ep_size=2, ep_rank=2),
         lambda: ParallelConfig(tp_size=0),
-        lambda: ParallelConfig(ep_size="2"),
         lambda: ParallelConfig(dp_size=-1),
         lambda: ParallelConfig(ep_size=4, dp_size=3),
         lambda: ParallelConfig(ep_size=2, dp_size=8),
         lambda: partition(8, 2, 2),
         lambda: partition(8, 2, -1),
         lambda: apply_activation(torch.randn(2, 3), Activation("silu")),
-        lambda: Activation("gelu", limit=3.0),
-        lambda: Activation("silu", alpha=1.0),
-        lambda: Activation("silu", limit=-1.0),
     ],
 )
 def test_bad_parts_are_refused(make) -> None:

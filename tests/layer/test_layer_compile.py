@@ -72,17 +72,6 @@ def test_no_recompilation_for_another_number_of_tokens() -> None:
 
 
 @torch.inference_mode()
-def test_without_dynamic_two_compilations_suffice() -> None:
-    """The default is static at first, and dynamic when sizes have changed."""
-    model, counting = Block(), Counting()
-    compiled = torch.compile(model, fullgraph=True, backend=counting)
-    for tokens in (7, 2, 33, 64, 5, 128, 3):
-        x = torch.randn(2, tokens, H)
-        assert torch.equal(compiled(x), model(x))
-    assert counting.graphs == 2
-
-
-@torch.inference_mode()
 def test_every_way_to_call() -> None:
     layer, _ = loaded_layer(max_num_tokens=4)
     counting = Counting()

@@ -13,15 +13,14 @@ from moekit_bench import layers, report
 from moekit_bench.layers import measure_layers
 from moekit_bench.ranks import Task
 from moekit_bench.records import Cell, Result, Settings, merge
-from tuned_tables import PROBLEM, fakes, make_table, no_tables, write_table
+from tuned_tables import PROBLEM, make_table, movers, no_tables, write_table
 
 import moekit
 from moekit.cli.main import main as moekit_main
 from moekit.contract.pending import Pending
-from moekit.contract.specs import DispatcherSpec
 from moekit.discovery.registry import Registry
 from moekit.errors import GroupMismatch, MoekitError
-from moekit.problem import ActivationFormat, ParallelConfig
+from moekit.problem import ParallelConfig
 from moekit.selection import select
 from moekit.selection.tuned import table
 from moekit.testing.distributed import RankPool
@@ -150,19 +149,6 @@ def test_time_that_is_over_starts_nothing(tuned, capsys) -> None:
     assert code == 1 and "the time is over; 1 of 1 cells are left" in err
 
 
-def test_a_layer_that_is_left_is_not_complete(tuned, capsys, monkeypatch) -> None:
-    measure_cell = layers.LayersSweep.measure_cell
-
-    def last(sweep, cell):
-        sweep.end = 0.0
-        return measure_cell(sweep, cell)
-
-    monkeypatch.setattr(layers.LayersSweep, "measure_cell", last)
-    argv = "--dispatchers naive --tokens 1,2 --quant none --seconds 1000"
-    code, _, err = run(capsys, *argv.split())
-    assert code == 1 and "the time is over; 1 of 2 cells are left" in err
-
-
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
@@ -252,20 +238,6 @@ def test_regret_measures_again(tuned: Path, capsys) -> None:
     assert moekit_main([*TUNE, "--regret", *options]) == 0
     out = capsys.readouterr().out
     assert "naive + torch" in out and "worst regret 0.0 %" in out
-
-
-def movers(*experts: str) -> Registry:
-    found = fakes(*experts)
-    for name, format in (("rows", ActivationFormat.STANDARD), ("slabs", ActivationFormat.BATCHED)):
-        found.register(
-            DispatcherSpec(
-                name=name,
-                target="moekit.backends.local:LocalDispatcher",
-                format=format,
-                moves_tokens=True,
-            )
-        )
-    return found
 
 
 def test_the_pair_that_is_fastest_at_the_capacity_is_chosen(tuned: Path) -> None:

@@ -2,56 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
 import pytest
 import torch
+from fake_streams import FakeStream, Streams
 from layer_cases import check_logits, loaded_layer
 
 from moekit.runtime import overlap
 from moekit.runtime.overlap import ConcurrentExperts
 
 
-class FakeStreams:
-    """A device module whose streams record their calls."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.made = 0
-        self.current = self.Stream("meta", 0)
-
-    def Stream(self, device, stream_id=None):
-        if stream_id is None:
-            self.made += 1
-            stream_id = self.made
-        return FakeStream(self, stream_id)
-
-    def current_stream(self, device):
-        return self.current
-
-    @contextmanager
-    def stream(self, side):
-        self.log.append(f"on {side.stream_id}")
-        before, self.current = self.current, side
-        yield
-        self.current = before
-        self.log.append(f"off {side.stream_id}")
-
-
-class FakeStream:
-    def __init__(self, module, stream_id) -> None:
-        self.module, self.stream_id = module, stream_id
-
-    def __eq__(self, other) -> bool:
-        return self.stream_id == other.stream_id
-
-    def wait_stream(self, other) -> None:
-        self.module.log.append(f"{self.stream_id} waits for {other.stream_id}")
-
-
 @pytest.fixture
 def streams(monkeypatch):
-    fake = FakeStreams()
+    fake = Streams()
     monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
     monkeypatch.setattr(overlap, "_idle", {})
     return fake
@@ -59,17 +21,16 @@ def streams(monkeypatch):
 
 def test_the_order_of_streams(streams) -> None:
     x = torch.randn(3, 4, device="meta")
-    concurrent = ConcurrentExperts(lambda x: x * 2, x)
-    streams.log.append("dispatch")
+    concurrent = ConcurrentExperts(lambda x: streams.say("shared experts") or x * 2, x)
+    streams.say("dispatch")
     assert concurrent.run().shape == (3, 4)
-    streams.log.append("experts")
+    streams.say("experts")
     assert concurrent.join().shape == (3, 4)
     assert streams.log == [
         "1 waits for 0",  # forked before the dispatch, which it overlaps
-        "dispatch",
-        "on 1",
-        "off 1",
-        "experts",
+        "0: dispatch",
+        "1: shared experts",
+        "0: experts",
         "0 waits for 1",
     ]
 

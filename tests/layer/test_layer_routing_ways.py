@@ -167,6 +167,16 @@ def test_simulated_loads(kind: str) -> None:
     assert 0.15 < float(made.topk_weights.std()) < 0.25
 
 
+@pytest.mark.parametrize("kind", ["fixed", "hot"])
+def test_simulated_batches_differ(kind: str) -> None:
+    """The hot expert, and the experts of a fixed routing, change with the index of the batch."""
+    first, second = (
+        moekit.simulate_routing(kind, 5, 16, 3, generator=torch.Generator(), index=i).topk_ids
+        for i in (0, 1)
+    )
+    assert not torch.equal(first, second)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [

@@ -415,6 +415,7 @@ def test_weights_are_packed_before_compiled_code_runs() -> None:
     block = make(hfm.GPT_OSS).model.layers[0].mlp
     experts = block.experts
     with torch.no_grad():
+        run_first(block)
         torch.compile(block, backend=backend, fullgraph=True)(torch.randn(2, 5, 96))
     assert packed_when_compiled == [True]
     torch._dynamo.reset()

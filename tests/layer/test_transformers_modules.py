@@ -14,7 +14,7 @@ import hf_models as hfm
 import pytest
 import torch
 from test_transformers_layer import installed, make  # noqa: F401 (an autouse fixture)
-from test_transformers_models import errors, logits
+from test_transformers_models import errors
 from torch import Tensor, nn
 
 import moekit
@@ -334,14 +334,6 @@ def test_a_norm_after_each_expert() -> None:
     module.has_post_expert_norm = True
     with pytest.raises(Unsupported, match="norm after each expert"):
         experts_forward(module, *inputs())
-
-
-def test_a_backend_that_cannot() -> None:
-    integration.install(experts="triton", quant="int4_w4a8_g128")
-    with pytest.raises(
-        Unsupported, match="experts 'triton' cannot do this problem.*int4_w4a8_g128"
-    ):
-        logits(make(hfm.QWEN3_MOE))
 
 
 # -- processes -----------------------------------------------------------------------

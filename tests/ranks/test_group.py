@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from fake_streams import Streams
 from rank_events import GUARD, happened, wait_for
 
 from moekit.contract.shared_buffers import CallBuffers, SharedBuffers
@@ -283,35 +284,29 @@ def test_each_call_in_flight_has_a_buffer():
 
 
 def test_calls_on_several_streams_run_in_order(monkeypatch):
-    waited: list[tuple[str, str]] = []
-
-    class Stream:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def wait_stream(self, other) -> None:
-            waited.append((self.name, other.name))
-
-    now, capturing = [Stream("a")], [False]
+    streams = Streams()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: now[0])
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(torch.cuda, "current_stream", streams.current_stream)
+    monkeypatch.setattr(
+        torch.cuda, "is_current_stream_capturing", streams.is_current_stream_capturing
+    )
     group = StandInGroup()
     buffers = CallBuffers(object, group, most=3)
     first = buffers.take()
-    now[0] = Stream("b")
+    streams.current = streams.Stream()
     buffers.take()
     buffers.keep_order()
-    assert waited == [("b", "a")]
+    assert streams.log == ["1 waits for 0"]
     CallBuffers(object, StandInGroup()).keep_order()
-    now[0] = Stream("c")
+    streams.current = streams.Stream()
     CallBuffers(object, StandInGroup()).keep_order()
-    assert waited == [("b", "a")], "groups do not wait for each other"
+    assert streams.log == ["1 waits for 0"], "groups do not wait for each other"
     CallBuffers(object, group).keep_order()  # of a layer of other sizes
-    assert waited == [("b", "a"), ("c", "b")]
-    waited.clear()
-    capturing[0], now[0] = True, Stream("capture")
+    assert streams.log == ["1 waits for 0", "2 waits for 1"]
+    streams.log.clear()
+    streams.current = streams.Stream()
+    streams.captured = [streams.made]
     buffers.give_back(first)
-    assert buffers.take() is first and not waited, "a graph is ordered by its replays"
+    assert buffers.take() is first and not streams.log, "a graph is ordered by its replays"
     with pytest.raises(InvalidInput, match="3 calls in flight need another buffer.*captured"):
         buffers.take()

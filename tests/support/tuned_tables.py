@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import moekit
-from moekit.contract.specs import ExpertsSpec
+from moekit.contract.specs import DispatcherSpec, ExpertsSpec
 from moekit.discovery.registry import Registry, registry
 from moekit.problem import ActivationFormat
 from moekit.selection import tuned
@@ -78,3 +78,19 @@ def fakes(*names: str, **facts: object) -> Registry:
     for name in names:
         made.register(ExpertsSpec(name=name, **values))
     return made
+
+
+def movers(*names: str, priorities: Mapping[str, int] | None = None) -> Registry:
+    """Return `fakes` and two dispatchers that move tokens: `rows` and, batched, `slabs`."""
+    found = fakes(*names)
+    for name, format in (("rows", ActivationFormat.STANDARD), ("slabs", ActivationFormat.BATCHED)):
+        found.register(
+            DispatcherSpec(
+                name=name,
+                target="moekit.backends.local:LocalDispatcher",
+                format=format,
+                moves_tokens=True,
+                priority=(priorities or {}).get(name, 0),
+            )
+        )
+    return found

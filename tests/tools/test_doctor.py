@@ -192,12 +192,6 @@ def test_a_group_that_fails_leaves_the_others(
     assert found["tuned tables"][0] == "ok"
 
 
-def test_unknown_options(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["doctor", "--nonsense"])
-    assert left.value.code == 2 and "--nonsense" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("limit", ["0", "-1", "soon", "nan"])
 def test_a_time_limit_is_a_number(capsys: pytest.CaptureFixture[str], limit: str) -> None:
     with pytest.raises(SystemExit) as caught:

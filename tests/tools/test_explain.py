@@ -23,6 +23,12 @@ NEEDY = ", requires=('json', 'no_such_lib'), install_hint='pip install no-such-l
 only = pytest.fixture(only_named)
 
 
+def explained(capsys: pytest.CaptureFixture[str], *more: str, code: int = 0) -> str:
+    """Return what `explain` prints for SIZES on the CPU; ``code``: its expected exit code."""
+    assert main(["explain", *SIZES, "--device", "cpu", *more]) == code
+    return capsys.readouterr().out
+
+
 def test_explain_for_a_device_elsewhere(only, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     def touched(*args: object, **kwargs: object) -> None:
         raise AssertionError("the device was touched")
@@ -56,19 +62,15 @@ def test_explain_is_short_unless_asked_for_all(only, capsys) -> None:
             "for name in", "for name in ('d', 'e', 'f')] + [spec(name" + needy + ") for name in"
         ),
     )
-    args = ["explain", *SIZES, "--device", "cpu"]
-    assert main(args) == 0
-    out = capsys.readouterr().out
+    out = explained(capsys)
     assert out.count("then: ") == 2 and "not experts" not in out and "pip install" not in out
     assert "\n  3 others cannot run it: pass --all for the reasons\n" in out
-    assert main([*args, "--all"]) == 0
-    out = " ".join(capsys.readouterr().out.split())
+    out = " ".join(explained(capsys, "--all").split())
     assert out.count("then: ") > 4 and out.count("not experts") == 3 and "others" not in out
     assert (
         "not experts a: nor_this and no_such_lib are not installed (pip install no-such-lib)" in out
     )
-    assert main([*args, "--experts", "b"]) == 1
-    out = capsys.readouterr().out
+    out = explained(capsys, "--experts", "b", code=1)
     assert "not experts b: nor_this and no_such_lib are not installed (pip" in " ".join(out.split())
     assert "others" not in out
 
@@ -83,12 +85,9 @@ def check(problem):
     return [] if value == "fast" else [f"ACME_MODE={value!r}: expected 'fast'", "is too slow"]
 """
     fakes.install("picky", check + offers("a", "b", more=", check=check"))
-    args = ["explain", *SIZES, "--device", "cpu"]
-    assert main(args) == 0
-    assert "ACME_MODE" not in capsys.readouterr().out
+    assert "ACME_MODE" not in explained(capsys)
     monkeypatch.setenv("ACME_MODE", "fats")
-    assert main(args) == 0
-    out = capsys.readouterr().out
+    out = explained(capsys)
     assert "\n  not experts a, experts b: ACME_MODE='fats': expected 'fast'\n" in out
     assert "too slow" not in out and "\n  2 others cannot run it" in out
 
@@ -97,8 +96,7 @@ def test_explain_says_what_moves_tokens(only, capsys, monkeypatch: pytest.Monkey
     """The hint appears if moekit-naive is not installed, as after `pip install .`."""
     monkeypatch.setattr(packages, "importable", lambda name: False)
     said = "moekit-naive has a dispatcher for this problem and is not installed: pip install"
-    assert main(["explain", *SIZES, "--device", "cpu", "--ep", "2"]) == 1
-    assert said in " ".join(capsys.readouterr().out.split())
+    assert said in " ".join(explained(capsys, "--ep", "2", code=1).split())
     parallel = moekit.ParallelConfig(ep_size=2, dp_size=1)
     problem = dict(num_experts=8, top_k=2, hidden_size=64, intermediate_size=64, device="cpu")
     assert not moekit.explain(moekit.MoEProblem(**problem, parallel=parallel)).not_installed
@@ -110,8 +108,7 @@ def test_explain_says_what_moves_tokens(only, capsys, monkeypatch: pytest.Monkey
 def test_explain_names_a_check_that_fails(only, capsys) -> None:
     fakes = only("weak")
     fakes.install("weak", offers("a", more=", check=lambda problem: 1 / 0"))
-    assert main(["explain", *SIZES, "--device", "cpu"]) == 0
-    out = capsys.readouterr().out
+    out = explained(capsys)
     assert "\n  not experts a: its check failed: ZeroDivisionError: division by zero" in out
     assert "cannot run it" not in out
 
@@ -193,9 +190,9 @@ def test_explain_names_options_and_no_python(only, capsys: pytest.CaptureFixture
     fakes = only("picky")
     check = "\ndef check(p): return [f'max_num_tokens={p.max_num_tokens} exceeds 8 with tp_size']\n"
     fakes.install("picky", check + offers("picky", more=", check=check"))
-    args = ["explain", *SIZES, "--device", "cpu"]
-    assert main([*args, "--experts", "picky", "--max-num-tokens", "16"]) == 1
-    assert "--max-num-tokens 16 exceeds 8 with --tp" in capsys.readouterr().out
+    assert "--max-num-tokens 16 exceeds 8 with --tp" in explained(
+        capsys, "--experts", "picky", "--max-num-tokens", "16", code=1
+    )
 
 
 def test_every_option_reaches_the_problem(only, capsys: pytest.CaptureFixture[str]) -> None:
@@ -260,11 +257,9 @@ def test_explain_notes_broken_plugins(only, capsys: pytest.CaptureFixture[str]) 
     fakes = only("bad")
     fakes.install("bad", "raise RuntimeError('CUDA_HOME is not set')")
     fakes.install("other", offers("other"))
-    assert main(["explain", *SIZES, "--device", "cpu"]) == 0
-    out = capsys.readouterr().out
+    out = explained(capsys)
     assert "plugin bad is broken: RuntimeError: CUDA_HOME" in out and "blocked" not in out
-    assert main(["explain", *SIZES, "--device", "cpu", "--all"]) == 0
-    assert "plugin other is blocked: not named in MOEKIT_PLUGINS" in capsys.readouterr().out
+    assert "plugin other is blocked: not named in MOEKIT_PLUGINS" in explained(capsys, "--all")
 
 
 # -- problems of models ----------------------------------------------------------------------------

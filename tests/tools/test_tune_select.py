@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from tuned_tables import PROBLEM, fakes, make_table, no_tables, write_table
+from tuned_tables import PROBLEM, fakes, make_table, movers, no_tables, write_table
 
 import moekit
 from moekit.cli.main import main
-from moekit.contract.specs import DispatcherSpec
 from moekit.discovery import registry as plugins
 from moekit.errors import BackendBroken
-from moekit.problem import ActivationFormat
 from moekit.selection import select
 from moekit.selection.composite_experts import CompositeExperts
 from moekit.testing.calls import check_call
@@ -214,21 +209,6 @@ def test_a_composite_with_a_member_that_does_not_load_is_skipped(tuned: Path, ca
 MOVING = PROBLEM.replace(num_experts=16, parallel=moekit.ParallelConfig(ep_size=4))
 
 
-def movers(*names: str, priorities: dict[str, int] | None = None):
-    found = fakes(*names)
-    for name, format in (("rows", ActivationFormat.STANDARD), ("slabs", ActivationFormat.BATCHED)):
-        found.register(
-            DispatcherSpec(
-                name=name,
-                target="moekit.backends.local:LocalDispatcher",
-                format=format,
-                moves_tokens=True,
-                priority=(priorities or {}).get(name, 0),
-            )
-        )
-    return found
-
-
 def test_times_on_one_rank_order_experts_of_standard_dispatchers(tuned: Path) -> None:
     write_table(tuned / "x.json", make_table({"a": (2, 1), "b": (1, 1)}))
     found = movers("a", "b", priorities={"rows": 60})
@@ -299,23 +279,3 @@ def test_explain_prints_measured_choices(tuned: Path, capsys, monkeypatch) -> No
     assert "chosen: local + steep:100|flat (by measurement" in capsys.readouterr().out
     assert main([*args, "--experts", "steep:7|flat", "--max-num-tokens", "9"]) == 0
     assert "chosen: local + steep:7|flat (dispatcher by priority" in capsys.readouterr().out
-
-
-def test_looking_up_imports_no_backend(tuned: Path, tmp_path: Path) -> None:
-    """The table decides between backends whose modules are not imported."""
-    h200 = PROBLEM.replace(
-        dtype=torch.bfloat16, device=moekit.DeviceSpec("cuda", (9, 0), "NVIDIA H200")
-    )
-    names = ("torch", "triton", "deepgemm", "cutlass", "marlin", "acme")
-    write_table(tuned / "x.json", make_table({name: (1, 1) for name in names}, h200))
-    code = """
-import sys, moekit
-p = moekit.MoEProblem(num_experts=4, top_k=2, hidden_size=64, intermediate_size=48, device="sm90")
-print(moekit.explain(p))
-print(sorted(m for m in sys.modules if m.split(".")[0] in (
-    "triton", "deep_gemm", "vllm", "quack", "flashinfer", "cutlass")
-    or m.startswith("moekit_") and m.count(".") and m.endswith(("experts", "kernels"))))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "[]"

@@ -116,46 +116,6 @@ def test_named_shapes_have_the_models_sizes():
 # -- routings and weights -----------------------------------------------------------------------
 
 
-def routed(kind: str, index: int = 0, tokens: int = 4000) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(index)
-    made = moekit.simulate_routing(kind, tokens, 16, 3, generator=generator, index=index)
-    assert made.topk_ids.shape == made.topk_weights.shape == (tokens, 3)
-    assert made.topk_weights.dtype == torch.float32
-    torch.testing.assert_close(made.topk_weights.sum(1), torch.ones(tokens))
-    ordered = made.topk_ids.sort(dim=1).values
-    assert bool((ordered[:, 1:] > ordered[:, :-1]).all()), "a token chooses an expert twice"
-    return made.topk_ids.flatten().bincount(minlength=16) / tokens
-
-
-def test_uniform_routing():
-    assert routed("uniform").sub(3 / 16).abs().max() < 0.04
-
-
-def test_zipf_routing():
-    share = routed("zipf").sort(descending=True).values
-    assert 0.6 < share[0] < 0.95 and share[0] > 1.2 * share[1] > 1.2 * 1.2 * share[3]
-    assert share[-1] > 0.02, "every expert is chosen sometimes"
-
-
-def test_fixed_routing_is_even():
-    assert torch.equal(routed("fixed"), torch.full((16,), 3 / 16))
-    first, second = (
-        moekit.simulate_routing("fixed", 5, 16, 3, generator=torch.Generator(), index=i).topk_ids
-        for i in (0, 1)
-    )
-    assert not torch.equal(first, second)
-
-
-def test_hot_routing_changes_its_expert():
-    shares = [routed("hot", index) for index in range(3)]
-    hot = [int(s.argmax()) for s in shares]
-    assert len(set(hot)) == 3
-    for share, expert in zip(shares, hot, strict=True):
-        assert share[expert] == 1
-        others = torch.cat([share[:expert], share[expert + 1 :]])
-        assert others.sub(2 / 15).abs().max() < 0.04
-
-
 def test_inputs_differ_and_repeat():
     p = problem()
     first, again = (bench.inputs("zipf", 9, 2, p, CPU, seed=3) for _ in range(2))
@@ -358,34 +318,20 @@ def test_a_cell_without_a_right_result_is_exit_code_1(capsys, baselines):
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        ["--shapes", "nothing"],
-        ["--quant", "fp9"],
-        ["--tokens", "0"],
-        ["--ep", "5"],
-        ["--routing", "warm"],
-        ["--experts", "nobody"],
-        ["--experts", ""],
-        ["--baselines", "/no/such/folder"],
-        ["--device", "warp"],
-        ["--device", "meta"],
-        ["--tokens", "²"],
-        ["--shapes", "²:2:32:48"],
-        ["--json", str(ROOT)],
-        ["--markdown", "/dev/null/x.md"],
-        ["--baselines", str(BASELINES / "quack.py"), "--only-baselines", "quark"],
-    ],
-    ids=lambda w: " ".join(w)[-30:],
-)
-def test_wrong_questions(capsys, wrong):
-    code, out, err = run(capsys, *wrong)
-    assert code == 2 and out == "" and err.startswith("error: ")
-
-
-@pytest.mark.parametrize(
     ("wrong", "said"),
     [
+        (["--shapes", "nothing"], "nothing"),
+        (["--tokens", "0"], "0"),
+        (["--ep", "5"], "5"),
+        (["--routing", "warm"], "warm"),
+        (["--experts", "nobody"], "nobody"),
+        (["--experts", ""], ""),
+        (["--baselines", "/no/such/folder"], "/no/such/folder"),
+        (["--device", "warp"], "warp"),
+        (["--tokens", "²"], ""),
+        (["--shapes", "²:2:32:48"], ""),
+        (["--markdown", "/dev/null/x.md"], "/dev/null/x.md"),
+        (["--baselines", str(BASELINES / "quack.py"), "--only-baselines", "quark"], "quark"),
         (["--device", "meta"], "torch sees no META device here; leave out --device to use"),
         (["--device", "sm90"], "--device must be a device of torch on this machine (got 'sm90')"),
         (["--experts", "torch,torch"], "torch is named twice: name it once in --experts"),
@@ -394,8 +340,9 @@ def test_wrong_questions(capsys, wrong):
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_measured(capsys, wrong, said):
-    code, _, err = run(capsys, *wrong)
-    assert code == 2 and said in err and "[1/" not in err
+    code, out, err = run(capsys, *wrong)
+    assert code == 2 and out == "" and err.startswith("error: ")
+    assert said in err and "[1/" not in err
     assert not list(ROOT.parent.glob(f".{ROOT.name}.*")), "a partial file is left"
 
 

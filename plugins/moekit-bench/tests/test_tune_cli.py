@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -203,7 +199,6 @@ def test_where_the_table_goes(cells: Cells, tmp_path: Path, capsys, monkeypatch,
         ["--select", "--output", "/dev/null/x.json"],
         ["--select", "--markdown", "/dev/null/x.md"],
         ["--regret", "--quant", "fp9"],
-        ["--ep=2"],
         ["flat", "--fast"],
         ["nobody"],
     ],
@@ -217,20 +212,16 @@ def test_wrong_questions(cells: Cells, capsys, argv: list[str]) -> None:
     assert not cells.seen
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("mode", ["--select", "--regret"])
-def test_ranks_need_a_device_of_this_machine(capsys, mode: str) -> None:
-    code = main(["tune", mode, "--ep", "2", "--device", "cuda", "--shapes", "8:2:64:64"])
-    out, err = capsys.readouterr()
-    assert code == 2 and out == ""
-    assert "torch sees no CUDA device here; leave out --device to use 'cpu'" in err
-
-
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
         (["--ep=2"], "--ep 2 measures combinations of dispatcher and experts: add --select"),
         (["reference"], "to measure them: python -m moekit tune --select --experts reference"),
+        pytest.param(
+            ["--select", "--ep", "2", "--device", "cuda", "--shapes", "8:2:64:64"],
+            "torch sees no CUDA device here; leave out --device to use 'cpu'",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
     ],
 )
 def test_errors_say_what_to_do(capsys, argv: list[str], said: str) -> None:
@@ -314,44 +305,6 @@ def test_the_time_is_shared_and_what_is_left_is_continued(
     assert code == 1 and "the time is over; 2 of 4 cells are left" in err
     code, _, err = run(capsys, "--select", "--seconds", "100")
     assert code == 0 and "2 cells to measure" in err
-
-
-# -- processes ---------------------------------------------------------------------------------
-
-
-def command(*argv: str) -> tuple[list[str], dict[str, str]]:
-    """Return a command and its environment: a process that really measures two backends."""
-    names = "torch,reference"
-    return [sys.executable, "-m", "moekit", "tune", "--select", *FAST, "--experts", names, *argv], {
-        **os.environ, "MOEKIT_PLUGINS": "", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-
-
-def test_a_killed_run_leaves_a_whole_table(tuned: Path) -> None:
-    tokens = [str(t) for t in range(1, 400)]
-    args, environ = command("--tokens", ",".join(tokens))
-    file, deadline = tuned / "cpu.json", time.monotonic() + 120
-
-    def known() -> int:
-        read = table.read(file) if file.exists() else {}
-        return len(read.get(Key.of(PROBLEM), {}).get(("local", "torch"), {}))
-
-    with subprocess.Popen(args, env=environ, stderr=subprocess.DEVNULL) as child:
-        try:
-            while known() < 3 and child.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.01)
-        finally:
-            child.send_signal(signal.SIGKILL)
-    kept = times(file)["local", "torch"]
-    assert 3 <= len(kept) < 399
-    last = max(kept)
-    args, environ = command("--tokens", ",".join(tokens[: last + 2]))
-    done = subprocess.run(args, env=environ, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "2 cells to measure" in done.stderr
-    again = times(file)["local", "torch"]
-    assert len(again) == last + 2
-    assert all(again[t] == record for t, record in kept.items())
 
 
 # -- tune --regret -----------------------------------------------------------------------------

@@ -42,17 +42,6 @@ def test_packages_outside_of_site_packages(monkeypatch, tmp_path):
             assert bool(library.missing("quack")) is bool(reason)
 
 
-def test_vllm_is_found_by_path(monkeypatch, tmp_path):
-    folder = tmp_path / "vllm"
-    folder.mkdir()
-    monkeypatch.setenv("MOEKIT_VLLM_PATH", str(folder))
-    assert f"holds no {library.VLLM.file}" in library.missing("vllm")
-    (folder / library.VLLM.file).touch()
-    assert library.missing("vllm") == ""
-    monkeypatch.setenv("MOEKIT_VLLM_PATH", str(tmp_path / "elsewhere"))
-    assert "is not a folder" in library.missing("vllm")
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from moekit_kernels.numerics import QMAX, Activation
+from moekit_kernels.numerics import QMAX
+from moekit_kernels.numerics import Activation as KernelActivation
 from moekit_kernels.rows import (
     AMAX_PARTIALS,
     Tiling,
@@ -15,6 +16,9 @@ from moekit_kernels.rows import (
     quantize_rows_per_tensor,
     weighted_sum,
 )
+
+from moekit import Activation
+from moekit.problem.activation import apply_activation
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 NAN = float("nan")
@@ -37,25 +41,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device)
 
 
 def activation_reference(x: torch.Tensor, act: Activation) -> torch.Tensor:
-    functions = {
-        "silu": F.silu,
-        "gelu": F.gelu,
-        "gelu_tanh": lambda v: F.gelu(v, approximate="tanh"),
-        "relu2": lambda v: F.relu(v).square(),
-    }
-    if not act.gated:
-        return functions[act.name](x.float())
-    gate, up = x.float().chunk(2, dim=1)
-    if act.name == "situ":
-        up = up if act.limit is None else act.limit * torch.tanh(up / act.limit)
-        return act.alpha * torch.tanh(gate / act.alpha) * torch.sigmoid(gate) * up
-    if act.name == "swiglustep":
-        return F.silu(gate).clamp(max=act.limit) * up.clamp(-act.limit, act.limit)
-    if act.limit is not None:
-        gate, up = gate.clamp(max=act.limit), up.clamp(-act.limit, act.limit)
-    if act.name == "swigluoai":
-        return (up + 1) * gate * torch.sigmoid(act.alpha * gate)
-    return functions[act.name](gate) * up
+    return apply_activation(x.float(), act, dim=1)
 
 
 ACTIVATIONS = [
@@ -67,11 +53,8 @@ ACTIVATIONS = [
     Activation("swiglustep", limit=1.5),
     Activation("situ", alpha=2.5),
     Activation("situ", alpha=1.3, limit=0.7),
-    Activation("relu2"),
-    Activation("silu", gated=False),
-    Activation("gelu", gated=False),
-    Activation("gelu_tanh", gated=False),
-    Activation("relu2", gated=False),
+    Activation("relu2_and_mul"),
+    *(Activation(f"{name}_no_mul") for name in ("silu", "gelu", "gelu_tanh", "relu2")),
 ]
 
 
@@ -85,7 +68,7 @@ def test_activation(device, act, dtype):
     ids = torch.tensor([0, -1, 3, 5, -1, 2], device=device)
     x[ids < 0] = NAN
     out = torch.full((rows, cols), 7.0, dtype=dtype, device=device)
-    activate_rows(x, out, act, ValidRows(ids=ids))
+    activate_rows(x, out, KernelActivation.of(act), ValidRows(ids=ids))
     assert relative_error(out[ids >= 0], reference[ids >= 0]) < (
         3e-3 if dtype == torch.bfloat16 else 1e-6
     )
@@ -170,7 +153,7 @@ def test_activation_quantized(device, dtype, kind):
         scale = scale_ref.to(device)
     q = torch.zeros(rows, cols, dtype=dtype, device=device)
     valid = ValidRows(counts_L=counts, capacity=2)
-    activate_rows(x, q, act, valid, scale=scale, static_scale=kind == "static")
+    activate_rows(x, q, KernelActivation.of(act), valid, scale=scale, static_scale=kind == "static")
     scale = scale if kind == "static" else scale[present]
     torch.testing.assert_close(scale.cpu(), scale_ref, rtol=1e-5, atol=0)
     # the activation's last bit may move a value across a rounding boundary
@@ -195,6 +178,7 @@ def test_rows_tilings(device, monkeypatch, cols, kind, tiling, valid_kind):
     monkeypatch.setattr(Tiling, "of", lambda *_: tiling)
     torch.manual_seed(0)
     rows, act = 42, Activation("silu")
+    kernel_act = KernelActivation.of(act)
     counts = [29] if valid_kind == "one expert" else [5, 0, 1, 7, 6, 7]
     capacity = rows // len(counts)
     present = torch.rand(rows) < 0.6
@@ -213,7 +197,7 @@ def test_rows_tilings(device, monkeypatch, cols, kind, tiling, valid_kind):
 
     if kind == "none":
         out = torch.full((rows, cols), 7.0, dtype=torch.bfloat16, device=device)
-        activate_rows(x, out, act, valid)
+        activate_rows(x, out, kernel_act, valid)
         assert relative_error(out[present], h) < 3e-3
         assert (out[~present] == 7.0).all()
         return
@@ -226,7 +210,7 @@ def test_rows_tilings(device, monkeypatch, cols, kind, tiling, valid_kind):
         shape = (rows, cdiv(cols, group)) if written else (1, 1)
         scale = torch.full(shape, NAN, device=device) if written else scale_ref.to(device)
         if activation is not None:
-            activate_rows(source, q, act, valid, scale=scale, static_scale=not written)
+            activate_rows(source, q, kernel_act, valid, scale=scale, static_scale=not written)
         elif not written:
             quantize_rows_per_tensor(source, q, scale, valid, scratch=None)
         else:
@@ -289,6 +273,6 @@ def test_no_rows(device):
     x = torch.empty(0, 64, device=device)
     q, scale = torch.empty(0, 64, dtype=FP8, device=device), torch.empty(0, 1, device=device)
     quantize_rows(x, q, scale)
-    activate_rows(torch.empty(0, 128, device=device), x, Activation("silu"))
+    activate_rows(torch.empty(0, 128, device=device), x, KernelActivation("silu"))
     ids = torch.empty(0, 2, dtype=torch.int64, device=device)
     weighted_sum(x, None, ids, torch.empty(0, 64, device=device))

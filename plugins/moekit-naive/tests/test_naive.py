@@ -107,11 +107,6 @@ def test_memory_is_what_was_said(pool, call):
     check_memory(pool.run(peak_bytes, "cpu", *call))
 
 
-@pytest.mark.parametrize("quant", ["none", "fp8_block", "fp8_tensor"])
-def test_memory_is_what_was_said_on_gpus(gpus, quant):
-    check_memory(gpus.run(peak_bytes, "cuda", quant, 1))
-
-
 # -- what goes wrong on one rank is an error on all ---------------------------------------------
 
 

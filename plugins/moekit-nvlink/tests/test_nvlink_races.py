@@ -162,54 +162,38 @@ def test_numbers_of_calls_wrap(batched, last) -> None:
 
 @triton.jit
 def _exchange(peers_ptr, rank, value, flags_at, PHASE: tl.constexpr, RANKS: tl.constexpr,
-              RANKS_2: tl.constexpr, first, end, CHUNKS: tl.constexpr, RAISED: tl.constexpr,
-              SEM: tl.constexpr, SCOPE: tl.constexpr):  # fmt: skip
+              RANKS_2: tl.constexpr, first=0, end=1, CHUNKS: tl.constexpr = 1,
+              RAISED: tl.constexpr = 64, SEM: tl.constexpr = "release",
+              SCOPE: tl.constexpr = "sys"):  # fmt: skip
     """Do as `raise_flags`, on the first RAISED ranks, with another order of memory."""
     r, c = tl.arange(0, RANKS_2), tl.arange(0, CHUNKS)
     peer = tl.load(peers_ptr + r, mask=r < RANKS, other=0)
     own = (peer + flags_at).to(tl.pointer_type(tl.int64)) + PHASE * RANKS + rank
     value += tl.zeros([RANKS_2], tl.int64)
-    raised = (r < RAISED)[:, None] & ((c >= first) & (c < end))[None, :]
+    raised = ((r < RAISED) & (r < RANKS))[:, None] & ((c >= first) & (c < end))[None, :]
     tl.atomic_xchg(own[:, None] + (c * RANKS)[None, :], value[:, None], mask=raised, sem=SEM,
                    scope=SCOPE)  # fmt: skip
 
 
-@triton.jit
-def relaxed_flags(peers_ptr, rank, value, flags_at, PHASE: tl.constexpr, RANKS: tl.constexpr,
-                  RANKS_2: tl.constexpr, first=0, end=1, CHUNKS: tl.constexpr = 1):  # fmt: skip
-    _exchange(peers_ptr, rank, value, flags_at, PHASE, RANKS, RANKS_2, first, end, CHUNKS, RANKS,
-              "relaxed", "sys")  # fmt: skip
+# The interpreter calls Python functions as it calls kernels' functions.
+def relaxed_flags(*args, **more):
+    _exchange(*args, **more, SEM="relaxed")
 
 
-@triton.jit
-def flags_of_one_gpu(peers_ptr, rank, value, flags_at, PHASE: tl.constexpr, RANKS: tl.constexpr,
-                     RANKS_2: tl.constexpr, first=0, end=1, CHUNKS: tl.constexpr = 1):  # fmt: skip
-    _exchange(peers_ptr, rank, value, flags_at, PHASE, RANKS, RANKS_2, first, end, CHUNKS, RANKS,
-              "release", "gpu")  # fmt: skip
+def flags_of_one_gpu(*args, **more):
+    _exchange(*args, **more, SCOPE="gpu")
 
 
-@triton.jit
-def flag_of_rank_0_only(peers_ptr, rank, value, flags_at, PHASE: tl.constexpr,
-                        RANKS: tl.constexpr, RANKS_2: tl.constexpr, first=0, end=1,
-                        CHUNKS: tl.constexpr = 1):  # fmt: skip
-    _exchange(peers_ptr, rank, value, flags_at, PHASE, RANKS, RANKS_2, first, end, CHUNKS, 1,
-              "release", "sys")  # fmt: skip
+def flag_of_rank_0_only(*args, **more):
+    _exchange(*args, **more, RAISED=1)
 
 
-@triton.jit
-def flags_of_the_next_call(peers_ptr, rank, value, flags_at, PHASE: tl.constexpr,
-                           RANKS: tl.constexpr, RANKS_2: tl.constexpr, first=0, end=1,
-                           CHUNKS: tl.constexpr = 1):  # fmt: skip
-    raise_flags(peers_ptr, rank, value + (1 << 32), flags_at, PHASE, RANKS, RANKS_2, first, end,
-                CHUNKS)  # fmt: skip
+def flags_of_the_next_call(peers_ptr, rank, value, *args, **more):
+    raise_flags(peers_ptr, rank, value + (1 << 32), *args, **more)
 
 
-@triton.jit
-def flags_of_the_last_call(peers_ptr, rank, value, flags_at, PHASE: tl.constexpr,
-                           RANKS: tl.constexpr, RANKS_2: tl.constexpr, first=0, end=1,
-                           CHUNKS: tl.constexpr = 1):  # fmt: skip
-    raise_flags(peers_ptr, rank, value - (1 << 32), flags_at, PHASE, RANKS, RANKS_2, first, end,
-                CHUNKS)  # fmt: skip
+def flags_of_the_last_call(peers_ptr, rank, value, *args, **more):
+    raise_flags(peers_ptr, rank, value - (1 << 32), *args, **more)
 
 
 @triton.jit

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import torch
 import torch.distributed as dist
 
@@ -92,60 +90,12 @@ def random_call(rank, tokens):
     return x, ids, torch.rand(tokens, TOP_K, device="cuda"), torch.empty_like(x)
 
 
-def memory_of_buffers(rank, world, tokens):
-    """Return the bytes that the dispatcher states for its buffers, and those that it takes."""
-    x, ids, weights, out = random_call(rank, tokens)
-    gc.collect()  # no earlier call may free memory in between
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    free = torch.cuda.mem_get_info()[0]
-    dispatcher = dispatcher_for(rank, world, tokens)
-    arrived = dispatcher.prepare(x, Routing(weights, ids), None).result()
-    dispatcher.finalize(dispatcher.output(arrived), arrived, out).result()
-    del arrived
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    stated, taken = dispatcher.buffer_bytes(), free - torch.cuda.mem_get_info()[0]
-    dispatcher.destroy()
-    return stated, taken
-
-
 def dispatcher_for(rank, world, tokens, **changes):
     spec = moekit.registry().dispatcher("pplx")
     problem = problem_for(
         world, tokens, parallel=ParallelConfig(ep_size=world, ep_rank=rank), **changes
     )
     return spec.load()(spec, problem)
-
-
-def replays(rank, world):
-    """Return the worst relative error of a graph replayed with other tokens and routings."""
-    dispatcher = dispatcher_for(rank, world, 128)
-    x, ids, weights, out = random_call(rank, 128)
-
-    def call():
-        tokens = dispatcher.prepare(x, Routing(weights, ids), None).result()
-        dispatcher.finalize(tokens.x, tokens, out).result()
-
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    worst = 0.0
-    for step in range(50):
-        x.normal_()
-        ids.copy_(torch.rand(128, EXPERTS, device="cuda").argsort(-1)[:, :TOP_K])
-        ids[torch.rand(128, TOP_K, device="cuda") < 0.1 * (step % 3)] = -1
-        if step % 2:
-            ids[100:] = -1
-            x[100:] = float("nan")
-        graph.replay()
-        total = torch.where(ids >= 0, weights, 0.0).sum(1, keepdim=True)
-        want = torch.where(total > 0, x.float() * total, 0.0)
-        worst = max(worst, float((out.float() - want).norm() / want.norm()))
-    torch.cuda.synchronize()
-    dispatcher.destroy()
-    return worst
 
 
 def streams(rank, world):

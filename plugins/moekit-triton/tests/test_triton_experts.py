@@ -1,22 +1,15 @@
 """Both backends through moekit.compose, beyond what the conformance kit draws."""
 
-import dataclasses
 import os
 import subprocess
 import sys
 import textwrap
 
-import pytest
 import torch
 
 import moekit
-from moekit.backends.reference import oracle
-from moekit.problem.quant import quantize
 from moekit.runtime.workspace import Workspace
-
-LIMITS = {"none": 6e-3, "int8_channel_token": 3e-2}  # relative RMS error; others: below
-WEIGHT_ONLY_LIMIT, FP8_LIMIT = 6e-3, 6e-2
-FORMATS = [("local", "triton"), ("batched_reference", "triton_batched")]
+from moekit.testing.cases import make_case, random_weights
 
 
 def make_problem(device: torch.device, **changes) -> moekit.MoEProblem:
@@ -24,131 +17,19 @@ def make_problem(device: torch.device, **changes) -> moekit.MoEProblem:
     return moekit.MoEProblem(**{**sizes, "device": device, **changes})
 
 
-def make_weights(problem: moekit.MoEProblem) -> moekit.ExpertWeights:
-    p = problem
-    experts, inner = p.num_local_experts, p.local_intermediate_size
-
-    def randn(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        return (torch.randn(shape) * scale).to(p.dtype)
-
-    weights = moekit.ExpertWeights(
-        randn(experts, p.w13_rows, p.hidden_size, scale=p.hidden_size**-0.5),
-        randn(experts, p.hidden_size, inner, scale=inner**-0.5),
-        w13_bias=randn(experts, p.w13_rows) if p.has_bias else None,
-        w2_bias=randn(experts, p.hidden_size) if p.has_bias else None,
-    ).quantize(p.quant)
-    if p.quant.activation is not None and p.quant.activation.static:
-        scales = dict(w13_input_scale=torch.tensor(0.01), w2_input_scale=torch.tensor(0.02))
-        weights = dataclasses.replace(weights, **scales)
-    return weights.to(p.device.type)
-
-
-def make_inputs(problem, tokens: int, device) -> tuple[torch.Tensor, moekit.Routing]:
-    x = torch.randn(tokens, problem.hidden_size).to(problem.dtype)
-    ids = torch.stack([torch.randperm(problem.num_experts)[: problem.top_k] for _ in range(tokens)])
-    ids[torch.rand(ids.shape) < 0.2] = -1
-    ids[-1] = -1
-    weights = torch.rand(ids.shape) * 2 + 0.1
-    return x.to(device), moekit.Routing(weights.to(device), ids.to(device))
-
-
-def error_of(out: torch.Tensor, reference: torch.Tensor) -> float:
-    assert torch.isfinite(out).all()
-    return float((out.float() - reference).norm() / reference.norm())
-
-
-def limit_of(problem: moekit.MoEProblem) -> float:
-    quant = problem.quant
-    default = WEIGHT_ONLY_LIMIT if quant.activation is None else FP8_LIMIT
-    return LIMITS.get(quant.name, default) * (1e-3 if problem.dtype == torch.float32 else 1)
-
-
-def check(problem, dispatcher: str, experts: str, tokens: int = 9) -> None:
-    torch.manual_seed(0)
-    device = torch.device(problem.device.type)
-    kernel = moekit.compose(problem, dispatcher, experts, workspace=NaNWorkspace())
-    weights = make_weights(problem)
-    x, routing = make_inputs(problem, tokens, device)
-    x[-1] = float("nan")  # a token without experts: padding
-    packed = kernel.pack(weights)
-    out = kernel(x, packed, routing)
-    assert (out[-1] == 0).all()
-    rest = moekit.Routing(routing.topk_weights[:-1], routing.topk_ids[:-1])
-    assert error_of(out[:-1], oracle(x[:-1], weights, rest, problem)) < limit_of(problem)
-    assert torch.equal(out, kernel(x, packed, routing)), "not deterministic"
-
-
-class NaNWorkspace(Workspace):
-    """A workspace filled with NaN (all ones), so that reading unwritten memory fails."""
-
-    def take(self, specs, device):
-        views = super().take(specs, device)
-        for view in views:
-            view.view(-1).view(torch.uint8).fill_(255)
-        return views
-
-
-@pytest.mark.parametrize(("dispatcher", "experts"), FORMATS)
-@pytest.mark.parametrize(
-    "scheme",  # of 4 bits: test_triton_packed.py
-    sorted(s for s in moekit.registry().expert("triton").schemes if "4a16" not in s),
-)
-def test_schemes(device, dispatcher, experts, scheme):
-    check(make_problem(device, quant=scheme), dispatcher, experts)
-
-
-@pytest.mark.parametrize("scheme", ["fp8_tensor", "fp8_channel_token", "fp8_block"])
-def test_quantize_matches_the_reference_bit_for_bit(device, scheme):
-    problem = make_problem(device, quant=scheme)
-    kernel = moekit.compose(problem, "local", "triton")
-    packed = kernel.pack(make_weights(problem))
-    x = torch.randn(6, problem.hidden_size).to(problem.dtype).to(device)
-    valid = torch.tensor([True, True, False, True, False, True], device=device)
-    x[~valid] = float("nan")
-    q, scale = kernel.experts.quantize(x, packed, valid)
-    # a GPU's torch divides by a number as by its reciprocal, so the reference is the CPU's
-    q, scale, valid = q.cpu(), scale.cpu(), valid.cpu()
-    q_ref, scale_ref = quantize(x.cpu(), problem.quant.activation, None, valid)
-    assert q.shape == q_ref.shape and scale.shape == scale_ref.shape
-    assert torch.equal(q[valid].float(), q_ref[valid].float())
-    rows = slice(None) if scale.shape[0] == 1 else valid
-    assert torch.equal(scale[rows], scale_ref[rows])
-
-
 def test_workspace_for_more_rows_serves_fewer(device):
     problem = make_problem(device, num_experts=4, top_k=2, hidden_size=32, intermediate_size=32)
     kernel = moekit.compose(problem, "local", "triton")
-    experts, many = kernel.experts, 200
-    packed = kernel.pack(make_weights(problem))
+    experts, packed = kernel.experts, kernel.pack(random_weights(problem))
     for rows in (1, 30, 130):
-        scratch = NaNWorkspace().take(experts.workspace(many), device)
-        x, routing = make_inputs(problem, rows, device)
-        tokens = moekit.Dispatched(x, None, routing.topk_ids, routing.topk_weights)
-        y = torch.empty_like(x)
+        scratch = Workspace().take(experts.workspace(200), device)
+        for view in scratch:
+            view.view(-1).view(torch.uint8).fill_(255)  # NaN
+        case = make_case(problem, rows, "masked")
+        tokens = moekit.Dispatched(case.x, None, case.routing.topk_ids, case.routing.topk_weights)
+        y = torch.empty_like(case.x)
         experts.apply(y, tokens, packed, scratch)
-        assert torch.equal(y, kernel(x, packed, routing))
-
-
-def test_captured_graph_replays_with_new_routing(device):
-    if device.type != "cuda":
-        pytest.skip("CUDA graphs need a GPU")
-    for scheme in ("none", "fp8_tensor", "fp8_block"):
-        problem = make_problem(device, quant=scheme)
-        kernel = moekit.compose(problem, "local", "triton", checked=False)
-        packed = kernel.pack(make_weights(problem))
-        x, routing = make_inputs(problem, 9, device)
-        kernel.warmup(packed, 9)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = kernel(x, packed, routing)
-        for _ in range(2):
-            new_x, new_routing = make_inputs(problem, 9, device)
-            x.copy_(new_x)
-            routing.topk_ids.copy_(new_routing.topk_ids)
-            routing.topk_weights.copy_(new_routing.topk_weights)
-            graph.replay()
-            torch.cuda.synchronize()
-            assert torch.equal(out, kernel(x, packed, routing))
+        assert torch.equal(y, kernel(case.x, packed, case.routing))
 
 
 def test_interpreter_asked_for_too_late():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from moekit_bench import SHAPES
-from moekit_kernels.numerics import INTERPRETED, Activation
+from moekit_kernels.numerics import INTERPRETED
+from moekit_kernels.numerics import Activation as KernelActivation
 from moekit_triton import heuristics
 from moekit_triton.heuristics import choose_plan, dot_products, dots_pay
 from moekit_triton.kernels.gemv import gemv_down, gemv_up
@@ -14,7 +14,9 @@ from moekit_triton.kernels.tiles import DotTile
 from moekit_triton.plans import Batched, DotProducts
 
 import moekit
+from moekit import Activation
 from moekit.problem import quant
+from moekit.problem.activation import apply_activation
 from moekit.problem.quant import SCHEMES
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
@@ -48,23 +50,6 @@ def make_weight(scheme: str, *shape: int, device: torch.device):
     dims = 1 if operand.per_tensor else 2 if operand.group[1] < 0 else 3
     value = quant.dequantize(q, scale, operand)
     return q.to(device), scale.view(scale.shape[:dims]).to(device), value
-
-
-def activated(h: torch.Tensor, act: Activation) -> torch.Tensor:
-    functions = {
-        "silu": F.silu,
-        "gelu": F.gelu,
-        "gelu_tanh": lambda v: F.gelu(v, approximate="tanh"),
-        "relu2": lambda v: F.relu(v).square(),
-    }
-    if not act.gated:
-        return functions[act.name](h)
-    gate, up = h.chunk(2, dim=-1)
-    if act.limit is not None:
-        gate, up = gate.clamp(max=act.limit), up.clamp(-act.limit, act.limit)
-    if act.name == "swigluoai":
-        return (up + 1) * gate * torch.sigmoid(act.alpha * gate)
-    return functions[act.name](gate) * up
 
 
 # (N, K): whole tiles, several steps; partial ones in both; one scale block over gate and up
@@ -101,14 +86,14 @@ def test_up(device, scheme, n, k, quantized):
         value, x_scale = quant.dequantize(x, x_scale, operand), x_scale.to(device)
     bias = torch.randn(experts, 2 * n).bfloat16()
     h = torch.einsum("rk,rsnk->rsn", value, w_fp32[ids.cpu()]) + bias.float()[ids.cpu()]
-    want = activated(h, Activation("silu")).flatten(0, 1)
+    want = apply_activation(h, Activation("silu")).flatten(0, 1)
     if x.dtype != INT8:
         x[-1] = torch.full((k,), NAN).to(x.dtype)  # no expert reads it
     used = ids.flatten().cpu() >= 0
     for gemv in configs(n):
         out = torch.full((rows * top_k, n), NAN, dtype=torch.float32, device=device)
         gemv_up(
-            x.to(device), w, out, ids, Activation("silu"), gemv,
+            x.to(device), w, out, ids, KernelActivation("silu"), gemv,
             x_scale=x_scale, w_scale=w_scale, bias_LN=bias.to(device),
         )  # fmt: skip
         assert out[~used].isnan().all(), "an assignment without expert was written"
@@ -152,7 +137,7 @@ def test_down(device, scheme, n, k):
         Activation("gelu"),
         Activation("gelu_tanh"),
         Activation("swigluoai", alpha=1.3, limit=1.0),
-        *(Activation(name, gated=False) for name in ("silu", "gelu", "gelu_tanh", "relu2")),
+        *(Activation(f"{name}_no_mul") for name in ("silu", "gelu", "gelu_tanh", "relu2")),
     ],
     ids=str,
 )
@@ -165,9 +150,10 @@ def test_activations(device, activation, dtype):
     w, x = torch.randn(experts, w_rows, k).to(dtype), torch.randn(rows, k).to(dtype)
     h = torch.einsum("rk,rsnk->rsn", x.float(), w.float()[ids.cpu()])
     out = torch.full((rows * top_k, n), NAN, dtype=torch.float32, device=device)
-    gemv_up(x.to(device), w.to(device), out, ids, activation, CONFIGS[1])
+    kernel_activation = KernelActivation.of(activation)
+    gemv_up(x.to(device), w.to(device), out, ids, kernel_activation, CONFIGS[1])
     used = ids.flatten().cpu() >= 0
-    want = activated(h, activation).flatten(0, 1)
+    want = apply_activation(h, activation).flatten(0, 1)
     assert relative_error(out.cpu()[used], want[used]) < 3e-6
 
 

@@ -254,14 +254,3 @@ def test_batched_gemm(device, a_dtype, w_dtype, a_kind, w_kind, swapped):
     limit = GEMM_LIMITS[a_dtype]
     assert relative_error(out[used], reference[used]) < limit
     assert out[~used].isnan().all()
-
-
-def test_no_rows(device):
-    x, ids = torch.empty(0, 64, device=device), torch.empty(0, 2, dtype=torch.int64, device=device)
-    aligned = run_align(ids, 4, 16)
-    assert aligned.num_rows.item() == 0 and (aligned.experts_B == -1).all()
-    out = torch.full((3, 32), NAN, device=device)  # more rows than there are
-    grouped_gemm(
-        x, torch.ones(4, 32, 64, device=device), out, Rows.aligned(aligned), GemmTile(16, 32, 32)
-    )
-    assert out.isnan().all()

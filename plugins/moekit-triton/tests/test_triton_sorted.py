@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
-from moekit_kernels.numerics import INTERPRETED, Activation
+from moekit_kernels.numerics import INTERPRETED
+from moekit_kernels.numerics import Activation as KernelActivation
 from moekit_kernels.rows import quantize_rows
 from moekit_kernels.sorted_rows import copy_rows, copy_rows_quantized
 from moekit_triton import plans
@@ -17,7 +17,8 @@ from moekit_triton.kernels.tiles import GemmTile, SortedTile, SpecializedTile
 from moekit_triton.plans import Copied, Sorted
 from triton_checks import check_block, real_rows, relative, run_align, use_plan
 
-from moekit import MoEProblem, Workspace, compose
+from moekit import Activation, MoEProblem, Workspace, compose
+from moekit.problem.activation import apply_activation
 from moekit.testing.calls import SUMS_ITSELF, kit_registry, pack
 from moekit.testing.cases import make_case
 
@@ -36,23 +37,12 @@ def nan(*shape: int, like: torch.Tensor) -> torch.Tensor:
     return torch.full(shape, float("nan"), dtype=like.dtype, device=like.device)
 
 
-def activated(h: torch.Tensor, activation: Activation) -> torch.Tensor:
-    if not activation.gated:
-        return F.relu(h).square()
-    gate, up = h.chunk(2, dim=-1)
-    if activation.limit is not None:
-        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-    if activation.name == "swigluoai":
-        return (up + 1) * gate * torch.sigmoid(activation.alpha * gate)
-    return F.silu(gate) * up
-
-
 @pytest.mark.parametrize(
     ("activation", "bias"),
     [
         (Activation("silu"), False),
         (Activation("swigluoai", limit=1.0), True),
-        (Activation("relu2", gated=False), True),
+        (Activation("relu2"), True),
     ],
 )
 @pytest.mark.parametrize("tiles", ["plain", "persistent", "halves"])
@@ -61,6 +51,7 @@ def activated(h: torch.Tensor, activation: Activation) -> torch.Tensor:
     [(torch.bfloat16, 64, 96), (torch.bfloat16, 72, 40), (torch.float16, 72, 40)],
 )
 def test_block(device, activation, bias, tiles, dtype, hidden, inner):
+    fused = KernelActivation.of(activation)
     experts, rows, top_k = 3, 150, 2
     count = rows * top_k
     block_m = BLOCK_M if INTERPRETED else 128
@@ -84,13 +75,13 @@ def test_block(device, activation, bias, tiles, dtype, hidden, inner):
     assert torch.equal(x_SH[real], x[aligned.assignments_S[real] // top_k])
     assert bool(x_SH[~real].isnan().all()), "copied to a padding row"
     a_SI, gathered_SI = (nan(entries, inner, like=x) for _ in range(2))
-    sorted_gemm(x_SH, w13, a_SI, aligned, tile, count, SMS, bias_LN=b13, activation=activation)
+    sorted_gemm(x_SH, w13, a_SI, aligned, tile, count, SMS, bias_LN=b13, activation=fused)
     if tiles != "persistent":
         gathering = Rows.aligned(aligned, top_k, in_order=True)
         halves = tiles == "halves"
         plain = GemmTile(block_m, 32, 32, group_m=2, tma=not INTERPRETED, halves=halves)
         grouped_gemm(x, w13, gathered_SI, gathering, plain, bias_LN=b13,
-                     epilogue=Epilogue(activation))  # fmt: skip
+                     epilogue=Epilogue(fused))  # fmt: skip
         assert bool(gathered_SI[~real].isnan().all()), "wrote a padding row"
         assert relative(gathered_SI[real], a_SI[real].float()) < LIMIT[dtype]
     y = nan(count, hidden, like=x)
@@ -101,7 +92,8 @@ def test_block(device, activation, bias, tiles, dtype, hidden, inner):
     for expert in range(experts):
         mine = assignment[flat == expert]
         h = x[mine // top_k].float() @ w13[expert].float().T
-        a = activated(h if b13 is None else h + b13[expert].float(), activation).to(dtype).float()
+        h = h if b13 is None else h + b13[expert].float()
+        a = apply_activation(h, activation).to(dtype).float()
         want = a @ w2[expert].float().T + (0 if b2 is None else b2[expert].float())
         error = relative(y[mine], want)
         assert error < LIMIT[dtype], f"expert {expert}: relative error {error}"

@@ -8,15 +8,13 @@ from moekit_kernels.sorted_rows import copy_rows
 from moekit_triton.heuristics import choose_plan
 from moekit_triton.kernels.sorted_gemm import sorted_gemm
 from moekit_triton.kernels.tiles import SpecializedTile
-from moekit_triton.plans import Copied, CopiedAhead, Sorted
+from moekit_triton.plans import Sorted
 from triton_checks import (
-    check_block,
     compiled,
     real_rows,
     relative,
     run_align,
     uneven_ids,
-    use_plan,
 )
 
 from moekit import MoEProblem
@@ -115,14 +113,6 @@ def test_no_assignments(specialized, halves, order):
     sorted_gemm(a_SI, w2, y_SH, aligned, tile, count, 132)
     assert all(bool(buffer.isnan().all()) for buffer in (x_SH, a_SI, y_SH))
     assert not aligned.counters.any()
-
-
-@pytest.mark.parametrize("kind", [Copied, CopiedAhead])
-def test_experts(specialized, monkeypatch, kind):
-    """The whole block, with the buffers of the workspace, which overlap."""
-    p = problem(hidden_size=1024, intermediate_size=768).replace(device="cuda")
-    use_plan(monkeypatch, kind(SpecializedTile(halves=True), SpecializedTile(halves=True)))
-    check_block(p, tokens=1500)
 
 
 def test_more_programs_than_run_at_once(specialized):

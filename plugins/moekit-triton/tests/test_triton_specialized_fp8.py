@@ -7,19 +7,17 @@ import triton
 from moekit_kernels.numerics import QMAX, Activation
 from moekit_kernels.sorted_rows import copy_rows_quantized
 from moekit_triton import capabilities, heuristics
-from moekit_triton.heuristics import choose_plan, sorted_plan
+from moekit_triton.heuristics import choose_plan
 from moekit_triton.kernels.operands import Scales
 from moekit_triton.kernels.sorted_gemm import sorted_gemm
 from moekit_triton.kernels.tiles import SpecializedTile
 from moekit_triton.plans import Copied, Gathered, Sorted
 from triton_checks import (
-    check_block,
     compiled,
     real_rows,
     relative,
     run_align,
     uneven_ids,
-    use_plan,
 )
 
 from moekit import MoEProblem
@@ -156,11 +154,3 @@ def test_no_assignments(specialized, halves):
     a = torch.ones(capacity, 128, device="cuda").to(E4M3)
     sorted_gemm(a, w, y, aligned, tile, 600, 132, scales=Scales(scale, a_s))
     assert bool(y.isnan().all()) and not aligned.counters.any()
-
-
-@pytest.mark.parametrize("tokens", [1500, 257])
-def test_experts(specialized, monkeypatch, tokens):
-    """The whole block, with the buffers of the workspace, which overlap."""
-    p = problem(hidden_size=1024, intermediate_size=768, device="cuda")
-    use_plan(monkeypatch, sorted_plan(p, 300.0))
-    check_block(p, tokens)

@@ -69,16 +69,6 @@ def test_a_case_that_compiles_has_room_for_every_plan(scheme, monkeypatch) -> No
     assert Copied in seen
 
 
-@pytest.mark.parametrize("scheme", ["fp8_block", "fp8_channel_token", "int8_channel_token"])
-@pytest.mark.parametrize("capability", [(9, 0), (8, 9)])
-@pytest.mark.parametrize("rows", [4.0, 16.0, 64.0])
-def test_candidates_for_few_rows_of_fp8_use_swap_ab(scheme, capability, rows) -> None:
-    p = problem(quant=scheme, device=DeviceSpec("cuda", capability, "any"))
-    swapped = capability == (9, 0) and scheme != "int8_channel_token"
-    kinds = {c.swapped for c in search.candidates(p, rows, 1) if c.block_m < 64}
-    assert kinds == ({swapped} if rows < 64 else set())
-
-
 @pytest.mark.parametrize("scheme", ["none", "fp8_block"])
 def test_where_specialized_tiles_win_nothing_else_is_tried(scheme, monkeypatch) -> None:
     p = problem(quant=scheme)
