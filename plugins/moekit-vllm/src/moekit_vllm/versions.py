@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-import sys
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
@@ -73,13 +72,6 @@ def captures_graphs() -> bool:
     config = import_module("vllm.config").get_current_vllm_config_or_none()
     mode = None if config is None else config.compilation_config.cudagraph_mode
     return mode is not None and mode.name != "NONE"
-
-
-def has_dummy_weights() -> bool:
-    """Return whether an engine runs, on random weights (``--load-format dummy``)."""
-    module = sys.modules.get("vllm.config")
-    config = None if module is None else module.get_current_vllm_config_or_none()
-    return config is not None and bool(config.load_config.load_format == "dummy")
 
 
 def routes_on_cpu() -> bool:

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from moekit import ExpertWeights
 from moekit.errors import Unsupported
-from moekit_vllm import versions
 from moekit_vllm.problem import interleaved
 
-_SIGNED = (torch.float32, torch.float16, torch.bfloat16)
 # The layer (0.32, 0.33) and the method whose weights gpt-oss's own loaders fill.
 _GPT_OSS = frozenset({"GptOssRoutedExperts", "GptOssMxfp4MoEMethod"})
 
@@ -35,14 +32,8 @@ def refusal(*reasons: str) -> Unsupported:
 
 
 def pair(layer: Any, suffix: str) -> Pair:
-    """Return the parameters ``w13_<suffix>`` and ``w2_<suffix>``.
-
-    vLLM draws dummy scales of both signs. Of these, the magnitudes are returned.
-    """
-    both = Pair(*(getattr(layer, f"{name}_{suffix}").detach() for name in ("w13", "w2")))
-    if "scale" in suffix and both.w13.dtype in _SIGNED and versions.has_dummy_weights():
-        return both.map(torch.abs)
-    return both
+    """Return the parameters ``w13_<suffix>`` and ``w2_<suffix>``."""
+    return Pair(*(getattr(layer, f"{name}_{suffix}").detach() for name in ("w13", "w2")))
 
 
 def backend(method: Any, name: str) -> str:
