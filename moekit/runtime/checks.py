@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,8 +18,6 @@ from moekit.problem import MoEProblem
 from moekit.problem.weights import ExpertWeights
 from moekit.untrusted.arguments import MAX_TOKENS, TIMEOUT, accept, shown
 from moekit.untrusted.arguments import size as size_kind
-
-F = TypeVar("F", bound=Callable[..., object])
 
 ID_DTYPES = (torch.int32, torch.int64)
 _STRIDED = torch.strided
@@ -96,9 +93,8 @@ def check_call(
         )
     if getattr(weights, "made_for", None) is not made_for:  # else this kernel has packed them
         _check_weights(weights, experts.spec.name, made_for)
-    packed = next(iter(weights.experts.values()))
-    if packed.device != device:
-        raise InvalidInput(f"weights are on {packed.device}, x on {device}: move one")
+    if (held := device_of(weights)) != device:
+        raise InvalidInput(f"weights are on {held}, x on {device}: move one")
     most = problem.max_num_tokens
     if most is not None and shape[0] > most:
         raise CapacityExceeded(
@@ -197,13 +193,6 @@ def check_tensor(name: str, value: object) -> None:
     """Raise InvalidInput unless ``value`` is a dense tensor, neither sparse nor nested."""
     if not isinstance(value, Tensor) or value.layout is not _STRIDED or value.is_nested:
         raise InvalidInput(f"{name} is {shown(value)}, expected a dense torch.Tensor")
-
-
-def check_function(name: str, value: F) -> F:
-    """Return ``value``. Raises InvalidInput unless it is a function."""
-    if not callable(value):
-        raise InvalidInput(f"{name} is {shown(value)}, expected a function")
-    return value
 
 
 def check_parts(
