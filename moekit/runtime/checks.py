@@ -93,8 +93,9 @@ def check_call(
         )
     if getattr(weights, "made_for", None) is not made_for:  # else this kernel has packed them
         _check_weights(weights, experts.spec.name, made_for)
-    if (held := device_of(weights)) != device:
-        raise InvalidInput(f"weights are on {held}, x on {device}: move one")
+    packed = next(iter(weights.experts.values()))
+    if packed.device != device:
+        raise InvalidInput(f"weights are on {packed.device}, x on {device}: move one")
     most = problem.max_num_tokens
     if most is not None and shape[0] > most:
         raise CapacityExceeded(
