@@ -107,9 +107,8 @@ class ModularKernel:
         self._moves = dispatcher.spec.moves_tokens
         self._on_accelerator = self.problem.device.type != "cpu"
         self._output_dtype = output_dtype(self.problem, experts.spec, dispatcher.spec)
-        self._sends_quantized = (
-            quantized_by(self.problem, dispatcher.spec, experts.spec) == "sender"
-        )
+        quantizes = quantized_by(self.problem, dispatcher.spec, experts.spec)
+        self._sends_quantized = quantizes == "sender"
         activation = self.problem.quant.activation
         self._quantizes_arrivals = activation is not None and not experts.spec.takes_unquantized
 
@@ -280,8 +279,9 @@ class ModularKernel:
         topk_weights, topk_ids = topk_weights.contiguous(), topk_ids.contiguous()
         if topk_weights is not routing.topk_weights or topk_ids is not routing.topk_ids:
             routing = replace(routing, topk_weights=topk_weights, topk_ids=topk_ids)
-        quantize = _quantizer(self.experts, weights) if self._sends_quantized else None
-        return x, routing, out, quantize
+        if not self._sends_quantized:
+            return x, routing, out, None
+        return x, routing, out, lambda rows, valid: self.experts.quantize(rows, weights, valid)
 
     def _apply(
         self,
@@ -415,10 +415,6 @@ def _tried(
         return function(*args), None
     except BaseException as error:
         return None, error
-
-
-def _quantizer(experts: PermuteExpertsUnpermute, weights: PackedWeights) -> Quantizer:
-    return lambda rows, valid: experts.quantize(rows, weights, valid)
 
 
 def _at(x: Tensor, part: Callable[[], _T]) -> _T:

@@ -32,12 +32,7 @@ class Combination:
 
     def as_dict(self) -> dict[str, Any]:
         """Return it JSON-ready."""
-        return {
-            "dispatcher": self.dispatcher,
-            "experts": self.experts,
-            "bridged": self.bridged,
-            "sums": self.sums.value,
-        }
+        return {**vars(self), "sums": self.sums.value}
 
 
 @dataclass(frozen=True)
@@ -109,7 +104,7 @@ class Explanation:
         and `faults`. If nothing can do the problem and no named backend is why, all reasons are
         there. ``how`` says how to get the reasons that are left out.
         """
-        runners_up = self.combinations[1:] if every else self.combinations[1 : 1 + _RUNNERS_UP]
+        runners_up = self.combinations[1 : None if every else 1 + _RUNNERS_UP]
         named = [name for name in self.reasons() if name in self.named]
         every = every or (self.chosen is None and not named)
         told = list(self.reasons()) if every else named

@@ -184,8 +184,7 @@ class BackendSpec:
         a `prefer` that fails."""
         if self.prefer is None:
             return self.priority
-        found: int = self._asked("prefer", problem, _PRIORITY)
-        return found
+        return int(self._asked("prefer", problem, _PRIORITY))
 
     def unsupported(self, problem: MoEProblem) -> list[str]:
         """Return every reason why this backend cannot do ``problem``; empty if it can."""

@@ -169,10 +169,7 @@ def version_in_range(version: str, versions: str) -> bool:
 
 def _release(text: str) -> tuple[int, ...]:
     """Release numbers without trailing zeros, which compare like the numbers themselves."""
-    parts = [int(part) for part in text.split(".")]
-    while parts and not parts[-1]:
-        parts.pop()
-    return tuple(parts)
+    return tuple(map(int, re.sub(r"(\.0+)+$", "", text).split(".")))
 
 
 def _package_folder(name: str) -> Path | None:

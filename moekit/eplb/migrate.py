@@ -9,7 +9,6 @@ are as small as the columns are narrow.
 
 from __future__ import annotations
 
-import json
 import time
 import zlib
 from collections import Counter
@@ -21,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moekit.contract import PackedWeights
-from moekit.errors import GroupMismatch, InvalidInput, PeerFailed, WeightsError
+from moekit.errors import GroupMismatch, InvalidInput, MoekitError, PeerFailed, WeightsError
 from moekit.layer.placement import Placement
-from moekit.runtime.agreement import exchange
-from moekit.runtime.group import has_backend
-from moekit.untrusted.arguments import GROUP, accept, instance, optional, size
+from moekit.runtime.checks import device_of
+from moekit.runtime.group import has_backend, same
+from moekit.runtime.workspace import settle
 from moekit.untrusted.code import describe
 
 
@@ -56,15 +55,6 @@ class MigrationInterrupted(WeightsError):
     """A transfer failed: the layer's packed weights are a mix of both placements."""
 
 
-_KINDS = {
-    "packed": instance("PackedWeights", PackedWeights),
-    "old": instance("a Placement", Placement),
-    "new": instance("a Placement", Placement),
-    "group": optional(GROUP),
-    "staging_bytes": size(1, 2**62),
-}
-
-
 @torch.inference_mode()
 def migrate(
     packed: PackedWeights,
@@ -82,8 +72,6 @@ def migrate(
     not move and must be equal on all ranks.
 
     Args:
-        packed: The layer's packed weights.
-        old, new: The placements.
         group: The layer's ranks, where a rank is ``ep_rank * tp_size + tp_rank``. None: one rank.
         staging_bytes: Limit of a rank's staging buffer. At least one byte for each expert that
             the rank moves is needed.
@@ -96,15 +84,15 @@ def migrate(
         MigrationInterrupted: The transfer failed. Load the weights again.
     """
     started = time.perf_counter()
-    accept(_KINDS, locals(), InvalidInput)
     error: Exception | None = None
+    common = {"old placement": digest(old), "new placement": digest(new)}
     try:
+        common |= _form(packed) | {"staging_bytes": str(staging_bytes)}
         _check(packed, old, new, group)
         transfer = _Transfer(packed, old, new, group, staging_bytes)
     except Exception as found:  # of any kind: the other ranks must not wait for this one
         error = found
-    common = {"old placement": digest(old), "new placement": digest(new)}
-    agree(group, common | _form(packed) | {"staging_bytes": str(staging_bytes)}, error)
+    agree(group, common, error)
     try:
         transfer.run()
     except RuntimeError as fault:
@@ -112,7 +100,7 @@ def migrate(
             f"the migration failed: {fault}. The layer's weights are a mix of both placements: "
             "load them again"
         ) from fault
-    transfer.synchronize()
+    settle(transfer.staging.device)
     moves, rank_of = transfer.moves, old.rank_of
     received = sum(rank_of[source] != rank_of[target] for source, target in moves)
     moved = received * sum(row.shape[1] for row in transfer.rows)
@@ -169,12 +157,6 @@ class _Transfer:
         for staged, slot in zip(got, self.received, strict=True):
             column[slot].copy_(staged)
 
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        device = self.rows[0].device
-        if device.type != "cpu":
-            torch.get_device_module(device).synchronize(device)
-
 
 def _plan(old: Placement, new: Placement) -> list[tuple[int, int]]:
     """Return (source, target) physical ids of all that change, ordered by target.
@@ -223,7 +205,7 @@ def _check(
             f"the weights that {packed.backend!r} packed have no tensor with an expert dimension, "
             "so experts cannot move"
         )
-    device, ranks = next(iter(packed.experts.values())).device, 1 if group is None else group.size()
+    device, ranks = device_of(packed), 1 if group is None else group.size()
     if ranks % old.ep_size or (group is not None and not has_backend(group, device.type)):
         backends = "" if group is None else f", with backends {dist.get_backend_config(group)},"
         raise GroupMismatch(
@@ -247,22 +229,14 @@ def digest(value: object) -> str:
 def agree(
     group: dist.ProcessGroup | None, mine: Mapping[str, str], error: Exception | None
 ) -> None:
-    """Compare ``mine`` on all ranks before anything moves; collective.
-
-    Raises:
-        Exception: ``error``, if this rank has one.
-        PeerFailed: Another rank has an error.
-        GroupMismatch: ``mine`` differs between ranks.
-    """
-    if group is not None:
-        message = json.dumps([dict(mine), None if error is None else describe(error)])
-        everyone = [json.loads(text) for text in exchange("move experts", message, group)]
-        failed = "; ".join(f"rank {rank}: {why}" for rank, (_, why) in enumerate(everyone) if why)
-        differ = {name: [other[name] for other, _ in everyone] for name in mine}
-        differ = {name: values for name, values in differ.items() if len(set(values)) > 1}
-        if failed and error is None:
-            raise PeerFailed(f"{failed}. No rank has moved anything")
-        if differ and error is None:
-            raise GroupMismatch(f"ranks differ in {differ}. No rank has moved anything")
+    """Raise ``error`` if this rank has one; PeerFailed if another rank has one; GroupMismatch if
+    ``mine`` differs between ranks. Collective, before anything moves."""
+    fault, advice = None if error is None else describe(error), ". No rank has moved anything"
+    try:
+        if group is not None:
+            same("move experts", mine, fault, group, advice=advice, failed=PeerFailed)
+    except MoekitError:
+        if error is None:
+            raise
     if error is not None:
         raise error

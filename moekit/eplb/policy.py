@@ -90,9 +90,7 @@ def improve(policy: Policy, load_E: Tensor, now: Placement, min_gain: float = 0.
     """Return the policy's placement if it lowers the load of the hottest rank, else ``now``.
 
     Args:
-        policy: Chooses the placement.
         load_E: Tokens of each logical expert, (E,).
-        now: The current placement.
         min_gain: The fraction by which the hottest rank's load must fall.
 
     Raises:

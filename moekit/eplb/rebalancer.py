@@ -54,14 +54,7 @@ class LoadWindow:
     synchronize, can be captured in a CUDA graph, and may be called from any thread on any stream.
     ``step`` counts what has been recorded before it on its own stream, so let that wait for others.
 
-    Args:
-        layers: Number of layers.
-        num_experts: Logical experts of each layer.
-        steps: Finished steps that count.
-        device: Where the ids are.
-
-    Raises:
-        InvalidInput: A value has the wrong type, or there would be too many counters.
+    Raises InvalidInput for values of a wrong type, and for too many counters.
     """
 
     def __init__(
@@ -79,11 +72,7 @@ class LoadWindow:
         self._lock = threading.Lock()
 
     def record(self, topk_ids: Tensor, layer: int = 0) -> None:
-        """Count logical ids (T, K) in the current step; -1 does not count.
-
-        Raises:
-            InvalidInput: The ids or the layer do not fit.
-        """
+        """Count logical ids (T, K) in the current step; -1 does not count."""
         check_tensor("topk_ids", topk_ids)
         if topk_ids.dim() != 2 or topk_ids.dtype not in ID_DTYPES:
             raise InvalidInput(f"topk_ids must be (T, K) of int32 or int64 (got {shown(topk_ids)})")
@@ -180,18 +169,16 @@ class Rebalancer:
         if not spec.movable:
             reason = "its packed weights cannot move between ranks"
             raise Unsupported(f"experts {spec.name!r}: {reason}; choose another backend", [reason])
-        if not packed or (placements is not None and len(placements) != len(packed)):
-            count = "no" if placements is None else len(placements)
+        placed = [Placement.default(problem)] * len(packed) if placements is None else placements
+        if not packed or len(placed) != len(packed):
             raise InvalidInput(
                 "packed must hold the weights of at least one layer, and placements, if given, one "
-                f"for each of them (got {len(packed)} layers, {count} placements)"
+                f"for each of them (got {len(packed)} layers, {len(placed)} placements)"
             )
-        for each in packed:
-            device_of(each)
         _check_apart(packed)
         self.policy: Policy = policy or Balanced()
         self.packed, self.min_gain, self.staging_bytes = list(packed), min_gain, staging_bytes
-        self.placements = list(placements or [Placement.default(problem)] * len(packed))
+        self.placements = list(placed)
         self._layers: Sequence[FusedMoE] = ()
         self._routes: Sequence[object] = ()  # the layers' routing by this table
         rank, ranks = parallel.rank, parallel.num_ranks
@@ -199,7 +186,7 @@ class Rebalancer:
         # Ranks that hold the same tokens must choose the same replicas; others need not.
         self._batch = rank * parallel.dp_size // ranks
         self._counts = rank == 0 or (rank - 1) * parallel.dp_size // ranks < self._batch
-        device = next(iter(packed[0].experts.values())).device
+        device = device_of(packed[0])
         with torch.inference_mode(False):  # tensors that may be written in any mode
             self.window = LoadWindow(len(packed), problem.num_experts, window, device)
             # Captured CUDA graphs read this table, so it is never replaced.
@@ -209,12 +196,9 @@ class Rebalancer:
     def of(cls, layers: Sequence[FusedMoE], **options: Any) -> Rebalancer:
         """Return a rebalancer for layers with weights, which use its replicas from now on.
 
-        Args:
-            layers: `FusedMoE` layers of equal problems, with weights.
-            options: Arguments of the constructor.
+        Raises InvalidInput if a layer has no weights, or the problems differ.
 
-        Raises:
-            InvalidInput: A layer has no weights, or the problems differ.
+        options: arguments of the constructor.
         """
         accept({"layers": sequence("FusedMoE", FusedMoE)}, {"layers": layers}, InvalidInput)
         packed = [layer.packed for layer in layers if layer.packed is not None]
@@ -233,8 +217,6 @@ class Rebalancer:
 
     def route(self, routing: Routing, layer: int = 0) -> Routing:
         """Count logical ids, and return them as physical ids of the layer's replicas."""
-        if not isinstance(routing, Routing):
-            raise InvalidInput(f"routing must be a moekit.Routing (got {shown(routing)})")
         self.window.record(routing.topk_ids, layer)
         return to_physical(routing, self.replicas[layer], self._batch)
 

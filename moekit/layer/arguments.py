@@ -19,11 +19,7 @@ Record = TypeVar("Record", RoutingConfig, LayerParallelism)
 def take_record(
     kind: type[Record], argument: str, given: Record | None, keywords: dict[str, Any]
 ) -> Record:
-    """Return the record that is given, or one made of its fields, which leave ``keywords``.
-
-    Raises:
-        InvalidProblem: The record and one of its fields are given, or values do not fit.
-    """
+    """Return the record that is given, or one made of its fields, which leave ``keywords``."""
     names = [field.name for field in fields(kind) if field.name in keywords]
     if given is None:
         return kind(**{name: keywords.pop(name) for name in names})
@@ -36,11 +32,7 @@ def take_record(
 
 
 def resolve_device(device: torch.device | str | None) -> torch.device:
-    """Return the device with its index; None means this machine's accelerator, else the CPU.
-
-    Raises:
-        InvalidProblem: There is no such device here.
-    """
+    """Return the device with its index; None means this machine's accelerator, else the CPU."""
     default = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
         found = torch.device(default if device is None else device)
@@ -49,9 +41,8 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
         module = torch.get_device_module(found)
         if not module.is_available():
             raise RuntimeError(f"torch sees no {found.type} device here")
-        return (
-            found if found.index is not None else torch.device(found.type, module.current_device())
-        )
+        index = module.current_device() if found.index is None else found.index
+        return torch.device(found.type, index)
     except Exception as error:  # each device type raises its own
         raise InvalidProblem(
             f"device={shown(device)}: {first_line(error)}; name a device of this machine, or leave "

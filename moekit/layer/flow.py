@@ -35,15 +35,7 @@ class LayerInputs(NamedTuple):
 
 
 class LayerFlow:
-    """The data flow of a layer, for calls from any thread.
-
-    Args:
-        name: The layer's name, for errors.
-        router: Chooses experts where the caller passes logits.
-        ranks: What ranks exchange outside the kernel.
-        kernel: Computes the routed experts.
-        shared: The shared experts, if any.
-    """
+    """The data flow of a layer, for calls from any thread."""
 
     def __init__(
         self,
@@ -104,7 +96,7 @@ class LayerFlow:
             if padding is not None:
                 ids = ids.masked_fill(padding[:, None], -1)
             routing = Routing(rows.take("topk_weights", topk_weights, top_k), ids)
-        if checked and (self.router.num_zero_experts or self.to_physical is not None):
+        if checked and (self.router.config.zero_expert_num or self.to_physical is not None):
             # The kernel only sees ids that are translated already.
             check_ids(routing.topk_ids, self.router.width)
         routing, identity = self.router.take_zero_experts(routing)
@@ -168,14 +160,7 @@ class LayerFlow:
 class TokenRows:
     """Flatten a call's tensors to rows; under sequence parallelism take this rank's share of them.
 
-    Args:
-        x: (..., H), the caller's tokens.
-        hidden_size: H.
-        max_tokens: The most tokens of any rank, if the caller knows it.
-        ranks: The layer's ranks.
-
-    Raises:
-        InvalidInput: ``x`` has another shape, or more than ``max_tokens`` rows.
+    Raises InvalidInput unless x is (..., H) with at most ``max_tokens`` rows.
     """
 
     __slots__ = ("_flat", "_ranks", "_share", "_x", "num_tokens", "x_TH")

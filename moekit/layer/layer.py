@@ -27,7 +27,7 @@ from moekit.problem.activation import Activation
 from moekit.problem.problem import summary
 from moekit.problem.quant import QuantScheme
 from moekit.problem.weights import ExpertWeights
-from moekit.runtime.checks import check_function, check_tokens
+from moekit.runtime.checks import check_tokens
 from moekit.runtime.device import on_device
 from moekit.selection.select import compose
 from moekit.untrusted.arguments import FUNCTION, NAME, accept, instance, optional
@@ -59,15 +59,10 @@ class FusedMoE(nn.Module):
     any number of tokens, also none.
 
     Args:
-        num_experts: Routed experts of the whole model.
-        top_k: Experts of each token.
-        hidden_size: H.
-        intermediate_size: I of the whole model.
+        num_experts, intermediate_size: Of the whole model.
         params_dtype: Dtype of activations and unquantized weights.
-        quant: Quantization scheme, as in `MoEProblem`.
+        quant, has_bias, apply_router_weight_on_input: As in `MoEProblem`.
         activation: A name, or an `Activation` with its clamp; "silu_no_mul" has no gate.
-        has_bias: The experts have biases.
-        apply_router_weight_on_input: Scale each token instead of its result; needs ``top_k=1``.
         max_num_tokens: Capacity of a kernel call. Calls with more tokens run in chunks.
         batch_invariant: A token's output has the same bits in every call, as `MoEProblem` promises.
             Routing is included; a custom routing function, shared experts and the caller's logits
@@ -75,10 +70,7 @@ class FusedMoE(nn.Module):
         routing: How experts are chosen. Default: softmax, renormalized.
         parallelism: How the layer is spread over ranks. Default: one rank.
         shared_experts: (T, H) -> (T, H), added to every token's output, or a `SharedExperts`.
-        dispatcher: Name of the dispatcher, as in `moekit.compose`.
-        experts: Name of the experts backend, as in `moekit.compose`.
-        checked: Check values of ids and logits, as in `moekit.compose`.
-        peer_timeout: Seconds to wait for another rank.
+        dispatcher, experts, checked, peer_timeout: As in `moekit.compose`.
         device: Where the layer runs. Default: this machine's accelerator, else the CPU.
         prefix: The layer's name, unique among living layers.
         keywords: Fields of `RoutingConfig` and `LayerParallelism` in place of the records, such
@@ -229,8 +221,7 @@ class FusedMoE(nn.Module):
     def load_weights(self, weights: ExpertWeights) -> None:
         """Pack this rank's weights: its `local_experts`, and its slice of each, on any device.
 
-        Raises:
-            WeightsError: Lists all that does not fit. The layer is then without weights.
+        Raises WeightsError, which lists all that does not fit. The layer is then without weights.
         """
         self.packed = None
         if isinstance(weights, ExpertWeights):  # pack() refuses other types
@@ -244,11 +235,7 @@ class FusedMoE(nn.Module):
         layer: int,
         **options: Any,
     ) -> None:
-        """Load what `moekit.checkpoint.load_experts` reads with the same arguments.
-
-        Raises:
-            WeightsError: The layer is then without weights.
-        """
+        """Load what `moekit.checkpoint.load_experts` reads with the same arguments."""
         from moekit.checkpoint import load_experts
 
         self.packed = None
@@ -262,9 +249,6 @@ class FusedMoE(nn.Module):
         """Call the kernel with up to ``num_tokens``, before serving or capturing a CUDA graph.
 
         Collective; see `ModularKernel.warmup`.
-
-        Raises:
-            WeightsError: The layer has no weights.
         """
         packed, num_tokens = self.flow.require(self.packed), check_tokens(num_tokens)
         self.kernel.warmup(packed, min(num_tokens, self.problem.max_num_tokens or num_tokens))
@@ -283,8 +267,6 @@ class FusedMoE(nn.Module):
             InvalidInput: The table does not fit the layer.
         """
         check_replicas(table, self.problem, self.device)
-        if record is not None:
-            check_function("record", record)
         # Ranks that hold the same tokens must choose the same replicas; other batches start
         # with different ones.
         batch = self.ranks.rank if self.ranks.splits else self.ranks.rank // self.ranks.copies
@@ -343,7 +325,7 @@ class FusedMoE(nn.Module):
 
     @property
     def partial(self) -> bool:
-        """Return whether outputs are partial sums, which the caller adds up over the ranks."""
+        """Whether outputs are partial sums, which the caller adds up over the ranks."""
         return self.ranks.partial
 
     def run(self, inputs: LayerInputs) -> Tensor:

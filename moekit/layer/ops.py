@@ -30,11 +30,7 @@ _lock = threading.RLock()
 
 
 def free_name(name: str | None) -> str:
-    """Return ``name``, or an unused name for None.
-
-    Raises:
-        NameClash: A living layer has the name.
-    """
+    """Return ``name``, or an unused name for None. Raises NameClash if a living layer has it."""
     if name is None:
         return next(n for i in _numbers if (n := f"fused_moe.{i}") not in _layers)
     if name in _layers:
@@ -47,11 +43,7 @@ def free_name(name: str | None) -> str:
 
 
 def register(layer: Any, name: str) -> None:
-    """Register a complete layer under ``name`` while it lives.
-
-    Raises:
-        NameClash: Another thread has registered the name.
-    """
+    """Register a complete layer under ``name`` while it lives; another thread may have taken it."""
     with _lock:
         _layers[free_name(name)] = layer
 

@@ -16,18 +16,14 @@ from moekit.runtime.workspace import is_capturing
 class LayerRanks:
     """The collectives of one layer outside its kernel.
 
-    Construction is collective over the layer's ranks where they exchange anything.
+    Construction is collective over the layer's ranks where they exchange anything. It raises
+    GroupMismatch on all ranks if the group does not fit or ranks differ.
 
     Args:
         problem: The kernel's problem. Under sequence parallelism its ``parallel`` counts each
             rank's share of the tokens as a batch.
-        tokens: The ParallelConfig that describes the tokens as the layer's caller holds them.
-        parallelism: The layer's record.
-        common: Further settings that must be equal on all ranks, as text.
-        timeout: Seconds to wait for another rank.
-
-    Raises:
-        GroupMismatch: The group does not fit, or ranks differ; raised on all ranks.
+        tokens: Describes the tokens as the layer's caller holds them.
+        common: Further settings that must be equal on all ranks.
     """
 
     def __init__(
@@ -39,8 +35,7 @@ class LayerRanks:
         timeout: float,
     ) -> None:
         parallel = problem.parallel
-        self.size = parallel.num_ranks
-        self.rank = parallel.rank
+        self.size, self.rank = parallel.num_ranks, parallel.rank
         # Number of consecutive ranks that hold the same tokens.
         self.copies = self.size // tokens.dp_size
         self.moves = parallel.moves_tokens
@@ -71,12 +66,8 @@ class LayerRanks:
     def most_tokens(self, tokens: int, max_tokens: int | None) -> int | None:
         """Return the most tokens of any rank, or None if no rank needs to know.
 
-        Where the kernel has a capacity and ``max_tokens`` is None, the ranks agree by an
-        all-reduce, on the host if the group has a CPU backend.
-
-        Args:
-            tokens: This rank's tokens.
-            max_tokens: The most tokens of any rank, if the caller knows it.
+        Where the kernel has a capacity and the caller does not know ``max_tokens``, the ranks agree
+        by an all-reduce, on the host if the group has a CPU backend.
 
         Raises:
             InvalidInput: The all-reduce would synchronize a CUDA graph that is being captured.
@@ -125,15 +116,10 @@ class LayerRanks:
         return self.gather(parts.float().sum(dim=0).to(part_TH.dtype), tokens)
 
     def _exchange(self, rows: Tensor) -> Tensor:
-        """Exchange equal blocks of rows between the ranks that hold the same tokens.
+        """Exchange blocks of rows between the ranks that hold the same tokens, in rank order.
 
-        Uses the layer's group: creating a smaller one would involve ranks outside it.
-
-        Args:
-            rows: One block for each of those ranks, in rank order.
-
-        Returns:
-            The blocks that they sent to this rank, (copies, rows / copies, H).
+        Uses the layer's group: creating a smaller one would involve ranks outside it. Returns the
+        blocks that this rank received, (copies, rows / copies, H).
         """
         each, first = len(rows) // self.copies, self.rank - self.rank % self.copies
         holders = range(first, first + self.copies)

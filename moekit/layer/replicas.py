@@ -35,8 +35,6 @@ def to_physical(routing: Routing, replicas: Tensor, offset: int = 0) -> Routing:
     Raises:
         InvalidInput: An argument has the wrong type, shape, dtype or values.
     """
-    if not isinstance(routing, Routing):
-        raise InvalidInput(f"routing must be a moekit.Routing (got {shown(routing)})")
     ids, offset = routing.topk_ids, check_tokens(offset, "offset")
     for name, table in (("topk_ids", ids), ("replicas", replicas)):
         check_tensor(name, table)

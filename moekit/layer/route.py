@@ -14,7 +14,7 @@ from torch import Tensor
 from moekit.contract import Routing
 from moekit.errors import InvalidInput, InvalidProblem
 from moekit.runtime.checks import ID_DTYPES, check_ids, check_tensor
-from moekit.untrusted.arguments import FLAG, FUNCTION, accept, choice, optional, real, shown, size
+from moekit.untrusted.arguments import FLAG, accept, choice, optional, real, shown, size
 
 _SCORING: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda logits: logits.softmax(dim=-1),
@@ -114,10 +114,7 @@ def route(
         "checked": checked,
         "batch_invariant": batch_invariant,
     }
-    try:
-        _check_options(E, **options)
-    except TypeError:  # a value cannot be hashed
-        _check_options.__wrapped__(E, **options)
+    _check_options(E, **options)
     hashed = None
     if hash_table is not None or token_ids is not None:
         if correction_bias is not None or num_expert_group is not None or custom is not None:
@@ -280,13 +277,7 @@ def _custom(
     custom: Callable[[Tensor, int], Any], logits_TE: Tensor, top_k: int, checked: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the weights and ids from ``custom``; raise InvalidInput if they do not fit."""
-    accept({"custom": FUNCTION}, {"custom": custom})
-    answer = custom(logits_TE, top_k)
-    if not (isinstance(answer, (tuple, list)) and len(answer) == 2):
-        raise InvalidInput(
-            f"custom routing must return a tuple (weights, ids) (got {shown(answer)})"
-        )
-    weights, ids = answer
+    weights, ids = custom(logits_TE, top_k)
     wanted, device = (logits_TE.shape[0], top_k), logits_TE.device
     _expect("the first result of custom routing", weights, wanted, *_FLOAT, device)
     _expect("the second result of custom routing", ids, wanted, *_INTEGER, device)

@@ -137,39 +137,34 @@ class Router:
     ) -> None:
         self.config, self.num_experts, self.top_k = config, num_experts, top_k
         self._options: dict[str, Any] = {}
-        if config.custom_routing_function is None:
-            self._options = {
-                "scoring": config.scoring_func,
-                "renormalize": config.renormalize,
-                "num_expert_group": config.num_expert_group,
-                "topk_group": config.topk_group,
-                "routed_scaling_factor": config.routed_scaling_factor,
-                "batch_invariant": batch_invariant,
-            }
         bias, table = config.e_score_correction_bias, config.hash_table
         if table is not None:  # the values of a Parameter may come later
             values = table.to("meta") if isinstance(table, nn.Parameter) else table
             check_hash_table(values, num_experts, top_k)
-        if config.custom_routing_function is None:  # `route` checks the options on a meta token
-            on_meta = partial(torch.empty, device="meta")
-            route(
-                on_meta((1, self.width)),
-                top_k,
-                correction_bias=None if bias is None else bias.to("meta"),
-                hash_table=None if table is None else table.to("meta"),
-                token_ids=None if table is None else on_meta(1, dtype=torch.int64),
-                **self._options,
-            )
-
-    @property
-    def num_zero_experts(self) -> int:
-        """The number of identity experts."""
-        return self.config.zero_expert_num
+        if config.custom_routing_function is not None:
+            return
+        self._options = {
+            "scoring": config.scoring_func,
+            "renormalize": config.renormalize,
+            "num_expert_group": config.num_expert_group,
+            "topk_group": config.topk_group,
+            "routed_scaling_factor": config.routed_scaling_factor,
+            "batch_invariant": batch_invariant,
+        }
+        on_meta = partial(torch.empty, device="meta")
+        route(  # checks the options on a meta token
+            on_meta((1, self.width)),
+            top_k,
+            correction_bias=None if bias is None else bias.to("meta"),
+            hash_table=None if table is None else table.to("meta"),
+            token_ids=None if table is None else on_meta(1, dtype=torch.int64),
+            **self._options,
+        )
 
     @property
     def width(self) -> int:
         """The number of logits of each token; ids are below it."""
-        return self.num_experts + self.num_zero_experts
+        return self.num_experts + self.config.zero_expert_num
 
     def __call__(
         self,
@@ -212,7 +207,7 @@ class Router:
             The routing with ids of real experts only, -1 elsewhere, and the sum of each token's
             weights for identity experts, (T, 1), or None if the layer has none.
         """
-        if not self.num_zero_experts:
+        if not self.config.zero_expert_num:
             return routing, None
         zero = routing.topk_ids >= self.num_experts
         weights_T1 = torch.where(zero, routing.topk_weights, 0.0).sum(dim=1, keepdim=True)

@@ -29,19 +29,11 @@ def simulate_routing(
 
     Args:
         kind: "uniform", "zipf", "hot" or "fixed"; see `moekit.layer.simulate.SIMULATED`.
-        num_tokens: T.
-        num_experts: E.
-        top_k: K.
-        device: Where the tensors are.
         generator: Draws the numbers, on ``device``. None: torch's default generator.
         index: The number of this routing among several, which must not favour the same expert.
 
     Returns:
         Weights (T, K) fp32, normal values' softmax, and distinct ids (T, K) int64.
-
-    Raises:
-        InvalidProblem: ``kind`` is unknown, or ``top_k`` exceeds ``num_experts``.
-        InvalidInput: ``num_tokens`` is no number of tokens.
     """
     T, E, K = check_tokens(num_tokens), num_experts, top_k
     if not isinstance(kind, str) or kind not in SIMULATED:

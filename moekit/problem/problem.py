@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -202,9 +202,8 @@ class MoEProblem:
             share = self.intermediate_size // tp_size
             return range(rank * share, (rank + 1) * share)
         blocks = partition(-(-self.intermediate_size // block), tp_size, rank)
-        return range(
-            *(min(at * block, self.intermediate_size) for at in (blocks.start, blocks.stop))
-        )
+        neurons = range(self.intermediate_size)
+        return neurons[blocks.start * block : blocks.stop * block]
 
     @property
     def local_intermediate_size(self) -> int:
@@ -242,8 +241,7 @@ class MoEProblem:
 
     def replace(self, **changes: Any) -> MoEProblem:
         """Return a copy with these fields changed, and checked again."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return MoEProblem(**{**values, **changes})
+        return replace(self, **changes)
 
 
 def _check_batch_invariant(parallel: ParallelConfig) -> None:

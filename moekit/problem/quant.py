@@ -50,7 +50,7 @@ SMALLEST_AMAX = 1e-12
 _SMALLEST_E4M3 = 2.0**-9
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class OperandQuant:
     """The quantization of one operand.
 
@@ -132,44 +132,38 @@ class QuantScheme:
 
 _TENSOR, _ROW, _BLOCK, _GROUP = (-1, -1), (1, -1), (128, 128), (1, 128)
 _FP8, _INT8, _FP4 = "float8_e4m3fn", "int8", "float4_e2m1"
-_MXFP8 = OperandQuant(dtype=_FP8, group=(1, 32), scale_dtype="float8_e8m0fnu")
+_FP8_TENSOR, _FP8_ROW = OperandQuant(_FP8, _TENSOR), OperandQuant(_FP8, _ROW)
+_MXFP8 = OperandQuant(_FP8, (1, 32), scale_dtype="float8_e8m0fnu")
 _MXFP4 = replace(_MXFP8, dtype=_FP4)
-_NVFP4 = OperandQuant(dtype=_FP4, group=(1, 16), scale_dtype="float8_e4m3fn")
-
-
-def _operand(dtype: str, group: tuple[int, int], *, static: bool = False) -> OperandQuant:
-    return OperandQuant(dtype=dtype, group=group, static=static)
+_NVFP4 = OperandQuant(_FP4, (1, 16), scale_dtype="float8_e4m3fn")
 
 
 def _scheme(
     name: str, weight: OperandQuant | None = None, activation: OperandQuant | None = None
 ) -> QuantScheme:
-    """Return a scheme; weights' scales are in the checkpoint."""
-    weight = None if weight is None else replace(weight, static=True)
-    return QuantScheme(name=name, weight=weight, activation=activation)
+    stored = None if weight is None else replace(weight, static=True)  # with its scales
+    return QuantScheme(name=name, weight=stored, activation=activation)
 
 
 def _int4(columns: int, zero_points: bool, act_order: bool) -> QuantScheme:
     group = "channel" if columns < 0 else f"g{columns}"
     name = f"int4_w4a16_{group}" + "_zp" * zero_points + "_act_order" * act_order
-    weight = OperandQuant(
-        dtype="int4", group=(1, columns), zero_points=zero_points, act_order=act_order
-    )
+    weight = OperandQuant("int4", (1, columns), zero_points=zero_points, act_order=act_order)
     return _scheme(name, weight)
 
 
 _ALL = (
     _scheme("none"),
-    _scheme("fp8_tensor", _operand(_FP8, _TENSOR), _operand(_FP8, _TENSOR)),
-    _scheme("fp8_tensor_static", _operand(_FP8, _TENSOR), _operand(_FP8, _TENSOR, static=True)),
-    _scheme("fp8_channel_token", _operand(_FP8, _ROW), _operand(_FP8, _ROW)),
-    _scheme("fp8_block", _operand(_FP8, _BLOCK), _operand(_FP8, _GROUP)),
-    _scheme("int8_channel_token", _operand(_INT8, _ROW), _operand(_INT8, _ROW)),
-    _scheme("fp8_w8a16_tensor", _operand(_FP8, _TENSOR)),
-    _scheme("fp8_w8a16_channel", _operand(_FP8, _ROW)),
-    _scheme("fp8_w8a16_block", _operand(_FP8, _BLOCK)),
-    _scheme("int8_w8a16", _operand(_INT8, _ROW)),
-    _scheme("int8_w8a16_g32", _operand(_INT8, (1, 32))),
+    _scheme("fp8_tensor", _FP8_TENSOR, _FP8_TENSOR),
+    _scheme("fp8_tensor_static", _FP8_TENSOR, replace(_FP8_TENSOR, static=True)),
+    _scheme("fp8_channel_token", _FP8_ROW, _FP8_ROW),
+    _scheme("fp8_block", OperandQuant(_FP8, _BLOCK), OperandQuant(_FP8, _GROUP)),
+    _scheme("int8_channel_token", OperandQuant(_INT8, _ROW), OperandQuant(_INT8, _ROW)),
+    _scheme("fp8_w8a16_tensor", _FP8_TENSOR),
+    _scheme("fp8_w8a16_channel", _FP8_ROW),
+    _scheme("fp8_w8a16_block", OperandQuant(_FP8, _BLOCK)),
+    _scheme("int8_w8a16", OperandQuant(_INT8, _ROW)),
+    _scheme("int8_w8a16_g32", OperandQuant(_INT8, (1, 32))),
     *(
         _int4(columns, zero_points, act_order)
         for act_order in (False, True)
@@ -177,7 +171,7 @@ _ALL = (
         for zero_points in (False, True)
         if columns > 0 or not act_order  # one group has no order
     ),
-    _scheme("int4_w4a8_g128", _operand("int4", _GROUP), _operand(_FP8, _ROW)),
+    _scheme("int4_w4a8_g128", OperandQuant("int4", _GROUP), _FP8_ROW),
     _scheme("mxfp4_w4a16", _MXFP4),
     _scheme("mxfp4_w4a8", _MXFP4, _MXFP8),
     _scheme("mxfp8", _MXFP8, _MXFP8),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,8 +18,6 @@ from moekit.problem import MoEProblem
 from moekit.problem.weights import ExpertWeights
 from moekit.untrusted.arguments import MAX_TOKENS, TIMEOUT, accept, shown
 from moekit.untrusted.arguments import size as size_kind
-
-F = TypeVar("F", bound=Callable[..., object])
 
 ID_DTYPES = (torch.int32, torch.int64)
 _STRIDED = torch.strided
@@ -197,13 +194,6 @@ def check_tensor(name: str, value: object) -> None:
     """Raise InvalidInput unless ``value`` is a dense tensor, neither sparse nor nested."""
     if not isinstance(value, Tensor) or value.layout is not _STRIDED or value.is_nested:
         raise InvalidInput(f"{name} is {shown(value)}, expected a dense torch.Tensor")
-
-
-def check_function(name: str, value: F) -> F:
-    """Return ``value``. Raises InvalidInput unless it is a function."""
-    if not callable(value):
-        raise InvalidInput(f"{name} is {shown(value)}, expected a function")
-    return value
 
 
 def check_parts(

@@ -97,12 +97,6 @@ class Graphed:
                 return out
         return self._function(*inputs)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the graphs' inputs and outputs, without the memory pool that graphs share."""
-        with _lock:
-            return sum(t.nbytes for g in self._graphs.values() for t in (*g.inputs, g.out))
-
     def _new(self, rows: int, inputs: Sequence[Tensor]) -> _Graph | None:
         device = inputs[0].device
         if is_capturing(device):

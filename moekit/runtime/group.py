@@ -8,7 +8,7 @@ from dataclasses import fields
 
 import torch.distributed as dist
 
-from moekit.errors import GroupMismatch
+from moekit.errors import GroupMismatch, MoekitError
 from moekit.problem import MoEProblem
 from moekit.runtime.agreement import Agreement, exchange
 
@@ -45,7 +45,7 @@ def resolve(
     assert group is not None
     # This rank's own fault is exchanged too: raising first would leave the others waiting.
     said = _fingerprint(problem) | {"protocol": protocol}
-    _same("describe the layer", said, _fault(problem, group), group, timeout)
+    same("describe the layer", said, _fault(problem, group), group, timeout)
     return group if parallel.moves_tokens else None
 
 
@@ -69,10 +69,8 @@ def same_choice(
     group = group or dist.group.WORLD
     assert group is not None
     said = {"dispatcher and experts": chosen} if fault is None else {}
-    _same(
-        "choose backends", said, fault, group, timeout,
-        " plugins, tuned tables (MOEKIT_TUNED) and variables, or name both",
-    )  # fmt: skip
+    advice = " plugins, tuned tables (MOEKIT_TUNED) and variables, or name both"
+    same("choose backends", said, fault, group, timeout, advice)
 
 
 def join(group: dist.ProcessGroup, timeout: float, checked: bool) -> tuple[str, Agreement]:
@@ -81,7 +79,7 @@ def join(group: dist.ProcessGroup, timeout: float, checked: bool) -> tuple[str, 
     Raises GroupMismatch on all ranks if only some are checked, and PeerFailed if a rank does not
     come.
     """
-    _same("compose a kernel", {"checked": str(checked)}, None, group, timeout)
+    same("compose a kernel", {"checked": str(checked)}, None, group, timeout)
     agreement = Agreement(group, timeout)
     return f"kernel {agreement.step}", agreement
 
@@ -97,15 +95,19 @@ def has_backend(group: dist.ProcessGroup, device_type: str, *names: str) -> bool
     return backend is not None and (not names or backend in names)
 
 
-def _same(
+def same(
     what: str,
     said: Mapping[str, str],
     fault: str | None,
     group: dist.ProcessGroup,
     timeout: float | None = None,
     advice: str = "",
+    failed: type[MoekitError] = GroupMismatch,
 ) -> None:
-    """Raise GroupMismatch on every rank if they say different things, or one has a fault."""
+    """Raise GroupMismatch on all ranks if they differ, ``failed`` if one has a fault. Collective.
+
+    advice: ends the error's text.
+    """
     everyone: list[tuple[dict[str, str], str | None]] = [
         tuple(json.loads(text))
         for text in exchange(what, json.dumps([dict(said), fault]), group, timeout)
@@ -118,9 +120,9 @@ def _same(
         if len(holders) > 1:
             values = ", ".join(f"{value} on ranks {ranks}" for value, ranks in holders.items())
             faults.append(f"ranks disagree on {name}: {values}; give all ranks the same")
-    faults += [f"rank {rank}: {fault}" for rank, (_, fault) in enumerate(everyone) if fault]
-    if faults:
-        raise GroupMismatch("; ".join(faults) + advice)
+    failures = [f"rank {rank}: {fault}" for rank, (_, fault) in enumerate(everyone) if fault]
+    if faults or failures:
+        raise (failed if failures else GroupMismatch)("; ".join(faults + failures) + advice)
 
 
 def _fingerprint(problem: MoEProblem) -> dict[str, str]:

@@ -235,4 +235,4 @@ def test_modules_in_transformers(installed: None) -> None:
     graphed = Layer.of(modules[0]).packed.graphed
     if graphed is None:
         pytest.skip("the chosen backends cannot be captured")
-    assert sorted(graphed._graphs) == [1, 3] and graphed.nbytes < 2**16
+    assert sorted(graphed._graphs) == [1, 3]
