@@ -253,7 +253,7 @@ class RanksSweep(Sweep):
         if self.device.type == "cuda" and torch.cuda.device_count() < self.num_ranks:
             raise MoekitError(
                 f"{self.num_ranks} ranks need as many GPUs, and this machine has "
-                f"{torch.cuda.device_count()}: lower --ranks"
+                f"{torch.cuda.device_count()}: lower --ranks (tune: --ep)"
             )
         return _pool(self.num_ranks, self.device.type)
 

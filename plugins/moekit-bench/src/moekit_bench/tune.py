@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-import torch
 from filelock import FileLock
 
 import moekit
@@ -216,7 +215,6 @@ def _regret(args: argparse.Namespace) -> int:
 
 
 def _on_ranks(args: argparse.Namespace) -> int:
-    _check_ranks(args)
     args.ranks = None if "RANK" in os.environ else args.ep
     args.capacity = None  # tables hold times of kernels that a call fills
     choices, complete, heading, end = list[report.Choice](), True, "", options.end(args)
@@ -243,14 +241,6 @@ def _on_ranks(args: argparse.Namespace) -> int:
         _report(args, heading, choices)
     missed = args.regret and report.worst(choices) > args.limit
     return int(not complete or missed)
-
-
-def _check_ranks(args: argparse.Namespace) -> None:
-    if torch.cuda.is_available() and args.device is None and torch.cuda.device_count() < args.ep:
-        raise MoekitError(
-            f"--ep {args.ep} needs as many devices, and this machine has "
-            f"{torch.cuda.device_count()}: lower --ep"
-        )
 
 
 def _layers_table(args: argparse.Namespace, sweep: LayersSweep) -> TunedTable:
