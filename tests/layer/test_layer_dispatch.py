@@ -45,13 +45,29 @@ class Failing(naive.NaiveDispatcher):
         raise moekit.MoekitError("on purpose")
 
 
+class Logging(naive.NaiveDispatcher):
+    """Writes what it is made for, and which calls it gets, to the file that LOGGED names."""
+
+    def __init__(self, spec, problem, *more):
+        super().__init__(spec, problem, *more)
+        self._log(f"made for {problem.max_num_tokens}")
+
+    def prepare(self, x_TH, routing, quantize):
+        self._log(f"{len(x_TH)} of {routing.max_tokens}")
+        return super().prepare(x_TH, routing, quantize)
+
+    def _log(self, text):
+        with open(f"{os.environ['LOGGED']}{self.problem.parallel.ep_rank}", "a") as file:
+            print(text, file=file)
+
+
 @pytest.fixture
 def bad_ones():
-    """`halving` and `failing` beside the installed ones."""
+    """`halving`, `failing` and `logging` beside the installed ones."""
     spec = moekit.registry().dispatcher("naive")
     made = [
         replace(spec, name=name.lower(), target=f"{__name__}:{name}", priority=-50)
-        for name in ("Halving", "Failing")
+        for name in ("Halving", "Failing", "Logging")
     ]
     for each in made:
         moekit.registry().register(each)
@@ -119,6 +135,28 @@ def test_wrong_failing_and_refused(tuned, capsys, tmp_path, bad_ones) -> None:
     assert right["right"] and "~~" in out and "on purpose" in out
     refused = {r["name"] for r in json.loads(file.read_text())["refused"]}
     assert refused == ({"deepep_ll"} if _known("deepep_ll") else set())
+
+
+@pytest.mark.parametrize(
+    ("mode", "capacity"), [("--layers", 50), ("--dispatch", 50), ("--layers", 2)]
+)
+def test_kernels_are_made_once_for_a_capacity(
+    tuned, capsys, tmp_path, monkeypatch, bad_ones, mode: str, capacity: int
+) -> None:
+    monkeypatch.setenv("LOGGED", str(tmp_path / "log"))
+    argv = "--device cpu --replays 2 --inputs 2 --dispatchers logging,naive --tokens 1,4".split()
+    argv += FAST[2:4] + FAST[8:] if mode == "--layers" else ["--sizes", "8:2:128"]
+    argv += ["--quant", "none", "--capacity", str(capacity), "--json", str(tmp_path / "r.json")]
+    assert moekit_main(["bench", mode, *argv]) == 0
+    largest = max(capacity, 4)
+    for rank in (0, 1):
+        made, *calls = (tmp_path / f"log{rank}").read_text().splitlines()
+        assert made == f"made for {largest}" and set(calls) == {"1 of 1", "4 of 4"}
+    data, out = json.loads((tmp_path / "r.json").read_text()), capsys.readouterr().out
+    assert data["capacity"] == largest and f"| capacity {largest} | T=1 | T=4 |" in out
+    assert [[r["name"][:5] for r in cell["results"]] for cell in data["cells"]] == [
+        ["loggi", "naive"]
+    ] * 2
 
 
 def compose_without_naive_on_one_rank(rank, world_size):

@@ -64,7 +64,7 @@ def _run(mode: _Mode, args: argparse.Namespace, command: str) -> int:
         check_writable(file)
     sweep = mode.sweep(args, command)
 
-    def keep() -> None:
+    def keep(_: object = None) -> None:
         if args.json is not None:
             sweep.run.write(args.json)
         if args.markdown is not None:
@@ -175,6 +175,11 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--dispatchers", metavar="LIST", help="default: every installed one that moves tokens")
     add("--ranks", type=positive, metavar="N", help="default: one per GPU; without GPUs 2")
+    add(
+        "--capacity", type=positive, default=8192, metavar="N",
+        help="tokens of a rank that kernels are composed for, if no --tokens are more; default: "
+        "%(default)s",
+    )  # fmt: skip
     _add_run(parser)
 
 
@@ -236,6 +241,7 @@ def _over_ranks(args: argparse.Namespace, command: str) -> dict[str, Any]:
         "dispatchers": dispatchers,
         "device": DeviceSpec.of(options.torch_device(args.device)),
         "asked": args.ranks,
+        "capacity": args.capacity,
         **_swept(args, command),
     }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,14 +19,13 @@ from moekit.plugin import (
     DispatcherSpec,
     MoEProblem,
     PrepareAndFinalize,
-    Routing,
     partition,
     quant,
 )
 
 from . import report
 from .experts import relative_error
-from .ranks import RanksSweep, Task, cause, local_device
+from .ranks import RanksSweep, Task, cause, destroy_made, local_device, made_once
 from .records import Cell, Result, merge
 from .timer import Prepared, Timer, time_one
 
@@ -36,12 +35,14 @@ _BOUND = 2e-2
 
 def measure_dispatch(rank: int, world_size: int, task: Task) -> Result:
     """Return this rank's measurements. Collective."""
-    dispatcher = task.spec.load()(task.spec, task.problem_of(rank))
+    problem = task.problem_of(rank)
+    dispatcher = made_once(task, problem, "", lambda: task.spec.load()(task.spec, problem))
     try:
         with torch.inference_mode():
             return _RoundTrips(dispatcher, task, rank).measure()
-    finally:
-        dispatcher.destroy()
+    except Exception:  # its state is unknown
+        destroy_made()
+        raise
 
 
 class _RoundTrips:
@@ -54,7 +55,7 @@ class _RoundTrips:
         self.graph_safe = task.spec.graph_safe
         made = task.inputs_of(rank, self.device)
         dtype = torch.int64 if task.spec.ids_dtype == "int64" else torch.int32
-        self.inputs = [(x, Routing(r.topk_weights, r.topk_ids.to(dtype))) for x, r in made]
+        self.inputs = [(x, replace(r, topk_ids=r.topk_ids.to(dtype))) for x, r in made]
         self.sent = [self._quantized(x) for x, _ in made]
         self.outs = [torch.empty_like(x) for x, _ in made]
         self.blank: dict[torch.Size, Tensor] = {}

@@ -31,7 +31,7 @@ from . import report
 from .experts import oracle_rows, relative_error, sampled_rows
 from .implementations import asked_of, backends
 from .internals import benchmark_bound, find_experts
-from .ranks import RanksSweep, Task, cause, local_device
+from .ranks import RanksSweep, Task, cause, destroy_made, local_device, made_once
 from .records import Cell, Result, combination, copied_share, merge
 from .shapes import random_weights
 from .timer import Prepared, Timer, first_fault, from_all_ranks, release, time_one
@@ -44,17 +44,13 @@ _SECONDS_A_KIND = 0.4
 
 def measure_layers(rank: int, world_size: int, task: Task) -> list[Result]:
     """Return this rank's measurements of each of the experts. Collective."""
-    problem = task.problem_of(rank)
-    kernels: list[moekit.ModularKernel] = []  # until the end: they share the dispatcher's buffers
     try:
         with torch.inference_mode():
-            mine = _Layers(problem, task)
-            return [mine.measure(experts, kernels) for experts in task.experts]
-    finally:
-        for kernel in kernels:
-            kernel.destroy()
-        if problem.device.type == "cuda":  # libraries take their buffers outside torch's cache
-            torch.cuda.empty_cache()
+            mine = _Layers(task.problem_of(rank), task)
+            return [mine.measure(experts) for experts in task.experts]
+    except Exception:  # the state of the kernels is unknown
+        destroy_made()
+        raise
 
 
 @dataclass
@@ -110,28 +106,28 @@ class _Layers:
 
     # -- one combination ----------------------------------------------------------------------
 
-    def measure(self, experts: str, kernels: list[moekit.ModularKernel]) -> Result:
-        """Measure a combination, whose kernel is added to ``kernels``."""
-        failed, stated = _named(self.task.spec.name, experts), 0
+    def measure(self, experts: str) -> Result:
+        failed = _named(self.task.spec.name, experts)
+        kernel: moekit.ModularKernel | None = None
         try:
-            kernel = self._composed(experts)
-            kernels.append(kernel)
+            kernel = made_once(self.task, self.problem, experts, lambda: self._composed(experts))
             packed, copied = self._packed(experts, kernel)
-            stated = kernel.memory(self.task.cell.tokens).total
-            reason = self._too_large(stated)
+            memory = kernel.memory(self.task.cell.tokens)
+            reason = self._too_large(memory.total - memory.buffers)  # these are held already
         except Exception as failure:
             reason = reason_of(failure)
         try:
             if reason := first_fault(reason):
                 return Result(**failed, reason=reason)
+            assert kernel is not None
             result = self._times(kernel, packed)
-            return replace(result, **failed, copied=copied, stated_bytes=stated)
+            return replace(result, **failed, copied=copied, stated_bytes=memory.total)
         finally:
-            for kernel in kernels:  # the next combination needs the memory
+            if kernel is not None:  # the next combination needs the memory
                 kernel.workspace = Workspace()
 
     def _composed(self, experts: str) -> moekit.ModularKernel:
-        """Return a new kernel of the task's capacity, ``problem.max_num_tokens``."""
+        """Return a new kernel for all numbers of tokens up to ``problem.max_num_tokens``."""
         name, problem = asked_of(experts, self.problem)
         return moekit.compose(
             problem,
@@ -159,7 +155,7 @@ class _Layers:
             prepared.capture()
         if prepared.graph is not None:
             error = max(error, self._error(prepared.first_output()))
-        timing = time_one(prepared, replays, host=False)
+        timing = time_one(prepared, replays)
         bound, held = benchmark_bound(self.problem), kernel.dispatcher.buffer_bytes()
         return Result.of(timing, error, bound, buffer_bytes=held)
 

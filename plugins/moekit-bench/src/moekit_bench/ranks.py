@@ -9,20 +9,31 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from itertools import product
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 
+import moekit
 from moekit.errors import MoekitError
-from moekit.plugin import DeviceSpec, DispatcherSpec, MoEProblem, ParallelConfig, reason_of
+from moekit.plugin import (
+    DeviceSpec,
+    DispatcherSpec,
+    MoEProblem,
+    ParallelConfig,
+    PrepareAndFinalize,
+    reason_of,
+)
 
 from .environment import about
 from .implementations import Implementation
 from .records import Cell, Result, Run, Settings
 from .shapes import Inputs, Shape, inputs
 from .sweep import Sweep
-from .timer import from_all_ranks
+from .timer import first_fault, from_all_ranks
+
+M = TypeVar("M", moekit.ModularKernel, PrepareAndFinalize)
 
 _SECONDS_A_CELL = 180.0
 
@@ -31,7 +42,8 @@ _SECONDS_A_CELL = 180.0
 class Task:
     """One measurement, which every rank takes part in.
 
-    problem: as rank 0 sees it. experts: the backends to combine the dispatcher with, if any.
+    problem: as rank 0 sees it; its max_num_tokens is the capacity, and the cell's tokens are
+    `max_tokens` of the calls. experts: the backends to combine the dispatcher with, if any.
     """
 
     spec: DispatcherSpec
@@ -47,7 +59,49 @@ class Task:
         """Return the rank's own tokens, which choose among the experts of all ranks."""
         whole = self.problem.replace(parallel=ParallelConfig())
         cell, seed = self.cell, self.settings.seed * 1009 + rank
-        return inputs(cell.routing, cell.tokens, self.settings.inputs, whole, device, seed)
+        made = inputs(cell.routing, cell.tokens, self.settings.inputs, whole, device, seed)
+        return [(x, replace(routing, max_tokens=cell.tokens)) for x, routing in made]
+
+
+# Made once for a dispatcher and a problem, and used for every number of tokens.
+_made: dict[tuple[str, str], dict[str, Any]] = {}
+
+
+def made_once(task: Task, problem: MoEProblem, name: str, make: Callable[[], M]) -> M:
+    """Return this rank's kernel or dispatcher of that name, which ``make`` makes at first.
+
+    What was made for another dispatcher or problem is destroyed before. Collective: if a rank
+    cannot make it, all raise MoekitError, and none keeps it.
+    """
+    group = repr(task.spec), repr(problem)
+    if group not in _made:
+        destroy_made()
+    mine = _made.setdefault(group, {})
+    if name not in mine:
+        made: M | Exception
+        try:
+            made = make()
+        except Exception as error:
+            made = error
+        fault = first_fault(reason_of(made) if isinstance(made, Exception) else "")
+        if isinstance(made, Exception):
+            raise made
+        if fault:
+            made.destroy()
+            raise MoekitError(fault)
+        mine[name] = made
+    found: M = mine[name]
+    return found
+
+
+def destroy_made(rank: int = 0, world_size: int = 1) -> None:
+    """Destroy what this rank's `made_once` holds. Collective."""
+    every = [each for group in _made.values() for each in group.values()]
+    _made.clear()
+    for each in every:
+        each.destroy()
+    if every and torch.cuda.is_available():  # libraries take their buffers outside torch's cache
+        torch.cuda.empty_cache()
 
 
 Runner = Callable[..., list[Any]]
@@ -127,17 +181,32 @@ def _first(rank: int, world_size: int, value: bool) -> bool:
 # -- what they measure ------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Part(Cell):
+    """What is measured of a cell with one dispatcher."""
+
+    spec: DispatcherSpec
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} {self.spec.name}"
+
+
 @dataclass(kw_only=True)
 class RanksSweep(Sweep):
     """Every scheme, routing and number of tokens, for every dispatcher.
 
+    One dispatcher after another takes all numbers of tokens, so that only one holds its buffers.
+
     asked: how many ranks to start; None: as many as torchrun started, one for each GPU, or two.
+    capacity: tokens of a rank that kernels are composed for, if no cell has more; None: as many
+        as each cell has.
     """
 
     shape: Shape
     dispatchers: Sequence[DispatcherSpec]
     device: DeviceSpec
     asked: int | None
+    capacity: int | None = None
     implementations: Sequence[Implementation] = ()
     on_ranks: Runner = field(init=False)
     mode: ClassVar[str]
@@ -149,13 +218,27 @@ class RanksSweep(Sweep):
             raise MoekitError(
                 f"tokens move between at least 2 ranks (got {self.num_ranks}); set --ranks"
             )
-        self.cells = self.all_cells([self.shape.name])
+        if self.capacity is not None:
+            self.capacity = max(self.capacity, *self.tokens)
+        self.cells = [
+            _Part(shape=self.shape.name, scheme=q, routing=r, tokens=t, spec=spec)
+            for q, r, spec, t in product(self.schemes, self.routings, self.dispatchers, self.tokens)
+        ]
         kind = torch.device(self.device.type)
         facts = about(self.command, kind, self.device, self.implementations, self.dispatchers)
-        self.run = Run(mode=self.mode, **facts, ranks=self.num_ranks, settings=self.settings)
+        self.run = Run(
+            mode=self.mode,
+            **facts,
+            ranks=self.num_ranks,
+            capacity=self.capacity,
+            settings=self.settings,
+        )
 
     def problem(self, scheme: str, tokens: int) -> MoEProblem:
-        return self.shape.on_ranks(self.num_ranks, self.device, scheme, self.settings.dtype, tokens)
+        """Return the problem that a cell's kernels are composed for, as rank 0 sees it."""
+        capacity = tokens if self.capacity is None else self.capacity
+        dtype = self.settings.dtype
+        return self.shape.on_ranks(self.num_ranks, self.device, scheme, dtype, capacity)
 
     def measure(self) -> None:
         with self._open() as self.on_ranks:
@@ -170,7 +253,7 @@ class RanksSweep(Sweep):
         if self.device.type == "cuda" and torch.cuda.device_count() < self.num_ranks:
             raise MoekitError(
                 f"{self.num_ranks} ranks need as many GPUs, and this machine has "
-                f"{torch.cuda.device_count()}: lower --ranks"
+                f"{torch.cuda.device_count()}: lower --ranks (tune: --ep)"
             )
         return _pool(self.num_ranks, self.device.type)
 
@@ -178,14 +261,17 @@ class RanksSweep(Sweep):
         """Return whether the time is over, by the first rank's clock."""
         return self.end is not None and bool(self.on_ranks(_first, super().late())[0])
 
+    def finish(self) -> None:
+        self.on_ranks(destroy_made)
+
     def measure_cell(self, cell: Cell) -> Cell:
-        problem, results = self.problem(cell.scheme, cell.tokens), list[Result]()
-        for spec in self.dispatchers:
-            if why := spec.unsupported(problem):
-                self.refuse(spec.name, "; ".join(why), cell, cell.tokens)
-            else:
-                results += self.results(spec, problem, cell)
-        return replace(cell, results=tuple(results))
+        assert isinstance(cell, _Part)
+        spec, problem = cell.spec, self.problem(cell.scheme, cell.tokens)
+        whole = Cell(shape=cell.shape, scheme=cell.scheme, routing=cell.routing, tokens=cell.tokens)
+        if why := spec.unsupported(problem):
+            self.refuse(spec.name, "; ".join(why), whole, cell.tokens)
+            return whole
+        return replace(whole, results=tuple(self.results(spec, problem, whole)))
 
     @abstractmethod
     def results(self, spec: DispatcherSpec, problem: MoEProblem, cell: Cell) -> list[Result]:

@@ -195,7 +195,11 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run of `bench`. mode: "experts", "dispatch" or "layers"; ranks: that exchange tokens."""
+    """A run of `bench`.
+
+    mode: "experts", "dispatch" or "layers". ranks: that exchange tokens. capacity: the tokens of a
+    rank that kernels were composed for.
+    """
 
     mode: str
     format: int = FORMAT
@@ -204,10 +208,19 @@ class Run:
     versions: Mapping[str, str] = field(default_factory=dict)
     device: Mapping[str, Any]
     ranks: int = 1
+    capacity: int | None = None
     settings: Settings
     ceilings: Ceilings | None = None
     refused: tuple[Refusal, ...] = ()
     cells: tuple[Cell, ...] = ()
+
+    def adding(self, cell: Cell) -> Run:
+        """Return the run with a cell more, or with more results of a cell that it has."""
+        for index, has in enumerate(self.cells):
+            if str(has) == str(cell):
+                both = replace(has, results=has.results + cell.results)
+                return replace(self, cells=(*self.cells[:index], both, *self.cells[index + 1 :]))
+        return replace(self, cells=(*self.cells, cell))
 
     def all_right(self) -> bool:
         """Return whether something was measured, and all of it ran and is right."""

@@ -68,7 +68,8 @@ def markdown(run: Run, choices: Sequence[Choice] = ()) -> str:
     ]
     chosen = dict(zip(run.cells, choices, strict=False))
     for cells in _grouped(run.cells, lambda c: (c.shape, c.scheme, c.routing)).values():
-        lines += ["", f"## {_heading(cells[0], run)}", "", *_times(cells), *_cost_of_mode(cells)]
+        lines += ["", f"## {_heading(cells[0], run)}", ""]
+        lines += [*_times(cells, run.capacity), *_cost_of_mode(cells)]
         lines += ["", *_details(cells, _COLUMNS[run.mode])]
         if choices:
             lines += ["", *_chosen([chosen[cell] for cell in cells])]
@@ -126,9 +127,10 @@ def _heading(cell: Cell, run: Run) -> str:
     )
 
 
-def _times(cells: Sequence[Cell]) -> Table:
+def _times(cells: Sequence[Cell], capacity: int | None) -> Table:
     """Return a row of times for each name, by T."""
-    table = Table("", *(f"T={cell.tokens}" for cell in cells))
+    corner = "" if capacity is None else f"capacity {capacity}"
+    table = Table(corner, *(f"T={cell.tokens}" for cell in cells))
     if any(cell.limit_us is not None for cell in cells):
         table.add("limit", *(_us(cell.limit_us) for cell in cells))
     by_name = [{r.name: r for r in cell.results} for cell in cells]
@@ -171,13 +173,13 @@ _COLUMNS: dict[str, dict[str, Callable[[Result], str]]] = {
 
 
 def _details(cells: Iterable[Cell], columns: Mapping[str, Callable[[Result], str]]) -> Table:
-    first = ("T", "", "µs", "fastest–slowest", "error", "eager", "host")
+    first = ("T", "", "µs", "fastest–slowest", "eager", "host", "error")
     table = Table(*first, *columns, "why")
     for cell in cells:
         for r in cell.results:
             error = NONE if r.us is None else shown_error(r.error)
             table.add(
-                cell.tokens, r.name, _us(r.us), _spread(r), error, _us(r.eager_us), _us(r.host_us),
+                cell.tokens, r.name, _us(r.us), _spread(r), _us(r.eager_us), _us(r.host_us), error,
                 *(show(r) for show in columns.values()), r.reason or r.note,
             )  # fmt: skip
     return table

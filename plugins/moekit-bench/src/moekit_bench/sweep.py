@@ -36,9 +36,10 @@ class Progress:
 class Sweep(ABC):
     """Cells that are measured one by one, and the run that they make.
 
-    run: the run so far. cells: what to measure, in order. keep: called after every cell, so that a
-    run that is stopped leaves what it measured. leader: whether this process reports and keeps; of
-    several ranks one does. end: by `time.monotonic`, when no more cells are begun.
+    run: the run so far. cells: what to measure, in order; measured: how many of them it has. keep:
+    called with every measured cell, so that a run that is stopped leaves what it measured. leader:
+    whether this process reports and keeps; of several ranks one does. end: by `time.monotonic`,
+    when no more cells are begun.
     """
 
     schemes: Sequence[str]
@@ -46,12 +47,13 @@ class Sweep(ABC):
     tokens: Sequence[int]
     settings: Settings
     command: str = ""
-    keep: Callable[[], None] | None = None
+    keep: Callable[[Cell], None] | None = None
     leader: bool = True
     end: float | None = None
     run: Run = field(init=False)
     cells: list[Cell] = field(init=False)
     progress: Progress = field(init=False)
+    measured: int = field(init=False, default=0)
 
     def all_cells(self, shapes: Iterable[str]) -> list[Cell]:
         every = itertools.product(shapes, self.schemes, self.routings, self.tokens)
@@ -67,7 +69,7 @@ class Sweep(ABC):
 
     @property
     def complete(self) -> bool:
-        return len(self.run.cells) == len(self.cells)
+        return self.measured == len(self.cells)
 
     @property
     def succeeded(self) -> bool:
@@ -90,19 +92,23 @@ class Sweep(ABC):
                     )
                     break
                 self._measure(cell)
+            self.finish()
         except DeviceLost as error:
             self.progress.say(f"error: {error}; the remaining cells cannot be measured")
         except KeyboardInterrupt:
             self.progress.say("interrupted; the cells measured so far are kept")
 
+    def finish(self) -> None:  # noqa: B027 (most have nothing to free)
+        """Free what cells share; not called if the sweep was interrupted or lost its device."""
+
     def _measure(self, cell: Cell) -> None:
         made = self.measure_cell(cell)
         text = "not measured"
         if made is not None:
-            self.run = replace(self.run, cells=(*self.run.cells, made))
+            self.run, self.measured = self.run.adding(made), self.measured + 1
             text = "; ".join(map(str, made.results)) or "nothing to measure"
             if self.leader and self.keep is not None:
-                self.keep()
+                self.keep(made)
         self.progress.done(f"{cell}: {text}")
 
     def refuse(self, name: str, reason: str, cell: Cell, tokens: int | None = None) -> None:

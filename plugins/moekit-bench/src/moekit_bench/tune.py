@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-import torch
 from filelock import FileLock
 
 import moekit
@@ -185,8 +184,7 @@ def _select(args: argparse.Namespace) -> int:
         asked = ((args.dispatcher, name) for name in able[group])
         return not all(table.knows(problems[group], names, cell.tokens) for names in asked)
 
-    def keep() -> None:
-        cell = sweep.run.cells[-1]
+    def keep(cell: Cell) -> None:
         group, results = (cell.shape, cell.scheme), {r.name: r for r in cell.results}
         measured = {(args.dispatcher, n): results.get(n, Result()) for n in able[group]}
         table.add(problems[group], cell.tokens, measured)
@@ -217,8 +215,8 @@ def _regret(args: argparse.Namespace) -> int:
 
 
 def _on_ranks(args: argparse.Namespace) -> int:
-    _check_ranks(args)
     args.ranks = None if "RANK" in os.environ else args.ep
+    args.capacity = None  # tables hold times of kernels that a call fills
     choices, complete, heading, end = list[report.Choice](), True, "", options.end(args)
     args.dispatchers = None if args.dispatcher == "local" else args.dispatcher
     if args.experts is None:
@@ -245,14 +243,6 @@ def _on_ranks(args: argparse.Namespace) -> int:
     return int(not complete or missed)
 
 
-def _check_ranks(args: argparse.Namespace) -> None:
-    if torch.cuda.is_available() and args.device is None and torch.cuda.device_count() < args.ep:
-        raise MoekitError(
-            f"--ep {args.ep} needs as many devices, and this machine has "
-            f"{torch.cuda.device_count()}: lower --ep"
-        )
-
-
 def _layers_table(args: argparse.Namespace, sweep: LayersSweep) -> TunedTable:
     """Return the table, and leave out of the sweep what it knows."""
     _check_single(sweep.experts)
@@ -269,9 +259,8 @@ def _layers_table(args: argparse.Namespace, sweep: LayersSweep) -> TunedTable:
     return table
 
 
-def _add(table: TunedTable, sweep: LayersSweep) -> None:
-    """Put the last cell into the table."""
-    cell = sweep.run.cells[-1]
+def _add(table: TunedTable, sweep: LayersSweep, cell: Cell) -> None:
+    """Put a cell into the table."""
     measured = {(r.dispatcher or "", r.experts or ""): r for r in cell.in_default_mode}
     if measured:
         table.add(sweep.problem(cell.scheme, cell.tokens), cell.tokens, measured)
