@@ -10,6 +10,7 @@ from conformance_catches import killed_by, mutants_of, suite
 
 from moekit.backends.torch_experts import TorchExperts
 from moekit.testing import threads
+from moekit.testing.cases import SEED_VARIABLE
 
 caught = killed_by("test_threads", says=r"thread [01] of two|promised too little")
 
@@ -59,6 +60,8 @@ class CachedScratch(Right):
 
 @pytest.mark.parametrize("mutant", mutants_of(__name__))
 def test_killed(mutant, monkeypatch):
+    # With some seeds (22) the chosen methods keep nothing in scratch when the threads switch.
+    monkeypatch.setenv(SEED_VARIABLE, "7")
     mutant.check_right()
     monkeypatch.setattr(threads, "_PATIENCE", 10.0)  # also on a machine that is busy
     mutant.check()

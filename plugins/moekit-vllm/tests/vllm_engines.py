@@ -112,7 +112,7 @@ def assert_same(stock: list, ours: list, dtype: str = "float32", limit: float = 
         for token, other, logprob, found in zip(
             a["tokens"], b["tokens"], a["logprobs"], b["logprobs"], strict=True
         ):
-            assert abs(logprob - found) <= limit
+            assert abs(logprob - found) <= limit, (logprob, found, token)
             compared += 1
             if token != other:
                 assert dtype != "float32", "greedy tokens differ in fp32"
