@@ -1,4 +1,4 @@
-"""What users should know of a combination's numbers: the notes of an explanation."""
+"""Notes of an explanation: they tell users of limits of a combination's numbers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ def notes(problem: MoEProblem, candidate: Candidate) -> Iterator[str]:
     seen = experts.bridged_to(dispatcher.format)
     taken = dispatcher.weights_in_fp32 or Sums.of(problem, seen) is not Sums.BY_DISPATCHER
     if problem.dtype_name == "float16" and not (taken and seen.weights_in_fp32):
-        yield (
-            "an expert's output above 65504 becomes infinite in float16, whatever its router weight"
-        )
+        yield ("an expert's output above 65504 becomes infinite in float16, for any router weight")
 
 
 def _arithmetic(problem: MoEProblem, candidate: Candidate) -> Iterator[str]:

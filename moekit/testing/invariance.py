@@ -122,7 +122,7 @@ class ExpertsInvariance(ExpertsBase):
 
     @pytest.mark.parametrize("gemm", [1, 2])
     def test_batch_invariant_neighbours(self, gemm: int) -> None:
-        """A token has the same bits whatever the others hold, wherever they and it are.
+        """A token has the same bits for any values and places of the others.
 
         It is in another position, behind a dispatcher of the other format, or beside tokens that
         are larger, or that have other experts.

@@ -128,7 +128,7 @@ class ClampDropped(OtherActivation):
 wrong("ClampBeforeSilu", "Clamps the gate before silu instead of after it",
       killed_by("test_activation", "swiglustep"), of=OtherActivation,
       _instead=lambda self, activation: replace(activation, name="silu"))  # fmt: skip
-wrong("LimitOfSeven", "Uses the usual limit whatever the problem's is",
+wrong("LimitOfSeven", "Uses the usual limit in place of the one in the problem",
       killed_by("test_activation", "swiglustep"), killed_by("test_activation", "situ"),
       of=OtherActivation,
       _instead=lambda self, activation: replace(activation, limit=7.0))  # fmt: skip

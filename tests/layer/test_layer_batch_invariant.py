@@ -79,7 +79,7 @@ def test_a_layer_gives_a_token_the_same_bits_in_every_call(knobs) -> None:
 
 
 def test_slices_of_shared_experts_are_refused() -> None:
-    """What no problem can do is refused as for a kernel."""
+    """A layer refuses what a kernel refuses."""
     with pytest.raises(InvalidProblem, match="slices that ranks with the same tokens add up"):
         layer(shared_experts=SharedExperts(torch.neg, partial=True))
 

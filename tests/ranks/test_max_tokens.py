@@ -1,4 +1,4 @@
-"""What a call says about the tokens of other ranks: it must be true, and equal on all ranks."""
+"""`max_tokens` must be true, and equal on all ranks."""
 
 from __future__ import annotations
 

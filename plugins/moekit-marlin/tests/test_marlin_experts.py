@@ -1,4 +1,4 @@
-"""What the kit does not ask: Marlin's scales, act-order, padding and blocks.
+"""Tests beyond the kit: Marlin's scales, act-order, padding and blocks.
 
 On a GPU with the real operator, on a CPU with its stand-in.
 """

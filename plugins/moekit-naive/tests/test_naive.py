@@ -1,4 +1,4 @@
-"""What the conformance kit does not ask of `naive`: faults of one rank, groups, tight memory."""
+"""Tests of `naive` beyond the kit: faults of one rank, groups, tight memory."""
 
 from __future__ import annotations
 

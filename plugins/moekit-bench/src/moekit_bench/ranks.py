@@ -183,7 +183,7 @@ def _first(rank: int, world_size: int, value: bool) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class _Part(Cell):
-    """What is measured of a cell with one dispatcher."""
+    """Name the part of a cell that one dispatcher measures."""
 
     spec: DispatcherSpec
 

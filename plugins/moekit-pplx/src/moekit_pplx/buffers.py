@@ -30,7 +30,7 @@ _PATIENCE = 10.0
 
 @dataclass(frozen=True)
 class Lane:
-    """What one call needs."""
+    """Hold the library's objects and the output buffer of one call."""
 
     objects: tuple[Any, ...]  # pplx_kernels.AllToAll, one per round
     y_SCH: Tensor  # the experts' output for each library expert of this rank; zero for spares
