@@ -302,7 +302,11 @@ def of_rank(function: Callable[..., Any], checked: bool = True) -> Callable[...,
     @wraps(function)
     def run(rank: int, world_size: int, job: Job, *args: Any) -> Any:
         r = Rank(rank, world_size, job, checked=checked)
-        result = function(r, *args)
+        try:
+            result = function(r, *args)
+        except Unsupported:
+            r.kernel.destroy()  # all ranks are refused alike
+            raise
         r.finish()
         return result
 
@@ -352,15 +356,12 @@ def calls(r: Rank, sequence: Iterable[Call], how: str = "plain") -> None:
 
 
 @of_rank
-def told_calls(r: Rank, sequence: Sequence[Call]) -> None:
-    """Make calls that say the most tokens of any rank, on kernels of three capacities.
-
-    All give the bits of the smallest, if the dispatcher is deterministic.
-    """
+def told_calls(r: Rank, sequence: Sequence[Call], capacities: Sequence[int]) -> None:
+    """Compare calls that say their `max_tokens`, on kernels of several capacities, in bits."""
     most = [max(1, *wanted.counts[-r.problem.parallel.dp_size :]) for wanted in sequence]
     made = [r.forms(wanted, index) for index, wanted in enumerate(sequence)]
     first: dict[int, Tensor] = {}
-    for capacity in (max(most), 8 * max(most), 64 * max(most)):
+    for capacity in capacities:
         kernel = r.compose(r.problem.replace(max_num_tokens=capacity))
         for index, ((case, logical), told) in enumerate(zip(made, most, strict=True)):
             routing = replace(case.routing, max_tokens=told)
