@@ -21,6 +21,12 @@ from moekit.contract.shared_buffers import CallBuffers, Lease, SharedBuffers
 from moekit.contract.sizes import Footprint, round_up
 from moekit.contract.specs import DispatcherSpec, ExpertsSpec, importable
 from moekit.contract.sums import weight_and_reduce
+from moekit.contract.training import (
+    InputGradients,
+    TrainableDispatcher,
+    TrainableExperts,
+    Wanted,
+)
 from moekit.discovery.hooks import hookimpl
 from moekit.discovery.library import VendorLibrary
 from moekit.discovery.registry import registry
@@ -54,10 +60,10 @@ from moekit.untrusted.writing import check_writable, replace_file
 __all__ = [
     "ACTIVATIONS", "INT4_ZERO", "SCHEMES", "WIRE_SCHEMES", "Activation", "ActivationFormat",
     "Agreement", "BufferSpec", "CallBuffers", "DeviceSpec", "Dispatched", "DispatcherSpec",
-    "ExpertWeights", "ExpertsSpec", "Footprint", "Lease", "MoEProblem", "OperandQuant",
+    "ExpertWeights", "ExpertsSpec", "Footprint", "InputGradients", "Lease", "MoEProblem", "OperandQuant",
     "PackedWeights", "ParallelConfig", "Pending", "PermuteExpertsUnpermute", "PrepareAndFinalize",
     "ProcessVariables", "QuantScheme", "Quantizer", "Routing", "SharedBuffers", "TableFiles",
-    "Transfers", "Unreduced", "VendorLibrary", "Workspace", "apply_activation", "check_writable",
+    "TrainableDispatcher", "TrainableExperts", "Transfers", "Unreduced", "VendorLibrary", "Wanted", "Workspace", "apply_activation", "check_writable",
     "device_file", "exchange", "has_backend", "hookimpl", "importable", "int4", "local_ids",
     "nearest", "partition", "quant", "quantize_for_transfer", "reason_of", "registry",
     "replace_file", "resolve", "round_up", "settle", "size_distance", "summary", "switch",

@@ -22,6 +22,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
     local = DispatcherSpec(
         name="local",
         target="moekit.backends.local:LocalDispatcher",
+        training="moekit.backends.local:TrainableLocal",
         format=ActivationFormat.STANDARD,
         devices=("any",),
         moves_tokens=False,
@@ -35,6 +36,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
         local,
         name="batched_reference",
         target="moekit.backends.reference:BatchedReference",
+        training=None,
         format=ActivationFormat.BATCHED,
         priority=-100,
         graph_safe=False,
@@ -47,6 +49,7 @@ def moekit_experts() -> list[ExpertsSpec]:
     torch = ExpertsSpec(
         name="torch",
         target="moekit.backends.torch_experts:TorchExperts",
+        training="moekit.backends.torch_training:TrainableTorch",
         format=ActivationFormat.STANDARD,
         devices=("any",),
         schemes=frozenset(SCHEMES),
@@ -62,6 +65,7 @@ def moekit_experts() -> list[ExpertsSpec]:
         torch,
         name="reference",
         target="moekit.backends.reference:ReferenceExperts",
+        training="moekit.backends.reference:TrainableReference",
         describe=None,
         reduces=False,
         priority=-100,

@@ -9,6 +9,7 @@ from torch import Tensor
 from moekit.contract import Dispatched, PrepareAndFinalize, Quantizer, Routing
 from moekit.contract.pending import Pending
 from moekit.contract.specs import DispatcherSpec
+from moekit.contract.training import TrainableDispatcher
 from moekit.problem import MoEProblem
 from moekit.runtime.rows import batched_places, to_batched
 
@@ -61,6 +62,18 @@ class LocalDispatcher(PrepareAndFinalize):
 
     def max_rows(self, num_tokens: int) -> int:
         return num_tokens
+
+
+class TrainableLocal(LocalDispatcher, TrainableDispatcher):
+    """Gradients stay on their rank as well."""
+
+    def prepare_backward(self, grad_TH: Tensor, dispatched: Dispatched) -> Pending[Tensor]:
+        return Pending.ready(grad_TH)
+
+    def finalize_backward(
+        self, grad_RH: Tensor | None, grad_RK: Tensor | None, dispatched: Dispatched
+    ) -> Pending[tuple[Tensor | None, Tensor | None]]:
+        return Pending.ready((grad_RH, grad_RK))
 
 
 class LocalBatchedDispatcher(PrepareAndFinalize):

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from moekit.contract import (
     PermuteExpertsUnpermute,
     Routing,
 )
+from moekit.contract.training import InputGradients, TrainableExperts, Wanted
 from moekit.problem import MoEProblem, quant
 from moekit.problem.activation import apply_activation
 from moekit.problem.weights import ExpertWeights
@@ -107,6 +108,70 @@ class ReferenceExperts(PermuteExpertsUnpermute):
         weights = p.hidden_size * (p.w13_rows + p.local_intermediate_size)
         activations = rows * p.top_k * (4 * p.hidden_size + 4 * p.w13_rows)
         return 4 * (4 * weights + activations)
+
+
+class TrainableReference(ReferenceExperts, TrainableExperts):
+    """Saves nothing: the backward computes everything again, by autograd in fp32."""
+
+    def forward(self, y_RH: Tensor, tokens: Dispatched, weights: PackedWeights) -> list[Tensor]:
+        assert tokens.topk_weights is not None
+        y_RH.copy_(self._sum(tokens.x.float(), tokens.topk_weights, tokens, weights.experts))
+        return []
+
+    def backward_input(
+        self,
+        grad_RH: Tensor,
+        tokens: Dispatched,
+        weights: PackedWeights,
+        saved: list[Tensor],
+        wanted: Wanted,
+    ) -> InputGradients:
+        assert tokens.topk_weights is not None
+        names = sorted(wanted.weights)
+        held = {name: t.detach() for name, t in weights.experts.items()}
+        held |= {name: held[name].requires_grad_() for name in names}
+        with torch.enable_grad():
+            x, topk_weights = (
+                t.detach().float().requires_grad_() for t in (tokens.x, tokens.topk_weights)
+            )
+            y_RH = self._sum(x, topk_weights, tokens, held)
+            inputs = x, topk_weights, *(held[name] for name in names)
+            made = torch.autograd.grad(y_RH, inputs, grad_RH.float(), materialize_grads=True)
+        return InputGradients(made[0].to(tokens.x.dtype), made[1], made[2:])
+
+    def backward_weight(
+        self,
+        grad_RH: Tensor,
+        tokens: Dispatched,
+        saved: list[Tensor],
+        kept: tuple[Tensor, ...],
+        into: Mapping[str, Tensor],
+        add: bool,
+    ) -> None:
+        for name, made in zip(sorted(into), kept, strict=True):
+            into[name].copy_(into[name] + made if add else made)
+
+    def saved_bytes(self, rows: int) -> int:
+        return 0
+
+    def _sum(
+        self,
+        x_RH: Tensor,
+        topk_weights: Tensor,
+        tokens: Dispatched,
+        held: Mapping[str, Tensor],
+    ) -> Tensor:
+        """Return the weighted sum (R, H) in fp32, through which autograd finds the way back."""
+        named: dict[str, Any] = dict(held)
+        weights, ids = ExpertWeights(**named), tokens.topk_ids
+        assert ids is not None
+        out = torch.zeros_like(x_RH)
+        for expert in range(self.problem.num_local_experts):
+            row, slot = (ids == expert).nonzero(as_tuple=True)
+            fp32 = weights.select([expert]).dequantize(self.problem.quant)
+            y = expert_mlp(x_RH[row], fp32, 0, self.problem)
+            out = out.index_add(0, row, topk_weights[row, slot, None] * y)
+        return out
 
 
 def dequantized_input(tokens: Dispatched, problem: MoEProblem) -> Tensor:

@@ -66,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
 _OPTIONS = {
     **{f: f"--{f.replace('_', '-')}" for f in (*_SIZES, "max_num_tokens", "has_bias")},
     "batch_invariant": "--batch-invariant",
+    "training": "--training",
     "apply_router_weight_on_input": "--weight-on-input",
     "num_redundant_experts": "--redundant-experts",
     **{f"{kind}_size": f"--{kind}" for kind in ("ep", "tp", "dp")},
@@ -110,6 +111,7 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
     field(
         "--batch-invariant", action="store_true", help="the same bits at every T, position and --ep"
     )
+    field("--training", action="store_true", help="calls can be differentiated")
     parser.add_argument("--ep", type=int, default=1, metavar="N", help="expert parallel ranks")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor parallel ranks")
     parser.add_argument(

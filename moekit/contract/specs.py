@@ -83,6 +83,7 @@ def _two_multiples(value: Any) -> bool:
 
 
 _DOTTED = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
+_TARGET = _pattern("'package.module:Class'", rf"{_DOTTED}:[^\W\d]\w*")
 _TEXT = matching("a string", lambda value: type(value) is str)
 _PRIORITY = size(-1_000_000, 1_000_000)
 # What the functions of a spec return.
@@ -94,7 +95,8 @@ _BY_NAME = {
     "name": _pattern(
         "lower-case letters, digits and _, at most 64 with a letter first", r"[a-z][a-z0-9_]{0,63}"
     ),
-    "target": _pattern("'package.module:Class'", rf"{_DOTTED}:[^\W\d]\w*"),
+    "target": _TARGET,
+    "training": optional(_TARGET),
     "format": instance("an ActivationFormat", ActivationFormat),
     "dtypes": _some_of(DTYPES),
     "schemes": _some_of(SCHEMES),
@@ -142,6 +144,8 @@ class BackendSpec:
         In these, experts do not weight or sum over K, and every dispatcher does: STANDARD experts
         get a spec with ``reduces=False`` and write (R, K', H), which `finalize` weights and sums
         in fp32 in the order of K (`moekit.plugin.weight_and_reduce`).
+    training: the class in place of ``target`` that also has the backward, for problems with
+        ``training``; None if there is no backward.
     weights_in_fp32: in fp16, an expert's output above 65504 stays finite until its router weight
         makes it smaller. Experts that reduce weight each output in fp32 before they round it.
         Others write a float32 ``y``, and dispatchers that apply the weights take one.
@@ -162,6 +166,7 @@ class BackendSpec:
     graph_safe: bool = False
     deterministic: bool = False
     batch_invariant: bool = False
+    training: str | None = None
     weights_in_fp32: bool = False
 
     kind: ClassVar[str]
@@ -197,6 +202,8 @@ class BackendSpec:
                 "is not batch-invariant: the bits of a token's result may depend on other tokens "
                 "or on the number of ranks"
             )
+        if problem.training and self.training is None:
+            reasons.append("has no backward: it computes no gradients (training=True)")
         reasons += _lacks("quant scheme", problem.quant.name, self.schemes)
         reasons += self._unsupported_features(problem)
         try:
@@ -204,6 +211,11 @@ class BackendSpec:
             return reasons + (self._asked("check", problem, _REASONS) if self.check else [])
         except Fault as fault:
             return [*reasons, f"{CHECK_FAILED}: {fault}"]
+
+    def for_training(self: SpecT) -> SpecT:
+        """Return the spec of the class that also has the backward."""
+        assert self.training is not None
+        return replace(self, target=self.training)
 
     def padding(self, problem: MoEProblem) -> str:
         """Return which sizes of ``problem`` moekit pads for this backend, in words, or ""."""
@@ -401,6 +413,8 @@ class ExpertsSpec(BackendSpec):
     def unsupported(self, problem: MoEProblem) -> list[str]:
         made = self.padded(problem)
         reasons = super().unsupported(made)
+        if problem.training and made != problem:
+            reasons.append(f"{self.padding(problem)}, which has no backward")
         try:
             return reasons + sizes.faults(problem, made, self._multiples(problem))
         except Fault as fault:

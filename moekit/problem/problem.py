@@ -75,6 +75,7 @@ _PROBLEM = {
     "num_redundant_experts": size(0, MAX_EXPERTS),
     "max_num_tokens": optional(size()),
     "batch_invariant": FLAG,
+    "training": FLAG,
     "parallel": instance("a ParallelConfig", ParallelConfig),
     "device": converted(
         "a DeviceSpec, a torch.device or the name of a device",
@@ -105,6 +106,7 @@ class MoEProblem:
         between kernels that chose the same experts backend, on equal devices with equal libraries,
         variables and numbers of CPU threads. Backends that do not declare it are refused, and so
         are ranks that add up partial sums: ``tp_size > 1``, and several ranks with ``dp_size=1``.
+    training: calls can be differentiated. Backends without a backward are refused.
 
     Raises InvalidProblem when the values contradict each other.
     """
@@ -121,6 +123,7 @@ class MoEProblem:
     num_redundant_experts: int
     max_num_tokens: int | None
     batch_invariant: bool
+    training: bool
     parallel: ParallelConfig
     device: DeviceSpec
 
@@ -139,6 +142,7 @@ class MoEProblem:
         num_redundant_experts: int = 0,
         max_num_tokens: int | None = None,
         batch_invariant: bool = False,
+        training: bool = False,
         parallel: ParallelConfig | None = None,
         device: DeviceSpec | torch.device | str | None = None,
     ) -> None:
@@ -169,6 +173,11 @@ class MoEProblem:
             )
         if self.batch_invariant:
             _check_batch_invariant(self.parallel)
+            if self.training:
+                raise InvalidProblem(
+                    "training=True and batch_invariant=True exclude each other: no backward is "
+                    "batch-invariant"
+                )
 
     @property
     def num_physical_experts(self) -> int:
@@ -279,6 +288,7 @@ def summary(problem: MoEProblem) -> str:
     words += [f"{p.num_redundant_experts} redundant"] if p.num_redundant_experts else []
     words += [] if p.max_num_tokens is None else [f"at most {p.max_num_tokens} tokens"]
     words += ["batch-invariant"] if p.batch_invariant else []
+    words += ["training"] if p.training else []
     for kind in ("ep", "tp", "dp"):
         if (size := getattr(parallel, f"{kind}_size")) > 1:
             words.append(f"{kind} {size}")

@@ -64,6 +64,8 @@ class CompositeSpec(ExpertsSpec):
                 "is not batch-invariant: its members share the calls by their size, so a token's "
                 f"bits depend on it; name one of {', '.join(m.name for m in self.members)}"
             ]
+        if problem.training:
+            return ["has no backward: name one of its members"]
         reasons = [f"{why} ({m.name})" for m in self.members for why in m.unsupported(problem)]
         return reasons + self.unsupported_behind(self.format)
 

@@ -119,7 +119,7 @@ def compose(
     try:
         if moves:
             check_experts(made.experts, check_dispatcher(tokens))
-        return ModularKernel(
+        return _kernel_class(problem)(
             tokens,
             made.experts,
             workspace=workspace,
@@ -130,6 +130,14 @@ def compose(
     except BaseException:
         tokens.destroy()  # nobody else could free its buffers
         raise
+
+
+def _kernel_class(problem: MoEProblem) -> type[ModularKernel]:
+    if not problem.training:
+        return ModularKernel
+    from moekit.training.kernel import TrainableKernel
+
+    return TrainableKernel
 
 
 # -- making ----------------------------------------------------------------------------------------
@@ -202,6 +210,8 @@ def _make(candidate: Candidate, selection: Selection, group: dist.ProcessGroup |
             from moekit.runtime.group import resolve
 
             group = resolve(problem, group)
+    if problem.training:
+        dispatcher, experts = dispatcher.for_training(), experts.for_training()
     with _blaming(dispatcher):
         dispatcher_class = dispatcher.load()
     # Experts first: they hold nothing that would have to be freed if the dispatcher fails.

@@ -29,10 +29,10 @@ def any_for(problem: MoEProblem) -> bool:
     """Return whether there may be tables for a problem; most processes need not read any.
 
     Tables say nothing of batch-invariant problems: no backend was measured in that mode, and the
-    choice must not depend on sizes.
+    choice must not depend on sizes. They say nothing of backwards either.
     """
     named = os.environ.get(VARIABLE)
-    if problem.batch_invariant or named == "":
+    if problem.batch_invariant or problem.training or named == "":
         return False
     folder = SHIPPED / slug(str(problem.device))
     return bool(named) or folder.is_dir() or os.path.exists(user_path())

@@ -13,6 +13,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
         DispatcherSpec(
             name="naive",
             target="moekit_naive.dispatcher:NaiveDispatcher",
+            training="moekit_naive.training:TrainableNaive",
             format=ActivationFormat.STANDARD,
             devices=("cpu", "cuda"),
             moves_tokens=True,

@@ -1,0 +1,227 @@
+"""The backward of the `torch` experts: rows sorted by expert, and what SonicMoE saves, x and h.
+
+    forward          h = W13 x + b13, saved; a = act(h); y = sum over k of p (W2 a + b2)
+    backward_input   q = W2' g; the gradient of p is <q, a> + <g, b2>; dh = act'(h) p q;
+                     the gradient of x is the sum over k of W13' dh
+    backward_weight  of W2: g (p a)'; of W13: dh x'; of the biases: p g and dh
+
+p is the router weight and g the gradient of the output row. a is computed again from the saved h,
+which is rounded to the problem's dtype.
+
+Shape suffixes beyond the contract's: S assignments sorted by expert, W rows of w13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moekit.backends.cpu_experts import Experts
+from moekit.backends.torch_experts import TorchExperts, _has_grouped_mm
+from moekit.contract import Dispatched, PackedWeights
+from moekit.contract.training import InputGradients, TrainableExperts, Wanted
+from moekit.problem import MoEProblem
+from moekit.problem.activation import apply_activation
+from moekit.problem.weights import ExpertWeights
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The assignments in the order of their experts.
+
+    order_S: the place of each in ids (R, K'). ends_L: where each expert's run ends; behind the last
+    one, on devices with a grouped GEMM, are assignments without an expert.
+    """
+
+    order_S: Tensor
+    ends_L: Tensor
+    top_k: int
+    grouped: bool
+
+    @classmethod
+    def of(cls, ids_RK: Tensor, problem: MoEProblem) -> _Rows:
+        L, grouped = problem.num_local_experts, _has_grouped_mm(problem)
+        ids_S, order_S = torch.sort(torch.where(ids_RK < 0, L, ids_RK).view(-1), stable=True)
+        experts = torch.arange(L, device=ids_S.device, dtype=ids_S.dtype)
+        ends_L = torch.searchsorted(ids_S, experts, right=True).int()
+        if not grouped:
+            order_S = order_S[: int(ends_L[-1])]
+        return cls(order_S, ends_L, ids_RK.shape[1], grouped)
+
+    @property
+    def token_S(self) -> Tensor:
+        return self.order_S // self.top_k
+
+    def runs(self) -> Iterator[tuple[int, slice]]:
+        """Yield each expert that has rows, and where they are. Waits for the device."""
+        start = 0
+        for expert, end in enumerate(self.ends_L.tolist()):
+            if end > start:
+                yield expert, slice(start, end)
+            start = end
+
+    def expert_S(self) -> Tensor:
+        """Return the expert of each row, and any expert for rows without one."""
+        places = torch.arange(len(self.order_S), device=self.ends_L.device)
+        found = torch.searchsorted(self.ends_L, places, right=True)
+        return found.clamp(max=len(self.ends_L) - 1)
+
+    def real(self, rows_SN: Tensor) -> Tensor:
+        """Return the rows, with zeros where there is no expert: those were never written."""
+        if not self.grouped:
+            return rows_SN
+        places = torch.arange(len(rows_SN), device=rows_SN.device)
+        return torch.where((places < self.ends_L[-1])[:, None], rows_SN, 0)
+
+    def product(self, rows_SK: Tensor, experts: Experts, name: str, back: bool = False) -> Tensor:
+        """Return the rows times each expert's matrix: ``W @ row``, or ``W' @ row`` for ``back``."""
+        if self.grouped:
+            w_LNK = experts.weights[name]
+            return self.real(F.grouped_mm(rows_SK, w_LNK if back else w_LNK.mT, offs=self.ends_L))
+        made = None
+        for expert, run in self.runs():
+            w_NK = experts.matrix(name, expert, rows_SK.dtype)
+            part = rows_SK[run] @ (w_NK if back else w_NK.T)
+            if made is None:
+                made = rows_SK.new_empty((len(rows_SK), part.shape[1]))
+            made[run] = part
+        if made is None:
+            p = experts.problem
+            columns = {"w13": p.w13_rows, "w2": p.hidden_size}
+            inner = {"w13": p.hidden_size, "w2": p.local_intermediate_size}
+            made = rows_SK.new_empty((0, (inner if back else columns)[name]))
+        return made
+
+    def outer(self, a_SM: Tensor, b_SN: Tensor, into_LMN: Tensor, add: bool) -> None:
+        """Write the sum of each expert's outer products, accumulated in fp32."""
+        if self.grouped and not add and into_LMN.dtype is a_SM.dtype:
+            into_LMN.copy_(F.grouped_mm(a_SM.mT, b_SN, offs=self.ends_L))
+            # torch leaves experts without rows unwritten.
+            into_LMN.masked_fill_(self._without_rows()[:, None, None], 0)
+            return
+        if not add:
+            into_LMN.zero_()
+        for expert, run in self.runs():
+            into_LMN[expert] += a_SM[run].float().T @ b_SN[run].float()
+
+    def _without_rows(self) -> Tensor:
+        return torch.diff(self.ends_L, prepend=self.ends_L.new_zeros(1)) == 0
+
+    def sums(self, rows_SN: Tensor, into_LN: Tensor, add: bool) -> None:
+        """Write the sum of each expert's rows, in fp32 and in the order of the rows."""
+        if not add:
+            into_LN.zero_()
+        for expert, run in self.runs():
+            into_LN[expert] += rows_SN[run].sum(dim=0, dtype=torch.float32)
+
+    def to_tokens(self, rows_SH: Tensor, ids_RK: Tensor, weights_RK: Tensor, experts: TorchExperts,
+                  y_RH: Tensor) -> None:  # fmt: skip
+        """Weight the rows, and sum each token's in the order of k."""
+        places = torch.zeros(ids_RK.numel(), dtype=torch.int64, device=ids_RK.device)
+        places[self.order_S] = torch.arange(len(self.order_S), device=ids_RK.device)
+        experts.weight_and_reduce(rows_SH, ids_RK, weights_RK, y_RH, places.view(ids_RK.shape))
+
+
+class TrainableTorch(TorchExperts, TrainableExperts):
+    """Every activation, bias and scheme: quantized experts pass gradients to x."""
+
+    def pack(self, weights: ExpertWeights) -> PackedWeights:
+        packed = super().pack(weights)
+        views = {name: t for name, t in weights.tensors().items() if name in packed.experts}
+        return PackedWeights(self.spec.name, views, packed.shared)
+
+    def forward(self, y_RH: Tensor, tokens: Dispatched, weights: PackedWeights) -> list[Tensor]:
+        ids, topk_weights = tokens.topk_ids, tokens.topk_weights
+        assert ids is not None and topk_weights is not None
+        experts, rows = Experts(self.problem, weights), _Rows.of(ids, self.problem)
+        h_SW = rows.product(tokens.x[rows.token_S], experts, "w13")
+        if (bias := experts.bias("w13")) is not None:
+            h_SW += bias[rows.expert_S()]
+        y_SH = rows.product(apply_activation(h_SW, self.problem.activation), experts, "w2")
+        if (bias := experts.bias("w2")) is not None:
+            y_SH += bias[rows.expert_S()]
+        rows.to_tokens(y_SH, ids, topk_weights, self, y_RH)
+        return [rows.real(h_SW), rows.order_S, rows.ends_L]
+
+    def backward_input(
+        self,
+        grad_RH: Tensor,
+        tokens: Dispatched,
+        weights: PackedWeights,
+        saved: list[Tensor],
+        wanted: Wanted,
+    ) -> InputGradients:
+        ids, topk_weights = tokens.topk_ids, tokens.topk_weights
+        assert ids is not None and topk_weights is not None
+        h_SW, rows = saved[0], self._rows(saved, ids)
+        experts = Experts(self.problem, weights)
+        g_SH = rows.real(grad_RH[rows.token_S])
+        q_SI = rows.product(g_SH, experts, "w2", back=True).float()
+        p_S1 = rows.real(topk_weights.reshape(-1)[rows.order_S, None])
+        a_SI, pull = _activated(h_SW, self.problem)
+        dh_SW = pull(p_S1 * q_SI).to(h_SW.dtype)
+        dx_RH = dp_RK = None
+        if wanted.topk_weights:
+            dp_S = (q_SI * a_SI).sum(dim=1)
+            if (bias := experts.bias("w2")) is not None:
+                dp_S += (g_SH.float() * bias[rows.expert_S()].float()).sum(dim=1)
+            dp_RK = torch.zeros_like(topk_weights).view(-1)
+            dp_RK[rows.order_S] = dp_S
+            dp_RK = dp_RK.view(ids.shape)
+        if wanted.x:
+            dx_SH = rows.product(dh_SW, experts, "w13", back=True)
+            dx_RH = torch.empty_like(tokens.x)
+            rows.to_tokens(dx_SH, ids, torch.ones_like(topk_weights), self, dx_RH)
+        kept = (dh_SW, (p_S1 * a_SI).to(h_SW.dtype)) if wanted.weights else ()
+        return InputGradients(dx_RH, dp_RK, kept)
+
+    def backward_weight(
+        self,
+        grad_RH: Tensor,
+        tokens: Dispatched,
+        saved: list[Tensor],
+        kept: tuple[Tensor, ...],
+        into: Mapping[str, Tensor],
+        add: bool,
+    ) -> None:
+        ids, topk_weights = tokens.topk_ids, tokens.topk_weights
+        assert ids is not None and topk_weights is not None
+        rows, (dh_SW, pa_SI) = self._rows(saved, ids), kept
+        token_S = rows.token_S
+        if "w13" in into:
+            rows.outer(dh_SW, rows.real(tokens.x[token_S]), into["w13"], add)
+        if "w13_bias" in into:
+            rows.sums(dh_SW, into["w13_bias"], add)
+        g_SH = rows.real(grad_RH[token_S])
+        if "w2" in into:
+            rows.outer(g_SH, pa_SI, into["w2"], add)
+        if "w2_bias" in into:
+            p_S1 = topk_weights.reshape(-1)[rows.order_S, None]
+            rows.sums(rows.real(p_S1 * g_SH), into["w2_bias"], add)
+
+    def _rows(self, saved: list[Tensor], ids: Tensor) -> _Rows:
+        return _Rows(saved[1], saved[2], ids.shape[1], _has_grouped_mm(self.problem))
+
+    def saved_bytes(self, rows: int) -> int:
+        p, assignments = self.problem, rows * self.problem.top_k
+        return assignments * (p.w13_rows * p.dtype.itemsize + 8) + 4 * p.num_local_experts
+
+    def transient_bytes(self, rows: int) -> int:
+        """Return the most of the forward's and the backward's bytes."""
+        p, assignments = self.problem, rows * self.problem.top_k
+        W, inner, H, size = p.w13_rows, p.local_intermediate_size, p.hidden_size, p.dtype.itemsize
+        # of each assignment: g and dx; q, a and the activation's own in fp32; dh and p a
+        each = 2 * H * (size + 4) + 4 * (6 * W + 4 * inner) + size * (W + inner) + 8 * 8
+        return max(super().transient_bytes(rows), assignments * each + 4 * rows * H * 4)
+
+
+def _activated(h_SW: Tensor, problem: MoEProblem) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Return the activation in fp32, and what pulls its gradient back to h."""
+    with torch.enable_grad():
+        h = h_SW.detach().float().requires_grad_()
+        a = apply_activation(h, problem.activation)
+    return a.detach(), lambda grad: torch.autograd.grad(a, h, grad)[0]
