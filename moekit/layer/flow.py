@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from moekit.layer.ranks import LayerRanks
 from moekit.layer.router import Router
 from moekit.layer.shared import SharedExperts
 from moekit.problem import partition
+from moekit.problem.weights import ExpertWeights
 from moekit.runtime.checks import check_ids, check_tensor, check_tokens
 from moekit.runtime.overlap import ConcurrentExperts
 
@@ -57,11 +58,13 @@ class LayerFlow:
             raise WeightsError(f"layer {self.name!r} has no weights: {self.advice()}")
         return weights
 
-    def __call__(self, weights: PackedWeights | None, inputs: LayerInputs) -> Tensor:
+    def __call__(
+        self, weights: PackedWeights | ExpertWeights | None, inputs: LayerInputs
+    ) -> Tensor:
         """Compute `FusedMoE.forward`. If ranks exchange anything, all return or all raise."""
         max_tokens = inputs.max_tokens
         try:
-            weights = self.require(weights)
+            held = weights if isinstance(weights, ExpertWeights) else self.require(weights)
             rows = TokenRows(inputs.x, self.kernel.problem.hidden_size, max_tokens, self.ranks)
             routing, identity = self._route(rows, inputs)
         except Exception as error:  # of any kind: the other ranks must not wait for this one
@@ -71,7 +74,7 @@ class LayerFlow:
         most = self.ranks.most_tokens(rows.x_TH.shape[0], max_tokens)
         routing = replace(routing, max_tokens=most)
         shared = self._fork_shared(rows.x_TH)
-        out_TH = self._run_kernel(rows.x_TH, weights, routing, shared)
+        out_TH = self._run_kernel(rows.x_TH, held, routing, shared)
         self._add_and_sum(out_TH, rows.x_TH, identity, shared)
         return rows.restore(out_TH)
 
@@ -110,12 +113,12 @@ class LayerFlow:
         # Every rank has the complete output of shared experts, so one partial sum includes it.
         if shared is None or (self.ranks.partial and self.ranks.rank and not shared.partial):
             return None
-        return ConcurrentExperts(shared, x_TH)
+        return ConcurrentExperts(shared, x_TH, streams=not self.kernel.problem.training)
 
     def _run_kernel(
         self,
         x_TH: Tensor,
-        weights: PackedWeights,
+        weights: PackedWeights | ExpertWeights,
         routing: Routing,
         shared: ConcurrentExperts | None,
     ) -> Tensor:
@@ -123,17 +126,20 @@ class LayerFlow:
         most, capacity = routing.max_tokens or 0, self.ranks.capacity or sys.maxsize
         chunks = max(1, -(-most // capacity))
         meanwhile = None if shared is None else shared.run
+        parts = [(slice(None), x_TH, routing)]
+        if chunks > 1:
+            parts = list(_parts(x_TH, routing, chunks, -(-most // chunks)))
+        if isinstance(weights, ExpertWeights):  # by autograd, which no given output can enter
+            if meanwhile is not None:
+                meanwhile()
+            outs = [self.kernel(x, weights, part) for _, x, part in parts]  # type: ignore[arg-type]
+            return outs[0] if chunks == 1 else torch.cat(outs)
         start = partial(self.kernel.start, weights=weights)
         if chunks == 1:
             return start(x_TH, routing=routing, meanwhile=meanwhile).result()
         out = torch.empty_like(x_TH, memory_format=torch.contiguous_format)
-        for chunk in range(chunks):
-            span = partition(x_TH.shape[0], chunks, chunk)
-            rows = slice(span.start, span.stop)
-            part = Routing(
-                routing.topk_weights[rows], routing.topk_ids[rows], max_tokens=-(-most // chunks)
-            )
-            start(x_TH[rows], routing=part, out=out[rows], meanwhile=meanwhile).result()
+        for rows, x, part in parts:
+            start(x, routing=part, out=out[rows], meanwhile=meanwhile).result()
             meanwhile = None
         return out
 
@@ -155,6 +161,17 @@ class LayerFlow:
         if identity is not None and not (self.ranks.partial and self.ranks.rank):
             own = torch.where(identity != 0, x_TH.float() * identity, 0.0)
             out_TH.copy_(own.add_(out_TH))
+
+
+def _parts(
+    x_TH: Tensor, routing: Routing, chunks: int, most: int
+) -> Iterator[tuple[slice, Tensor, Routing]]:
+    """Yield the rows of each chunk, of at most ``most`` tokens on any rank, with their part."""
+    for chunk in range(chunks):
+        span = partition(x_TH.shape[0], chunks, chunk)
+        rows = slice(span.start, span.stop)
+        part = Routing(routing.topk_weights[rows], routing.topk_ids[rows], max_tokens=most)
+        yield rows, x_TH[rows], part
 
 
 class TokenRows:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from moekit.contract import PackedWeights, Routing
 from moekit.errors import InvalidProblem, MoekitError
-from moekit.layer import ops
+from moekit.layer import ops, parameters
 from moekit.layer.arguments import resolve_device, take_record
 from moekit.layer.flow import LayerFlow, LayerInputs
 from moekit.layer.parallelism import LayerParallelism
@@ -46,14 +46,16 @@ _SHOWN = 4  # experts of a rank in the layer's repr
 
 
 class FusedMoE(nn.Module):
-    """A Mixture-of-Experts layer for inference, with vLLM's argument names::
+    """A Mixture-of-Experts layer with vLLM's argument names, for inference and for training::
 
         layer = moekit.FusedMoE(128, 8, 2048, 768, device="cuda")
         layer.load_weights(moekit.ExpertWeights(w13, w2))
         out = layer(x, router_logits)
 
-    The weights are no parameters: `load_weights` packs them for the chosen backend, state_dict()
-    is empty, and there is no backward pass. The layer cannot be moved, cast, copied or pickled.
+    For inference, weights are no parameters: `load_weights` packs them for the chosen backend,
+    state_dict() is empty, and there is no backward. With ``trainable=True``, this rank's experts
+    are the parameters ``w13``, ``w2``, ``w13_bias`` and ``w2_bias``, and gradients also flow to x
+    and to what routes. No layer can be moved, cast, copied or pickled.
 
     Construction is collective where ranks exchange anything, and so are calls. Each rank may pass
     any number of tokens, also none.
@@ -67,6 +69,7 @@ class FusedMoE(nn.Module):
         batch_invariant: A token's output has the same bits in every call, as `MoEProblem` promises.
             Routing is included; a custom routing function, shared experts and the caller's logits
             must be invariant themselves.
+        trainable: Make the weights parameters, with the values that `torch.nn.Linear` begins with.
         routing: How experts are chosen. Default: softmax, renormalized.
         parallelism: How the layer is spread over ranks. Default: one rank.
         shared_experts: (T, H) -> (T, H), added to every token's output, or a `SharedExperts`.
@@ -97,6 +100,7 @@ class FusedMoE(nn.Module):
         apply_router_weight_on_input: bool = False,
         max_num_tokens: int | None = None,
         batch_invariant: bool = False,
+        trainable: bool = False,
         routing: RoutingConfig | None = None,
         parallelism: LayerParallelism | None = None,
         shared_experts: SharedExperts | Callable[[Tensor], Tensor] | None = None,
@@ -130,6 +134,7 @@ class FusedMoE(nn.Module):
             num_redundant_experts=parallelism.num_redundant_experts,
             max_num_tokens=max_num_tokens,
             batch_invariant=batch_invariant,
+            training=trainable,
             parallel=replace(parallel, dp_size=parallel.num_ranks) if sequence else parallel,
             device=self.device,
         )
@@ -140,6 +145,8 @@ class FusedMoE(nn.Module):
                 "an order that depends on their number: let each rank compute them whole, or leave "
                 "is_sequence_parallel and batch_invariant out"
             )
+        if trainable:
+            parameters.check(self.problem, parallelism)
         self.router = Router(routing.on(self.device), num_experts, top_k, batch_invariant)
         strategy = parallelism.expert_placement_strategy
         self.placement = Placement.default(self.problem, strategy)
@@ -162,6 +169,8 @@ class FusedMoE(nn.Module):
         # Whether calls can be captured in a CUDA graph.
         self.graph_safe = all(s.graph_safe for s in specs) and not self.kernel.checked
         self.packed: PackedWeights | None = None
+        if trainable:
+            parameters.add(self, self.problem, self.device)
         self.flow = LayerFlow(self.prefix, self.router, self.ranks, self.kernel, shared)
         if self.placement.physical_to_logical != tuple(range(num_experts)):
             self.set_replicas(self.placement.logical_to_physical(self.device))
@@ -226,6 +235,8 @@ class FusedMoE(nn.Module):
         self.packed = None
         if isinstance(weights, ExpertWeights):  # pack() refuses other types
             weights = weights.to(self.device)
+        if self.problem.training:
+            return parameters.fill(self, weights, self.problem)
         self.packed = self.kernel.pack(weights)
 
     def load_checkpoint(
@@ -250,7 +261,10 @@ class FusedMoE(nn.Module):
 
         Collective; see `ModularKernel.warmup`.
         """
-        packed, num_tokens = self.flow.require(self.packed), check_tokens(num_tokens)
+        packed, num_tokens = self.packed, check_tokens(num_tokens)
+        if self.problem.training:
+            packed = self.kernel.pack(parameters.of(self))
+        packed = self.flow.require(packed)
         self.kernel.warmup(packed, min(num_tokens, self.problem.max_num_tokens or num_tokens))
 
     # -- replicas ---------------------------------------------------------------------------
@@ -314,6 +328,9 @@ class FusedMoE(nn.Module):
         inputs = LayerInputs(
             x, router_logits, topk_weights, topk_ids, is_padding, max_tokens, token_ids
         )
+        if self.problem.training:
+            trained: Tensor = self._train(inputs)
+            return trained
         grad_enabled = torch.is_grad_enabled()
         if torch.compiler.is_compiling() or (grad_enabled and ops.tracks(inputs)):
             # torch.compile would replay a rank's graph while another rank runs Python, and waits.
@@ -322,6 +339,11 @@ class FusedMoE(nn.Module):
             return operator(*inputs, self.prefix)
         with torch.no_grad() if grad_enabled else nullcontext():
             return self.run(inputs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _train(self, inputs: LayerInputs) -> Tensor:
+        with on_device(inputs.x):
+            return self.flow(parameters.of(self), inputs)
 
     @property
     def partial(self) -> bool:
@@ -355,8 +377,9 @@ class FusedMoE(nn.Module):
                 f"tp_size={parallel.tp_size}), {batches} token batch{'es' * (batches > 1)}, "
                 f"experts {experts}; {traffic}"
             )
-        packed = self.packed
-        loaded = "not loaded" if packed is None else f"{packed.nbytes / 2**20:.1f} MiB"
+        nbytes = [] if self.packed is None else [self.packed.nbytes]
+        nbytes += [parameter.nbytes for parameter in self.parameters(recurse=False)]
+        loaded = f"{sum(nbytes) / 2**20:.1f} MiB" if nbytes else "not loaded"
         return "\n".join([*lines, f"weights: {loaded}"])
 
     def destroy(self) -> None:

@@ -17,7 +17,7 @@ _idle: dict[tuple[torch.device, int], list[Any]] = {}
 
 
 class ConcurrentExperts:
-    """Run shared experts, ``function(x)``, on a side stream; on devices without streams, in place.
+    """Run shared experts, ``function(x)``, on a side stream; without ``streams``, in place.
 
         shared = ConcurrentExperts(function, x)    # the side stream waits for x
         shared.run()                               # enqueues the function
@@ -29,10 +29,13 @@ class ConcurrentExperts:
 
     _idle: list[Any] | None = None
 
-    def __init__(self, function: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    def __init__(
+        self, function: Callable[[Tensor], Tensor], x: Tensor, streams: bool = True
+    ) -> None:
         self._function, self._x = function, x
         self._value: Tensor
-        module = None if x.device.type == "cpu" else torch.get_device_module(x.device)
+        streams = streams and x.device.type != "cpu"
+        module = torch.get_device_module(x.device) if streams else None
         self._streams = module if hasattr(module, "Stream") else None
         if self._streams is not None:
             current = self._streams.current_stream(x.device)

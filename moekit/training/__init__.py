@@ -1,0 +1,3 @@
+"""Kernels with gradients: what `moekit.compose` makes for problems with ``training=True``."""
+
+from moekit.training.kernel import TrainableKernel as TrainableKernel
