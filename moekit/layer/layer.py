@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +72,7 @@ class FusedMoE(nn.Module):
             Routing is included; a custom routing function, shared experts and the caller's logits
             must be invariant themselves.
         trainable: Make the weights parameters, with the values that `torch.nn.Linear` begins with.
+            Calls compute in params_dtype, in autocast's dtype, or in the one that FSDP casts to.
         routing: How experts are chosen. Default: softmax, renormalized.
         parallelism: How the layer is spread over ranks. Default: one rank.
         shared_experts: (T, H) -> (T, H), added to every token's output, or a `SharedExperts`.
@@ -138,8 +141,8 @@ class FusedMoE(nn.Module):
             parallel=replace(parallel, dp_size=parallel.num_ranks) if sequence else parallel,
             device=self.device,
         )
-        partial = shared is not None and shared.partial
-        if partial and (sequence or batch_invariant):
+        sliced = shared is not None and shared.partial
+        if sliced and (sequence or batch_invariant):
             raise InvalidProblem(
                 "SharedExperts(partial=True) are slices that ranks with the same tokens add up, in "
                 "an order that depends on their number: let each rank compute them whole, or leave "
@@ -153,18 +156,19 @@ class FusedMoE(nn.Module):
         common = (
             f"{strategy}, reduce_results={parallelism.reduce_results}, "
             f"is_sequence_parallel={sequence}, zero_expert_num={routing.zero_expert_num}, "
-            f"shared_experts={shared is not None}, partial={partial}"
+            f"shared_experts={shared is not None}, partial={sliced}"
         )
         with on_device(self.device):
             self.ranks = LayerRanks(self.problem, parallel, parallelism, common, peer_timeout)
-            self.kernel = compose(
-                self.problem,
-                dispatcher,
-                experts,
+            self._compose = partial(
+                compose,
+                dispatcher=dispatcher,
+                experts=experts,
                 group=self.ranks.group,
                 checked=checked,
                 peer_timeout=peer_timeout,
             )
+            self.kernel = self._compose(self.problem)
         specs = (self.kernel.dispatcher.spec, self.kernel.experts.spec)
         # Whether calls can be captured in a CUDA graph.
         self.graph_safe = all(s.graph_safe for s in specs) and not self.kernel.checked
@@ -172,6 +176,7 @@ class FusedMoE(nn.Module):
         if trainable:
             parameters.add(self, self.problem, self.device)
         self.flow = LayerFlow(self.prefix, self.router, self.ranks, self.kernel, shared)
+        self._flows = {self.problem.dtype: self.flow}
         if self.placement.physical_to_logical != tuple(range(num_experts)):
             self.set_replicas(self.placement.logical_to_physical(self.device))
         ops.register(self, self.prefix)
@@ -342,8 +347,22 @@ class FusedMoE(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _train(self, inputs: LayerInputs) -> Tensor:
+        """Compute `forward` in autocast's dtype, or else as FSDP has cast the parameters."""
+        weights, device = parameters.of(self), self.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            weights = parameters.of(self, dtype)
+            inputs = inputs._replace(x=inputs.x.to(dtype))
         with on_device(inputs.x):
-            return self.flow(parameters.of(self), inputs)
+            return self._flow_in(weights.w13.dtype)(weights, inputs)
+
+    def _flow_in(self, dtype: torch.dtype) -> LayerFlow:
+        """Return the flow of calls in a dtype. The first of a dtype is made by all ranks."""
+        if dtype not in self._flows:
+            made = self._flows[dtype] = copy(self.flow)
+            made.kernel = self._compose(self.problem.replace(dtype=dtype))
+        self._flows[dtype].to_physical = self.flow.to_physical
+        return self._flows[dtype]
 
     @property
     def partial(self) -> bool:
@@ -385,7 +404,8 @@ class FusedMoE(nn.Module):
     def destroy(self) -> None:
         """Free the dispatcher's buffers, the weights and the name; idempotent."""
         self.packed = None
-        self.kernel.destroy()
+        for flow in self._flows.values():
+            flow.kernel.destroy()
         ops.unregister(self, self.prefix)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedMoE:

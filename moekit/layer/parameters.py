@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from moekit.errors import InvalidProblem
 from moekit.layer.parallelism import LayerParallelism
@@ -59,7 +60,8 @@ def fill(module: nn.Module, weights: ExpertWeights, problem: MoEProblem) -> None
         getattr(module, name).copy_(value)
 
 
-def of(module: nn.Module) -> ExpertWeights:
-    """Return the parameters as weights, through which gradients flow to them."""
-    held: dict[str, Tensor | None] = {name: getattr(module, name) for name in NAMES}
-    return ExpertWeights(**held)  # type: ignore[arg-type]
+def of(module: nn.Module, dtype: torch.dtype | None = None) -> ExpertWeights:
+    """Return the parameters as weights, in a dtype; gradients flow through them."""
+    held = {name: getattr(module, name) for name in NAMES}
+    named: dict[str, Any] = {name: t for name, t in held.items() if t is not None}
+    return ExpertWeights(**{name: t.to(dtype or t.dtype) for name, t in named.items()})

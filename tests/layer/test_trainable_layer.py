@@ -116,3 +116,48 @@ def test_ranks_train_one_layer() -> None:
     assert all(right.any() for right in wanted)
     for found, right in zip(zip(*made, strict=True), wanted, strict=True):
         torch.testing.assert_close(torch.cat(found), right, rtol=1e-4, atol=1e-5)
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.gate, self.experts = torch.nn.Linear(32, 6), layer_of()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts(x, self.gate(x))
+
+
+def _shard(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = Block()
+    mesh, policy = init_device_mesh("cpu", (world_size,)), MixedPrecisionPolicy(param_dtype=dtype)
+    fully_shard(model.experts, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    x = torch.randn(world_size, 7, 32)[rank]  # of the seed in Block
+    model(x).square().mean().backward()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_fsdp_shards_parameters_and_casts_them(dtype, error) -> None:
+    with RankPool(2) as pool:
+        made = pool.run(_shard, dtype)[0]
+    model = Block()
+    sum(model(x).square().mean() for x in torch.randn(2, 7, 32)).div(2).backward()
+    for name, p in model.named_parameters():
+        assert (made[name] - p.grad).norm() <= error * p.grad.norm(), name
+
+
+def test_autocast_names_the_dtype() -> None:
+    """Parameters and their gradients stay in fp32."""
+    layer, x, logits = layer_of(), torch.randn(9, 32), torch.randn(9, 6)
+    layer(x, logits).square().sum().backward()
+    wanted, layer.w13.grad = layer.w13.grad, None
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x, logits)
+    assert out.dtype is torch.bfloat16
+    out.float().square().sum().backward()
+    assert (layer.w13.grad - wanted).norm() <= 2e-2 * wanted.norm()
