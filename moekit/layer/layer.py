@@ -175,6 +175,8 @@ class FusedMoE(nn.Module):
         self.packed: PackedWeights | None = None
         if trainable:
             parameters.add(self, self.problem, self.device)
+            # Not a decorator: it imports dynamo.
+            self._train = torch.compiler.disable(_train)  # type: ignore[no-untyped-call]
         self.flow = LayerFlow(self.prefix, self.router, self.ranks, self.kernel, shared)
         self._flows = {self.problem.dtype: self.flow}
         if self.placement.physical_to_logical != tuple(range(num_experts)):
@@ -334,7 +336,7 @@ class FusedMoE(nn.Module):
             x, router_logits, topk_weights, topk_ids, is_padding, max_tokens, token_ids
         )
         if self.problem.training:
-            trained: Tensor = self._train(inputs)
+            trained: Tensor = self._train(self, inputs)
             return trained
         grad_enabled = torch.is_grad_enabled()
         if torch.compiler.is_compiling() or (grad_enabled and ops.tracks(inputs)):
@@ -344,17 +346,6 @@ class FusedMoE(nn.Module):
             return operator(*inputs, self.prefix)
         with torch.no_grad() if grad_enabled else nullcontext():
             return self.run(inputs)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _train(self, inputs: LayerInputs) -> Tensor:
-        """Compute `forward` in autocast's dtype, or else as FSDP has cast the parameters."""
-        weights, device = parameters.of(self), self.device.type
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-            weights = parameters.of(self, dtype)
-            inputs = inputs._replace(x=inputs.x.to(dtype))
-        with on_device(inputs.x):
-            return self._flow_in(weights.w13.dtype)(weights, inputs)
 
     def _flow_in(self, dtype: torch.dtype) -> LayerFlow:
         """Return the flow of calls in a dtype. The first of a dtype is made by all ranks."""
@@ -425,3 +416,14 @@ class FusedMoE(nn.Module):
             f"layer {self.prefix!r} cannot be copied or pickled, because it holds buffers that "
             "ranks share: build another one and load its weights"
         )
+
+
+def _train(layer: FusedMoE, inputs: LayerInputs) -> Tensor:
+    """Compute `forward` in the dtype of autocast or else, as FSDP casts them, of the parameters."""
+    device, dtype = layer.device.type, None
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        inputs = inputs._replace(x=inputs.x.to(dtype))
+    weights = parameters.of(layer, dtype)
+    with on_device(inputs.x):
+        return layer._flow_in(weights.w13.dtype)(weights, inputs)

@@ -10,7 +10,10 @@ import pytest
 import moekit
 
 ROOT = Path(__file__).resolve().parents[2]
-PUBLIC = {"moekit", "moekit.plugin", "moekit.errors", "moekit.testing", "moekit.checkpoint"}
+PUBLIC = {
+    "moekit", "moekit.plugin", "moekit.errors", "moekit.testing", "moekit.checkpoint",
+    "moekit.training",
+}  # fmt: skip
 # Device code that plugins share; its package has its own interface.
 SHARED = {"moekit_kernels"}
 # moekit-bench measures what the core chooses, and moekit-vllm reads an engine's layers as the core
