@@ -13,7 +13,7 @@ import pytest
 import torch
 from moekit_bench import report
 from moekit_bench.dispatch import measure_dispatch
-from moekit_bench.ranks import Task
+from moekit_bench.ranks import Task, on_rank
 from moekit_bench.records import Cell, Run, Settings, merge
 from moekit_bench.timer import first_fault, from_all_ranks
 
@@ -86,9 +86,10 @@ def problem_for(ranks, **changes):
     return MoEProblem(**{**values, **changes})
 
 
-def task_of(spec, problem, tokens):
+def measured(pool, spec, problem, tokens):
     cell = Cell(shape="", scheme=problem.quant.name, routing="uniform", tokens=tokens)
-    return Task(spec, problem, cell, Settings(inputs=2, replays=1))
+    task = Task(spec, problem, cell, Settings(inputs=2, replays=1))
+    return merge([result for (result,) in pool.run(on_rank, measure_dispatch, task)])
 
 
 def run(capsys, *argv: str) -> tuple[int, str, str]:
@@ -169,7 +170,7 @@ def test_wrong_questions(capsys, argv, text):
 @pytest.mark.parametrize("quant", ["fp8_tensor", "fp8_tensor_static", "int8_channel_token"])
 def test_outputs_are_compared_with_the_tokens_that_were_sent(pool, quant):
     spec = moekit.registry().dispatcher("naive")
-    result = merge(pool.run(measure_dispatch, task_of(spec, problem_for(2, quant=quant), 7)))
+    result = measured(pool, spec, problem_for(2, quant=quant), 7)
     assert result.right and result.error < 1e-2
 
 
@@ -177,9 +178,9 @@ def test_output_that_is_not_written_is_wrong(pool):
     spec = replace(
         moekit.registry().dispatcher("naive"), name="bad", target=f"{__name__}:Forgetting"
     )
-    result = merge(pool.run(measure_dispatch, task_of(spec, problem_for(2), 7)))
+    result = measured(pool, spec, problem_for(2), 7)
     assert not result.right and result.error is None
-    assert str(result).endswith("us, wrong (error not finite)")
+    assert str(result).endswith("us, wrong: error not finite")
     cell = Cell(shape="x", scheme="none", routing="uniform", tokens=7, results=(result,))
     run = Run(mode="dispatch", device={"name": "d"}, settings=Settings(inputs=1, replays=1),
               cells=(cell,))  # fmt: skip
@@ -189,7 +190,7 @@ def test_output_that_is_not_written_is_wrong(pool):
 def test_rows_by_hand(pool):
     """With K = E every token goes to every rank once, however many experts the rank has."""
     spec = moekit.registry().dispatcher("naive")
-    result = merge(pool.run(measure_dispatch, task_of(spec, problem_for(2, top_k=8), 5)))
+    result = measured(pool, spec, problem_for(2, top_k=8), 5)
     assert result.link_rows == 5
 
 

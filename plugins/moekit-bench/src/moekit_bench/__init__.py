@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from .experts import Case, run_cell
 from .implementations import KernelCall, Unavailable
-from .limits import Ceilings, Work, known_ceilings, limit_us, work
-from .records import Result
+from .limits import Work, known_ceilings, limit_us, work
+from .records import Ceilings, Result
 from .report import Table
 from .shapes import SHAPES, inputs, random_weights, shape
-from .timer import Prepared, Timer, Timing, measure, take_turns
+from .timer import Prepared, Timer, measure, take_turns
 
 __all__ = [
     "SHAPES",
@@ -24,7 +24,6 @@ __all__ = [
     "Result",
     "Table",
     "Timer",
-    "Timing",
     "Unavailable",
     "Work",
     "inputs",

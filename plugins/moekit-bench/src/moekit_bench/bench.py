@@ -14,13 +14,15 @@ from moekit.errors import MoekitError
 from moekit.plugin import SCHEMES, DeviceSpec, check_writable, registry, replace_file
 
 from . import options
-from .dispatch import DispatchSweep
+from .dispatch import measure_dispatch
 from .environment import command
 from .experts import ExpertsSweep
-from .implementations import Implementation, backends, baselines, beside
-from .layers import LayersSweep
+from .implementations import Implementation, backends, baselines, beside, unnamed
+from .layers import measure_layers
 from .limits import known_ceilings, measure_ceilings
 from .options import names, names_if_given, numbers, positive
+from .ranks import RanksSweep
+from .report import markdown
 from .shapes import ROUTINGS, SHAPES, Shape, shape
 from .sweep import Sweep
 
@@ -68,14 +70,14 @@ def _run(mode: _Mode, args: argparse.Namespace, command: str) -> int:
         if args.json is not None:
             sweep.run.write(args.json)
         if args.markdown is not None:
-            replace_file(args.markdown, sweep.report())
+            replace_file(args.markdown, markdown(sweep.run))
 
     sweep.keep = keep
     sweep.measure()
     if sweep.leader:
         keep()
         if args.markdown is None:
-            print(sweep.report(), end="")
+            print(markdown(sweep.run), end="")
     return int(not (sweep.complete and sweep.succeeded))
 
 
@@ -130,10 +132,8 @@ def _add_experts(parser: argparse.ArgumentParser) -> None:
 
 
 def _experts(args: argparse.Namespace, command: str) -> ExpertsSweep:
-    found = backends(names_if_given(args.experts), args.dispatcher)
-    if args.batch_invariant:
-        both = beside([each.name for each in found if not each.left_out])
-        found = backends(both, args.dispatcher) + [each for each in found if each.left_out]
+    asked = unnamed() if args.experts is None else names(args.experts)
+    found = backends(beside(asked) if args.batch_invariant else asked, args.dispatcher)
     found += baselines(args.baselines, names_if_given(args.only_baselines))
     return experts_sweep(args, found, command)
 
@@ -192,14 +192,16 @@ def _add_dispatch(parser: argparse.ArgumentParser) -> None:
     _add_ranks(parser)
 
 
-def _dispatch(args: argparse.Namespace, command: str) -> DispatchSweep:
+def _dispatch(args: argparse.Namespace, command: str) -> RanksSweep:
     sizes = numbers(args.sizes.replace(":", ","), "--sizes")
     if len(sizes) != 3:
         raise MoekitError(
             f"--sizes must be EXPERTS:TOP_K:HIDDEN, as in 256:8:7168 (got {args.sizes})"
         )
     layer = Shape(sizes[0], sizes[1], sizes[2], sizes[2], args.sizes)
-    return DispatchSweep(shape=layer, **_over_ranks(args, command))
+    return RanksSweep(
+        mode="dispatch", measure_on_rank=measure_dispatch, shape=layer, **_over_ranks(args, command)
+    )
 
 
 def _add_layers(parser: argparse.ArgumentParser) -> None:
@@ -216,17 +218,21 @@ def _add_layers(parser: argparse.ArgumentParser) -> None:
     _add_ranks(parser)
 
 
-def layers_sweep(args: argparse.Namespace, command: str = "") -> LayersSweep:
+def layers_sweep(args: argparse.Namespace, command: str = "") -> RanksSweep:
     """Return the sweep that the options of `bench --layers` describe."""
     default = [name for name in names(_LAYER_EXPERTS) if name in registry().experts]
     experts = default if args.experts is None else names(args.experts)
-    sweep = LayersSweep(
+    if not experts:
+        raise MoekitError("nothing to measure: name --experts")
+    backends(experts)  # raises for a name that means nothing
+    return RanksSweep(
+        mode="layers",
+        measure_on_rank=measure_layers,
         shape=shape(args.layer),
         experts=beside(experts) if args.batch_invariant else experts,
+        end=options.end(args),
         **_over_ranks(args, command),
     )
-    sweep.end = options.end(args)
-    return sweep
 
 
 def _over_ranks(args: argparse.Namespace, command: str) -> dict[str, Any]:

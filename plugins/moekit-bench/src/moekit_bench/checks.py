@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from .limits import Ceilings, known_ceilings, measure_ceilings
+from .limits import known_ceilings, measure_ceilings
+from .records import Ceilings
 
 Finding = tuple[str, str, str]  # what was tried; ok, no or bad; what was found
 

@@ -18,21 +18,11 @@ from torch import Tensor
 
 from moekit.plugin import ExpertWeights, MoEProblem
 
+from .records import Ceilings
 from .shapes import Inputs
 from .timer import Timer
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "fp8"}
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """The rates that a device was measured to reach.
-
-    flops: FLOP/s by arithmetic (bf16, fp8, ...). read: memory read bandwidth in bytes/s.
-    """
-
-    flops: dict[str, float]
-    read: float
 
 
 # By the start of torch's device name; of 8192^3 matmuls. int8 is taken to be what fp8 is, as the

@@ -63,10 +63,6 @@ class Sweep(ABC):
     def measure_cell(self, cell: Cell) -> Cell | None:
         """Return the cell with its results, or None if it cannot be measured."""
 
-    @abstractmethod
-    def report(self) -> str:
-        """Return the run so far as Markdown."""
-
     @property
     def complete(self) -> bool:
         return self.measured == len(self.cells)
