@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,14 +19,11 @@ from .experts import ExpertsSweep
 from .implementations import Implementation, backends, baselines, beside, unnamed
 from .layers import measure_layers
 from .limits import known_ceilings, measure_ceilings
-from .options import names, names_if_given, numbers, positive
+from .options import names, names_if_given, numbers
 from .ranks import RanksSweep
 from .report import markdown
 from .shapes import ROUTINGS, SHAPES, Shape, shape
 from .sweep import Sweep
-
-_IN_MODE = "also time each backend in batch-invariant mode"
-_LAYER_EXPERTS = "torch,triton,triton_batched,deepgemm,deepgemm_batched"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=f"{mode.text} See docs/bench.md.",
         parents=[] if found.mode else [modes],
     )
-    mode.add_options(parser)
+    options.add(parser, mode.options)
     args = parser.parse_args(rest)
     if getattr(args, "list_shapes", False):
         print(_shape_list())
@@ -81,54 +77,7 @@ def _run(mode: _Mode, args: argparse.Namespace, command: str) -> int:
     return int(not (sweep.complete and sweep.succeeded))
 
 
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    """Add the options that all modes have: routings, and where a run goes."""
-    add = parser.add_argument
-    routings = f"of {', '.join(ROUTINGS)}; default: %(default)s"
-    add("--routing", default="uniform", metavar="LIST", help=routings)
-    add("--markdown", type=Path, metavar="FILE", help="the report; default: standard output")
-    add("--json", type=Path, metavar="FILE", help="everything, rewritten after every cell")
-
-
 # -- experts ----------------------------------------------------------------------------------
-
-
-def add_experts_sweep(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `bench` and `tune` share."""
-    add = parser.add_argument
-    add(
-        "--shapes", default="mixtral,qwen3-30b,dsv3-ep8", metavar="LIST",
-        help="names (`bench --list-shapes`) or sizes E:K:H:I; default: %(default)s",
-    )  # fmt: skip
-    tokens = "1,16,64,256,1024,4096,16384"
-    options.add_sweep(parser, tokens=tokens, quant="none", inputs=3, replays=10)
-    add(
-        "--experts", metavar="LIST",
-        help="backends; default: every installed one that supports the problem; none: ''",
-    )  # fmt: skip
-    add("--dispatcher", default="local", metavar="NAME", help="default: %(default)s")
-
-
-def _add_experts(parser: argparse.ArgumentParser) -> None:
-    add_experts_sweep(parser)
-    _add_run(parser)
-    add = parser.add_argument
-    add(
-        "--ep", type=positive, default=1, metavar="N",
-        help="the experts of one of N ranks, for tokens most of whose choices are other ranks'; "
-        "--shapes are whole layers",
-    )  # fmt: skip
-    add(
-        "--baselines", action="append", default=[], metavar="PATH",
-        help="adapter file or folder of them (benchmarks/baselines); may be repeated",
-    )  # fmt: skip
-    add("--only-baselines", metavar="LIST", help="of --baselines, these names only")
-    add(
-        "--measure-ceilings", action="store_true",
-        help="measure the roofline's rates; default: what is known for the device",
-    )  # fmt: skip
-    add("--batch-invariant", action="store_true", help=_IN_MODE)
-    add("--list-shapes", action="store_true", help="print the named shapes, and stop")
 
 
 def _experts(args: argparse.Namespace, command: str) -> ExpertsSweep:
@@ -141,8 +90,7 @@ def _experts(args: argparse.Namespace, command: str) -> ExpertsSweep:
 def experts_sweep(
     args: argparse.Namespace, implementations: Sequence[Implementation], command: str
 ) -> ExpertsSweep:
-    """Return the sweep that the options of `add_experts_sweep`, --routing, --ep and
-    --measure-ceilings describe."""
+    """Return the sweep that `options.EXPERTS`, --routing, --ep and --measure-ceilings describe."""
     registry().dispatcher(args.dispatcher)  # raises an error that lists the names
     device = options.torch_device(args.device)
     ceilings = known_ceilings(DeviceSpec.of(device).name)
@@ -171,27 +119,6 @@ def _shape_list() -> str:
 # -- over ranks -------------------------------------------------------------------------------
 
 
-def _add_ranks(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--dispatchers", metavar="LIST", help="default: every installed one that moves tokens")
-    add("--ranks", type=positive, metavar="N", help="default: one per GPU; without GPUs 2")
-    add(
-        "--capacity", type=positive, default=8192, metavar="N",
-        help="tokens of a rank that kernels are composed for, if no --tokens are more; default: "
-        "%(default)s",
-    )  # fmt: skip
-    _add_run(parser)
-
-
-def _add_dispatch(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--sizes", default="256:8:7168", metavar="E:K:H", help="default: %(default)s"
-    )
-    tokens = "1,4,16,64,128,256,512,1024,2048,4096,8192"
-    options.add_sweep(parser, tokens=tokens, quant="none", inputs=3, replays=10)
-    _add_ranks(parser)
-
-
 def _dispatch(args: argparse.Namespace, command: str) -> RanksSweep:
     sizes = numbers(args.sizes.replace(":", ","), "--sizes")
     if len(sizes) != 3:
@@ -204,23 +131,9 @@ def _dispatch(args: argparse.Namespace, command: str) -> RanksSweep:
     )
 
 
-def _add_layers(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--layer", default="dsv3", metavar="NAME",
-        help="all experts of a layer: a name (`bench --list-shapes`) or sizes E:K:H:I",
-    )  # fmt: skip
-    add("--experts", metavar="LIST", help=f"default: those installed of {_LAYER_EXPERTS}")
-    tokens = "1,16,128,1024,4096"
-    options.add_sweep(parser, tokens=tokens, quant="none,fp8_block", inputs=2, replays=5)
-    add("--batch-invariant", action="store_true", help=_IN_MODE)
-    add("--seconds", type=float, metavar="S", help="begin no cell after this")
-    _add_ranks(parser)
-
-
 def layers_sweep(args: argparse.Namespace, command: str = "") -> RanksSweep:
     """Return the sweep that the options of `bench --layers` describe."""
-    default = [name for name in names(_LAYER_EXPERTS) if name in registry().experts]
+    default = [name for name in options.LAYER_EXPERTS if name in registry().experts]
     experts = default if args.experts is None else names(args.experts)
     if not experts:
         raise MoekitError("nothing to measure: name --experts")
@@ -265,10 +178,10 @@ def _swept(args: argparse.Namespace, command: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Mode:
-    """A kind of measurement: its options and its sweep."""
+    """A kind of measurement: its options with their defaults, and its sweep."""
 
     text: str
-    add_options: Callable[[argparse.ArgumentParser], None]
+    options: Mapping[str, Any]
     sweep: Callable[[argparse.Namespace, str], Sweep]
 
 
@@ -276,18 +189,28 @@ _MODES = {
     "": _Mode(
         "Time experts backends and baselines on the whole routed-experts block, each checked "
         "against the fp32 oracle.",
-        _add_experts,
+        {
+            **options.EXPERTS, **options.RUN, "baselines": [], "only-baselines": None,
+            "measure-ceilings": False, "batch-invariant": False, "list-shapes": False, "ep": 1,
+        },
         _experts,
     ),
     "--dispatch": _Mode(
         "Time dispatchers without experts, over tokens on each rank; each is checked.",
-        _add_dispatch,
+        {
+            "sizes": "256:8:7168", "tokens": "1,4,16,64,128,256,512,1024,2048,4096,8192",
+            "quant": "none", "inputs": 3, "replays": 10, **options.RANKS,
+        },
         _dispatch,
     ),
     "--layers": _Mode(
         "Time whole layers over ranks, every dispatcher with every experts backend, each checked "
         "against the fp32 oracle.",
-        _add_layers,
+        {
+            "layer": "dsv3", "experts": None, "tokens": "1,16,128,1024,4096",
+            "quant": "none,fp8_block", "inputs": 2, "replays": 5, "batch-invariant": False,
+            "seconds": None, **options.RANKS,
+        },
         layers_sweep,
     ),
-}
+}  # fmt: skip

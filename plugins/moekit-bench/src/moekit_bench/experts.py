@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -140,7 +141,10 @@ class ExpertsSweep(Sweep):
         libraries = [i.version for i in self.implementations if i.version]
         facts = about(self.command, self.device, spec, names, libraries)
         self.run = Run(mode="experts", **facts, settings=s, ceilings=self.ceilings)
-        self.cells = self.all_cells(shape.name for shape in self.shapes)
+        self.cells = [
+            Cell(shape=shape.name, scheme=q, routing=r, tokens=t)
+            for shape, q, r, t in product(self.shapes, self.schemes, self.routings, self.tokens)
+        ]
         self._group = ("", "")
         self._weights: ExpertWeights | None = None
         self._calls: dict[str, Call] = {}

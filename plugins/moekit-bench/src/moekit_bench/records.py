@@ -210,11 +210,6 @@ class Run:
                 return replace(self, cells=(*self.cells[:index], both, *self.cells[index + 1 :]))
         return replace(self, cells=(*self.cells, cell))
 
-    def all_right(self) -> bool:
-        """Return whether something was measured, and all of it ran and is right."""
-        results = [r for cell in self.cells for r in cell.results]
-        return bool(results) and all(r.right for r in results)
-
     def write(self, file: Path) -> None:
         """Write the run as JSON, without the fields that are None."""
         data = asdict(self, dict_factory=lambda items: {k: v for k, v in items if v is not None})

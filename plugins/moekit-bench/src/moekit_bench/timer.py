@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moekit.errors import MoekitError
-from moekit.plugin import Routing, reason_of
+from moekit.plugin import Routing, exchange, reason_of
 
 from .records import Result
 
@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 # At least what the clock of any GPU does in a microsecond.
 _CYCLES_PER_US = 2000
+# For which ranks wait for each other: one of them may compile.
+_PATIENCE_SECONDS = 1800.0
 
 
 class DeviceLost(MoekitError, RuntimeError):
@@ -306,15 +308,8 @@ def first_fault(fault: str) -> str:
 
 
 def from_all_ranks(value: T) -> list[T]:
-    """Return the values of all ranks of the default process group. Collective.
-
-    `torch.distributed.all_gather_object` does the same, but needs numpy, which may be missing.
-    """
-    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(mine)]))
-    most = max(int(size) for size in sizes)
-    every = [torch.empty(most, dtype=torch.uint8) for _ in sizes]
-    dist.all_gather(every, torch.nn.functional.pad(mine, (0, most - len(mine))))
-    both = zip(every, sizes, strict=True)
-    return [pickle.loads(bytes(each[: int(size)].tolist())) for each, size in both]
+    """Return the values of all ranks of the default process group. Collective."""
+    group = dist.group.WORLD
+    assert group is not None
+    said = exchange("compare measurements", pickle.dumps(value).hex(), group, _PATIENCE_SECONDS)
+    return [pickle.loads(bytes.fromhex(text)) for text in said]

@@ -24,7 +24,7 @@ from moekit.plugin import (
 )
 
 from . import options
-from .bench import add_experts_sweep, experts_sweep, layers_sweep
+from .bench import experts_sweep, layers_sweep
 from .environment import made_with
 from .implementations import AUTO, backends, unnamed
 from .internals import Key, Record, Table, user_path
@@ -69,18 +69,8 @@ def _parser() -> argparse.ArgumentParser:
         "and fill the table that moekit.compose chooses from. `tune BACKEND ...` runs the tuner of "
         "one backend; `tune BACKEND --help` has its options. See docs/bench.md.",
     )
-    add = parser.add_argument
-    add("--select", action="store_true", help="run no tuners: measure, and fill the table")
-    add_experts_sweep(parser)
-    add(
-        "--output", type=Path, metavar="FILE",
-        help="the table; default: by device, in MOEKIT_TUNED or the user's cache",
-    )  # fmt: skip
-    add(
-        "--seconds", type=float, metavar="S",
-        help="begin no cell after S seconds; the same command continues",
-    )  # fmt: skip
-    add(
+    options.add(parser, {"select": False, **options.EXPERTS, "output": None, "seconds": None})
+    parser.add_argument(
         "--ep", type=positive, default=1, metavar="N",
         help="--select: measure combinations of dispatcher and experts on N ranks, one per device; "
         "--shapes are then whole layers (dsv3, or E:K:H:I), and --dispatcher is a list (default: "
