@@ -78,15 +78,17 @@ class Timer:
         function()
         return (time.perf_counter() - start) * 1e6
 
-    def queued_us(self, function: Callable[[], object]) -> float:
-        """Return the microseconds on the device, which starts when a graph is enqueued."""
+    def queued_us(self, function: Callable[[], object], times: int = 1) -> float:
+        """Return the microseconds of one of ``times`` calls on the device, which starts when the
+        first is enqueued."""
         self.drain()
         self.occupy(self._lead_us)
         start = self.mark()
-        function()
+        for _ in range(times):
+            function()
         end = self.mark()
         synchronize(self.device)
-        return self.between(start, end)
+        return self.between(start, end) / times
 
     def occupy(self, us: float) -> None:
         """Keep a GPU busy, so that the work that follows is enqueued before it starts."""
