@@ -148,7 +148,7 @@ def test_random_weights_fit_every_scheme(scheme):
 # -- timing -------------------------------------------------------------------------------------
 
 
-def test_measure_times_a_call():
+def test_one_call_is_timed():
     p = problem()
     calls = []
 
@@ -157,7 +157,7 @@ def test_measure_times_a_call():
         return x
 
     call.warmup = calls.append
-    timing = bench.measure(call, bench.inputs("uniform", 7, 2, p, CPU), CPU, replays=3)
+    timing = Prepared(call, bench.inputs("uniform", 7, 2, p, CPU), CPU).time(3)
     assert set(calls) == {7}
     assert timing.us == timing.eager_us and timing.graph_us is None and timing.host_us is None
     assert 0 < timing.spread_us[0] <= timing.us <= timing.spread_us[1]

@@ -1,8 +1,8 @@
 """Benchmarks of moekit's backends, and the tuner that fills its tables.
 
-`python -m moekit bench` and `python -m moekit tune` are its commands. From Python, `measure` times
-a single call, and `run_cell` checks and times several in turns. docs/bench.md says how times are
-taken.
+`python -m moekit bench` and `python -m moekit tune` are its commands. From Python, `Prepared.time`
+times a single call, and `run_cell` checks and times several in turns. docs/bench.md says how times
+are taken.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .limits import Work, known_ceilings, limit_us, work
 from .records import Ceilings, Result
 from .report import Table
 from .shapes import SHAPES, inputs, random_weights, shape
-from .timer import Prepared, Timer, measure, take_turns
+from .timer import Prepared, Timer, take_turns
 
 __all__ = [
     "SHAPES",
@@ -29,7 +29,6 @@ __all__ = [
     "inputs",
     "known_ceilings",
     "limit_us",
-    "measure",
     "random_weights",
     "run_cell",
     "shape",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from moekit.errors import MoekitError
-from moekit.plugin import SCHEMES, DeviceSpec, check_writable, registry, replace_file
+from moekit.plugin import DeviceSpec, check_writable, registry, replace_file
 
 from . import options
 from .dispatch import measure_dispatch
@@ -19,14 +19,13 @@ from .experts import ExpertsSweep
 from .implementations import Implementation, backends, baselines, beside, unnamed
 from .layers import measure_layers
 from .limits import known_ceilings, measure_ceilings
-from .options import names, names_if_given, numbers
 from .ranks import RanksSweep
 from .report import markdown
-from .shapes import ROUTINGS, SHAPES, Shape, shape
+from .shapes import SHAPES, Shape, shape
 from .sweep import Sweep
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code.
 
     Returns:
@@ -36,25 +35,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         MoekitError: An argument is wrong, or a file cannot be written.
     """
-    program = "python -m moekit bench"
-    modes = argparse.ArgumentParser(program, add_help=False, allow_abbrev=False)
-    which = modes.add_mutually_exclusive_group()
-    for option, mode in list(_MODES.items())[1:]:
-        text = f"{mode.text} `{option} --help` has the options."
-        which.add_argument(option, dest="mode", action="store_const", const=option, help=text)
-    found, rest = modes.parse_known_args(argv)
-    words, mode = ["bench", *filter(None, [found.mode])], _MODES[found.mode or ""]
+    mode = _MODES[next((word for word in argv if word in _MODES), "")]
     parser = argparse.ArgumentParser(
-        prog=" ".join(["python -m moekit", *words]),
-        description=f"{mode.text} See docs/bench.md.",
-        parents=[] if found.mode else [modes],
+        "python -m moekit bench", description=f"{mode.text} See docs/bench.md.", allow_abbrev=False
     )
+    kinds = parser.add_mutually_exclusive_group()
+    for option, kind in list(_MODES.items())[1:]:
+        text = f"{kind.text} `{option} --help` has the options."
+        kinds.add_argument(option, action="store_true", help=text)
     options.add(parser, mode.options)
-    args = parser.parse_args(rest)
+    args = parser.parse_args(argv)
     if getattr(args, "list_shapes", False):
         print(_shape_list())
         return 0
-    return _run(mode, args, command(*words, *rest))
+    return _run(mode, args, command("bench", *argv))
 
 
 def _run(mode: _Mode, args: argparse.Namespace, command: str) -> int:
@@ -81,9 +75,9 @@ def _run(mode: _Mode, args: argparse.Namespace, command: str) -> int:
 
 
 def _experts(args: argparse.Namespace, command: str) -> ExpertsSweep:
-    asked = unnamed() if args.experts is None else names(args.experts)
+    asked = unnamed() if args.experts is None else args.experts
     found = backends(beside(asked) if args.batch_invariant else asked, args.dispatcher)
-    found += baselines(args.baselines, names_if_given(args.only_baselines))
+    found += baselines(args.baselines, args.only_baselines)
     return experts_sweep(args, found, command)
 
 
@@ -96,11 +90,10 @@ def experts_sweep(
     ceilings = known_ceilings(DeviceSpec.of(device).name)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)
-    shapes = [shape(text) for text in names(args.shapes)]
-    if not shapes:
+    if not args.shapes:
         raise MoekitError("--shapes must name at least one shape")
     return ExpertsSweep(
-        shapes=shapes,
+        shapes=[shape(text) for text in args.shapes],
         implementations=implementations,
         device=device,
         ceilings=measure_ceilings(device) if args.measure_ceilings else ceilings,
@@ -120,7 +113,7 @@ def _shape_list() -> str:
 
 
 def _dispatch(args: argparse.Namespace, command: str) -> RanksSweep:
-    sizes = numbers(args.sizes.replace(":", ","), "--sizes")
+    sizes = options.numbers(args.sizes.replace(":", ","), "--sizes")
     if len(sizes) != 3:
         raise MoekitError(
             f"--sizes must be EXPERTS:TOP_K:HIDDEN, as in 256:8:7168 (got {args.sizes})"
@@ -134,7 +127,7 @@ def _dispatch(args: argparse.Namespace, command: str) -> RanksSweep:
 def layers_sweep(args: argparse.Namespace, command: str = "") -> RanksSweep:
     """Return the sweep that the options of `bench --layers` describe."""
     default = [name for name in options.LAYER_EXPERTS if name in registry().experts]
-    experts = default if args.experts is None else names(args.experts)
+    experts = default if args.experts is None else args.experts
     if not experts:
         raise MoekitError("nothing to measure: name --experts")
     backends(experts)  # raises for a name that means nothing
@@ -150,10 +143,9 @@ def layers_sweep(args: argparse.Namespace, command: str = "") -> RanksSweep:
 
 def _over_ranks(args: argparse.Namespace, command: str) -> dict[str, Any]:
     """Return the fields of `RanksSweep` that options hold for all kinds."""
-    known, asked = registry(), names_if_given(args.dispatchers)
-    dispatchers = [spec for spec in known.dispatchers.values() if spec.moves_tokens]
-    if asked is not None:
-        dispatchers = [known.dispatcher(name) for name in asked]
+    dispatchers = [spec for spec in registry().dispatchers.values() if spec.moves_tokens]
+    if args.dispatchers is not None:
+        dispatchers = [registry().dispatcher(name) for name in args.dispatchers]
     if not dispatchers:
         raise MoekitError("no dispatcher to measure: name --dispatchers")
     return {
@@ -168,9 +160,9 @@ def _over_ranks(args: argparse.Namespace, command: str) -> dict[str, Any]:
 def _swept(args: argparse.Namespace, command: str) -> dict[str, Any]:
     """Return the fields of `Sweep` that options hold for all kinds."""
     return {
-        "schemes": options.choices(args.quant, SCHEMES, "--quant"),
-        "routings": options.choices(args.routing, ROUTINGS, "--routing"),
-        "tokens": numbers(args.tokens, "--tokens"),
+        "schemes": args.quant,
+        "routings": args.routing,
+        "tokens": args.tokens,
         "settings": options.settings(args),
         "command": command,
     }

@@ -18,7 +18,7 @@ from moekit.plugin import Dispatched, MoEProblem, PrepareAndFinalize, partition,
 from .experts import relative_error
 from .ranks import Task, local_device, made_once
 from .records import Result
-from .timer import Prepared, Timer, time_one
+from .timer import Prepared, Timer
 
 # Each rank adds one rounding of its part, and the sum is rounded; quantization is not counted.
 _BOUND = 2e-2
@@ -53,7 +53,7 @@ class _RoundTrips:
         error = max(self._error(index) for index in range(len(self.inputs)))
         indices = [(index,) for index in range(len(self.inputs))]
         prepared = Prepared(self, indices, self.device, timer=self.timer)
-        timing = time_one(prepared, task.settings.replays)
+        timing = prepared.time(task.settings.replays)
         dispatch, combine = self._phases(timing.host_us or 0.0)
         q, scale = self.sent[0]
         scales = 0 if scale is None else scale.shape[1] * scale.itemsize

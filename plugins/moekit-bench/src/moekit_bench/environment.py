@@ -15,7 +15,7 @@ import torch
 
 import moekit
 from moekit.errors import MoekitError
-from moekit.plugin import DeviceSpec, DispatcherSpec, ExpertsSpec, registry
+from moekit.plugin import DeviceSpec, registry
 
 from .records import IN_MODE
 
@@ -54,12 +54,12 @@ def versions(backends: Iterable[str], libraries: Iterable[str] = ()) -> dict[str
     return {name: version for name, version in found.items() if version}
 
 
-def made_with(dispatcher: DispatcherSpec, experts: ExpertsSpec) -> str:
+def made_with(dispatcher: str, experts: str) -> str:
     """Return what a time depends on, with versions: torch, triton, CUDA, plugins and the libraries
     that they require or that a backend's class names in ``libraries()`` (name -> version)."""
-    found = versions([dispatcher.name, experts.name])
+    found = versions([dispatcher, experts])
     del found["python"]
-    for spec in (dispatcher, experts):
+    for spec in (registry().dispatcher(dispatcher), registry().expert(experts)):
         for name in {required.partition(".")[0] for required in spec.requires}:
             for distribution in _owners().get(name, ()):
                 found[distribution] = importlib.metadata.version(distribution)

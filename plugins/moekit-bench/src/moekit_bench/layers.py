@@ -32,7 +32,7 @@ from .internals import benchmark_bound
 from .ranks import Task, local_device, made_once
 from .records import Result, copied_share
 from .shapes import random_weights
-from .timer import Prepared, Timer, first_fault, release, time_one
+from .timer import Prepared, Timer, first_fault, release
 
 # Tokens of each rank that are compared with the oracle.
 _CHECKED = 8
@@ -138,8 +138,8 @@ class _Layers:
         prepared = Prepared(call, self.inputs, self.device, timer=self.timer)
         error = relative_error(prepared.first_output(), self.rows, self.want)
         held = kernel.dispatcher.buffer_bytes()
-        timing = time_one(prepared, self.task.settings.replays)
-        return timing.judged(error, benchmark_bound(self.problem), buffer_bytes=held)
+        timed = prepared.time(self.task.settings.replays)
+        return timed.judged(error, benchmark_bound(self.problem), buffer_bytes=held)
 
     def _packed(self, experts: str, kernel: moekit.ModularKernel) -> tuple[PackedWeights, float]:
         """Return the packed weights, made once for all dispatchers, and what they copy."""

@@ -92,10 +92,9 @@ def limit_us(done: Work, problem: MoEProblem, ceilings: Ceilings | None) -> floa
     return 1e6 * max(done.flop / ceilings.flops[arithmetic(problem)], done.bytes / ceilings.read)
 
 
-def measure_ceilings(device: torch.device, size: int = 0, read_bytes: int = 0) -> Ceilings:
-    """Measure the ceilings by square matmuls of ``size`` rows and a sum over ``read_bytes``."""
-    on_cpu = device.type == "cpu"
-    size, read_bytes = size or (2048 if on_cpu else 8192), read_bytes or (1 if on_cpu else 8) << 29
+def measure_ceilings(device: torch.device) -> Ceilings:
+    """Measure the ceilings by square matmuls and a sum over memory."""
+    size, read_bytes = (2048, 1 << 29) if device.type == "cpu" else (8192, 8 << 29)
     flops = {}
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
         a = torch.randn(size, size, device=device, dtype=dtype)

@@ -13,11 +13,6 @@ from moekit import simulate_routing
 from moekit.errors import InvalidProblem
 from moekit.plugin import ExpertWeights, MoEProblem, ParallelConfig, Routing
 
-from .internals import SIMULATED
-
-ROUTINGS = SIMULATED
-"""The kinds of `moekit.simulate_routing`."""
-
 Inputs = Sequence[tuple[Tensor, Routing]]
 
 

@@ -12,7 +12,7 @@ import pickle
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,13 +35,11 @@ class DeviceLost(MoekitError, RuntimeError):
     """An error left the device unusable for this process, so nothing more can be measured."""
 
 
-class Call(Protocol):
-    """A function to time: (x (T, H), routing) -> out (T, H).
+Call = Callable[[Tensor, Routing], Tensor]
+"""A function to time: (x (T, H), routing) -> out (T, H).
 
-    Optional attributes: ``graph_safe`` (bool, default True) and ``warmup(num_tokens)``.
-    """
-
-    def __call__(self, x: Tensor, routing: Routing, /) -> Tensor: ...
+Optional attributes: ``graph_safe`` (bool, default True) and ``warmup(num_tokens)``.
+"""
 
 
 class Timer:
@@ -194,6 +192,12 @@ class Prepared:
                 self._host_us.append(timer.host_us(lambda e=each: self.call(*e)))  # type: ignore[misc]
             synchronize(self.device)
 
+    def time(self, replays: int) -> Result:
+        """Take ``replays`` turns of each kind. Raises what the call raises."""
+        for graph, _ in itertools.product((True, False), range(replays)):
+            self.turn(graph)
+        return self.result()
+
     def result(self, name: str = "") -> Result:
         """Return the medians of the turns so far."""
         graph, eager, host = (
@@ -210,25 +214,6 @@ class Prepared:
             spread_us=(min(counted), max(counted)),
             note=self.note,
         )
-
-
-def measure(
-    call: Call,
-    inputs: Sequence[tuple[Any, ...]],
-    device: torch.device,
-    *,
-    replays: int = 10,
-) -> Result:
-    """Compile, warm up and time one call. Raises what the call raises."""
-    with torch.inference_mode():
-        return time_one(Prepared(call, inputs, device), replays)
-
-
-def time_one(prepared: Prepared, replays: int) -> Result:
-    """Time one prepared call. Raises what the call raises."""
-    for graph, _ in itertools.product((True, False), range(replays)):
-        prepared.turn(graph)
-    return prepared.result()
 
 
 def take_turns(

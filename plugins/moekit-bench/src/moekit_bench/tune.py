@@ -33,8 +33,6 @@ from .options import names, positive
 from .ranks import RanksSweep
 from .records import Cell, Result, now
 
-Tuner = Callable[[Sequence[str]], int]
-"""Takes --shapes, --quant and --seconds, as `tune` does, and returns an exit code."""
 Combination = tuple[str, str]
 """The names of a dispatcher and of experts."""
 
@@ -51,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     if argv and not argv[0].startswith("-"):
         return _own_tuner(argv[0], argv[1:])
     args = _parser().parse_args(argv)
-    args.experts = unnamed() if args.experts is None else names(args.experts)
+    args.experts = unnamed() if args.experts is None else args.experts
     if bad := [name for name in args.experts if name == AUTO or "|" in name]:
         raise MoekitError(f"--experts {', '.join(bad)}: name the backends themselves")
     if args.ep > 1 and not args.select:
@@ -77,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         "all that move tokens)",
     )  # fmt: skip
     # The other options of `bench`.
-    parser.set_defaults(routing="uniform", measure_ceilings=False, batch_invariant=False)
+    parser.set_defaults(routing=["uniform"], measure_ceilings=False, batch_invariant=False)
     return parser
 
 
@@ -94,7 +92,7 @@ def _own_tuner(name: str, argv: Sequence[str]) -> int:
 def _all(args: argparse.Namespace) -> int:
     """Run the backends' own tuners, then fill the table of the choice among them."""
     begin = time.monotonic()
-    argv = ["--shapes", args.shapes, "--quant", args.quant]
+    argv = ["--shapes", ",".join(args.shapes), "--quant", ",".join(args.quant)]
     # Tiles take half of the time: the choice is measured with them.
     argv += [] if args.seconds is None else ["--seconds", str(args.seconds / 2)]
     codes = [0]
@@ -106,10 +104,13 @@ def _all(args: argparse.Namespace) -> int:
     return max(_select(args), *codes)
 
 
-def _tuners(args: argparse.Namespace) -> dict[str, Tuner]:
-    """Return the tuners of backends that support one of the problems here, by a backend's name."""
+def _tuners(args: argparse.Namespace) -> dict[str, Callable[[Sequence[str]], int]]:
+    """Return the tuners of backends that support one of the problems here, by a backend's name.
+
+    They take --shapes, --quant and --seconds, as `tune` does, and return an exit code.
+    """
     sweep = experts_sweep(args, backends(args.experts, args.dispatcher), "")
-    tuners: dict[Tuner, str] = {}  # backends may share one
+    tuners: dict[Callable[[Sequence[str]], int], str] = {}  # backends may share one
     for name in args.experts:
         if any(_able(p, args.dispatcher, [name]) for p in sweep.problems.values()):
             tune = getattr(registry().expert(name).load(), "tune", None)
@@ -152,9 +153,8 @@ def _select(args: argparse.Namespace) -> int:
 def _select_on_ranks(args: argparse.Namespace) -> int:
     args.ranks = None if "RANK" in os.environ else args.ep
     args.capacity = None  # tables hold times of kernels that a call fills
-    args.dispatchers = None if args.dispatcher == "local" else args.dispatcher
-    args.experts, end = ",".join(args.experts), options.end(args)
-    sweeps = [layers_sweep(args) for args.layer in names(args.shapes)]
+    args.dispatchers = None if args.dispatcher == "local" else names(args.dispatcher)
+    end, sweeps = options.end(args), [layers_sweep(args) for args.layer in args.shapes]
     table = TunedTable(args.output, DeviceSpec.of(options.torch_device(args.device)))
 
     def wanted(problem: MoEProblem, dispatcher: str, experts: str) -> bool:
@@ -191,7 +191,7 @@ class TunedTable:
     """The table that a run fills: `table_file` of its arguments."""
 
     def __init__(self, output: Path | None, device: DeviceSpec) -> None:
-        self.file, self.made_with = table_file(output, device), cache(_made_with)
+        self.file, self.made_with = table_file(output, device), cache(made_with)
         add_to(self.file, {})  # a file that cannot be read or written ends the run now
         self._known = tuned_tables.read(self.file)
 
@@ -207,7 +207,3 @@ class TunedTable:
             us = round(r.us, 3) if r.right and r.us is not None else None
             times[combination] = {tokens: Record(us, r.copied, now(), self.made_with(*combination))}
         add_to(self.file, {Key.of(problem): times})
-
-
-def _made_with(dispatcher: str, experts: str) -> str:
-    return made_with(registry().dispatcher(dispatcher), registry().expert(experts))
