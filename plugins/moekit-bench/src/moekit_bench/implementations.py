@@ -74,7 +74,7 @@ def asked_of(name: str, problem: MoEProblem) -> tuple[str, MoEProblem]:
 
 
 def backends(names: Sequence[str] | None = None, dispatcher: str = "local") -> list[Implementation]:
-    """Return the named experts backends, or those of `unnamed`, behind ``dispatcher``.
+    """Return the named experts backends behind ``dispatcher``; by default what `unnamed` returns.
 
     They share one workspace. A name may be a composite's, or ``auto`` for what `moekit.compose`
     chooses, and end with `IN_MODE` for batch-invariant mode.

@@ -151,13 +151,9 @@ class _Layers:
     def _too_large(self, nbytes: int) -> str:
         if self.device.type != "cuda":
             return ""
+        release(self.device)
         free, _ = torch.cuda.mem_get_info(self.device)
-        if nbytes > free:
-            release(self.device)
-            free, _ = torch.cuda.mem_get_info(self.device)
-        if nbytes <= free:
-            return ""
-        return f"needs {nbytes / 1e9:.0f} GB, {free / 1e9:.0f} are free"
+        return "" if nbytes <= free else f"needs {nbytes / 1e9:.0f} GB, {free / 1e9:.0f} are free"
 
 
 def _backends(spec: DispatcherSpec) -> moekit.Registry:

@@ -120,22 +120,22 @@ def _pool(count: int, device_type: str) -> Iterator[Runner]:
             f"{error}; or start the ranks with torchrun: torchrun --nproc-per-node {count} -m "
             "moekit bench ..."
         ) from error
-    pool = RankPool(count, device_type, _SECONDS_A_CELL)
+    pools: list[RankPool] = []
 
     def run(function: Callable[..., Any], *args: Any) -> list[Any]:
-        nonlocal pool
-        if pool.closed:
-            pool = RankPool(count, device_type, _SECONDS_A_CELL)
+        if not pools:
+            pools.append(RankPool(count, device_type, _SECONDS_A_CELL))
         try:
-            return pool.run(function, *args)
+            return pools[0].run(function, *args)
         except Exception:
-            pool.close()
+            pools.pop().close()
             raise
 
     try:
         yield run
     finally:
-        pool.close()
+        for pool in pools:
+            pool.close()
 
 
 @contextmanager

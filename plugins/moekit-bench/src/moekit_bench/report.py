@@ -48,7 +48,7 @@ def markdown(run: Run) -> str:
     for cells in _grouped(run.cells, lambda c: (c.shape, c.scheme, c.routing)).values():
         lines += ["", f"## {_heading(cells[0], run)}", ""]
         lines += [*_times(cells, run.capacity), *_cost_of_mode(cells)]
-        lines += ["", *_details(cells, _COLUMNS[run.mode])]
+        lines += ["", *_details(cells)]
     lines += [*_against_baselines(run.cells), *_not_measured(run.refused)]
     return "\n".join(lines) + "\n"
 
@@ -113,33 +113,32 @@ def _cost_of_mode(cells: Sequence[Cell]) -> list[str]:
     return ["", "Time in batch-invariant mode, over the default's:", "", *table]
 
 
-_COLUMNS: dict[str, dict[str, Callable[[Result], str]]] = {
-    "experts": {"fraction": lambda r: _number(r.fraction, ".3f")},
-    "dispatch": {
-        "dispatch": lambda r: _us(r.dispatch_us),
-        "combine": lambda r: _us(r.combine_us),
-        "GB/s": lambda r: _rate(r, r.dispatch_row_bytes, r.dispatch_us),
-        "GB/s of combine": lambda r: _rate(r, r.combine_row_bytes, r.combine_us),
-        "SMs": lambda r: _number(r.num_sms, "d"),
-        "buffers": lambda r: _bytes(r.buffer_bytes),
-    },
-    "layers": {
-        "buffers": lambda r: _bytes(r.buffer_bytes),
-        "stated": lambda r: _bytes(r.stated_bytes),
-    },
+# Those that no result has are left out.
+_COLUMNS: Mapping[str, Callable[[Result], str]] = {
+    "µs": lambda r: _us(r.us),
+    "fastest–slowest": lambda r: "–".join(map(_us, r.spread_us)) if r.spread_us else NONE,
+    "eager": lambda r: _us(r.eager_us),
+    "host": lambda r: _us(r.host_us),
+    "error": lambda r: NONE if r.us is None else shown_error(r.error),
+    "fraction": lambda r: _number(r.fraction, ".3f"),
+    "dispatch": lambda r: _us(r.dispatch_us),
+    "combine": lambda r: _us(r.combine_us),
+    "GB/s": lambda r: _rate(r, r.dispatch_row_bytes, r.dispatch_us),
+    "GB/s of combine": lambda r: _rate(r, r.combine_row_bytes, r.combine_us),
+    "SMs": lambda r: _number(r.num_sms, "d"),
+    "buffers": lambda r: _bytes(r.buffer_bytes),
+    "stated": lambda r: _bytes(r.stated_bytes),
+    "why": lambda r: r.reason or r.note,
 }
 
 
-def _details(cells: Iterable[Cell], columns: Mapping[str, Callable[[Result], str]]) -> Table:
-    first = ("T", "", "µs", "fastest–slowest", "eager", "host", "error")
-    table = Table(*first, *columns, "why")
+def _details(cells: Sequence[Cell]) -> Table:
+    results = [r for cell in cells for r in cell.results]
+    columns = {n: s for n, s in _COLUMNS.items() if any(s(r) != NONE for r in results)}
+    table = Table("T", "", *columns)
     for cell in cells:
         for r in cell.results:
-            error = NONE if r.us is None else shown_error(r.error)
-            table.add(
-                cell.tokens, r.name, _us(r.us), _spread(r), _us(r.eager_us), _us(r.host_us), error,
-                *(show(r) for show in columns.values()), r.reason or r.note,
-            )  # fmt: skip
+            table.add(cell.tokens, r.name, *(show(r) for show in columns.values()))
     return table
 
 
@@ -212,10 +211,6 @@ def _us(value: float | None) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return NONE if value is None else format(value, form)
-
-
-def _spread(result: Result) -> str:
-    return NONE if result.spread_us is None else "–".join(map(_us, result.spread_us))
 
 
 def _distinct(values: Iterable[C]) -> list[C]:

@@ -173,12 +173,6 @@ def _select_on_ranks(args: argparse.Namespace) -> int:
 # -- the table --------------------------------------------------------------------------------
 
 
-def table_file(output: Path | None, device: DeviceSpec) -> Path:
-    """Return ``output`` if it is a file, else the device's file in that folder or the user's."""
-    place = output or user_path()
-    return place if place.suffix == ".json" else place / device_file(device.name or device.type)
-
-
 def add_to(file: Path, table: Table) -> None:
     """Merge ``table`` into ``file`` atomically; other writers wait."""
     check_writable(file)
@@ -188,10 +182,12 @@ def add_to(file: Path, table: Table) -> None:
 
 
 class TunedTable:
-    """The table that a run fills: `table_file` of its arguments."""
+    """The table that a run fills: the file ``output``, or the device's file in that folder."""
 
     def __init__(self, output: Path | None, device: DeviceSpec) -> None:
-        self.file, self.made_with = table_file(output, device), cache(made_with)
+        place, self.made_with = output or user_path(), cache(made_with)
+        file = device_file(device.name or device.type)
+        self.file = place if place.suffix == ".json" else place / file
         add_to(self.file, {})  # a file that cannot be read or written ends the run now
         self._known = tuned_tables.read(self.file)
 
