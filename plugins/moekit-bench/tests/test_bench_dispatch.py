@@ -137,16 +137,6 @@ def test_wrong_failing_and_refused(capsys, tmp_path, bad_ones):
     assert "- narrow: dtype bfloat16" in out
 
 
-def test_all_that_move_tokens_by_default(capsys, tmp_path):
-    file = tmp_path / "run.json"
-    assert run(capsys, "--tokens", "2", "--json", str(file))[0] == 0
-    data = json.loads(file.read_text())
-    seen = {r["name"] for r in data["cells"][0]["results"]}
-    seen |= {r["name"] for r in data["refused"]}
-    moving = {s.name for s in moekit.registry().dispatchers.values() if s.moves_tokens}
-    assert seen == moving and "naive" in seen and "local" not in seen
-
-
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
@@ -194,13 +184,13 @@ def test_rows_by_hand(pool):
     assert result.link_rows == 5
 
 
-def test_under_torchrun(tmp_path):
+def test_under_torchrun_all_that_move_tokens(tmp_path):
     """If another program started the ranks, the first one alone writes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     file = tmp_path / "run.json"
-    options = ["--dispatchers", "naive", "--tokens", "3", "--json", str(file)]
+    options = ["--tokens", "3", "--json", str(file)]
     command = [sys.executable, "-m", "moekit", "bench", "--dispatch", *FAST, *options]
     ranks = [
         subprocess.Popen(
@@ -224,7 +214,10 @@ def test_under_torchrun(tmp_path):
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
     assert "# moekit bench, dispatch" in outputs[0][0] and outputs[1][0] == ""
     data = json.loads(file.read_text())
-    assert data["ranks"] == 2 and data["cells"][0]["results"][0]["right"]
+    results, refused = data["cells"][0]["results"], {r["name"] for r in data["refused"]}
+    assert data["ranks"] == 2 and all(r["right"] for r in results)
+    moving = {s.name for s in moekit.registry().dispatchers.values() if s.moves_tokens}
+    assert {r["name"] for r in results} | refused == moving and "naive" in moving - refused
 
 
 def told_by_ranks(rank, world_size):

@@ -73,8 +73,8 @@ def asked_of(name: str, problem: MoEProblem) -> tuple[str, MoEProblem]:
     return name.removesuffix(IN_MODE), problem.replace(batch_invariant=True)
 
 
-def backends(names: Sequence[str] | None = None, dispatcher: str = "local") -> list[Implementation]:
-    """Return the named experts backends behind ``dispatcher``; by default what `unnamed` returns.
+def backends(names: Sequence[str], dispatcher: str = "local") -> list[Implementation]:
+    """Return the named experts backends behind ``dispatcher``.
 
     They share one workspace. A name may be a composite's, or ``auto`` for what `moekit.compose`
     chooses, and end with `IN_MODE` for batch-invariant mode.
@@ -95,8 +95,6 @@ def backends(names: Sequence[str] | None = None, dispatcher: str = "local") -> l
 
         return Implementation(name, INVARIANT if name.endswith(IN_MODE) else BACKEND, make)
 
-    if names is None:
-        names = unnamed()
     for name in names:
         if (base := name.removesuffix(IN_MODE)) != AUTO:
             find_experts(base, known)
