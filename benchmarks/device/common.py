@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from moekit_bench import Prepared, Timer, Timing, shape, take_turns
+from moekit_bench import Prepared, Result, Timer, shape, take_turns
 from torch import Tensor
 
 import moekit
@@ -114,20 +114,19 @@ def prepared(calls: Sequence[Call], timer: Timer | None = None) -> Prepared:
 
 def in_turns(
     calls: Mapping[str, Sequence[Call]], replays: int = 10, timer: Timer | None = None
-) -> dict[str, Timing]:
+) -> dict[str, Result]:
     """Time several lists of calls in turns; each list is one CUDA graph."""
     ready = {name: prepared(each, timer) for name, each in calls.items()}
-    times = {}
-    for name, timing in take_turns(ready, replays).items():
-        if isinstance(timing, Exception):
-            raise timing
-        times[name] = timing
+    times = take_turns(ready, replays)
+    for name, result in times.items():
+        if result.us is None:
+            raise RuntimeError(f"{name}: {result.reason}")
     return times
 
 
 def us_of(calls: Sequence[Call], replays: int = 10) -> float:
     """Return the microseconds of one of the calls, in a CUDA graph over all of them."""
-    return in_turns({"": calls}, replays)[""].us
+    return in_turns({"": calls}, replays)[""].us or 0.0
 
 
 def tflops(problem: moekit.MoEProblem, tokens: int, us: float) -> float:

@@ -149,11 +149,11 @@ def compare(name: str, tokens: int) -> None:
     own = quack_baseline().make(problem, weights, DEVICE)
     found["quack's own block"] = Prepared(own, inputs, DEVICE)
     turns = take_turns(found, 15, host=False)
-    times = {plan: turn for plan, turn in turns.items() if not isinstance(turn, Exception)}
-    for label, timing in sorted(times.items(), key=lambda item: item[1].us):
-        fastest, slowest = timing.spread
-        say(f"plans {name} T={tokens} {timing.us:8.0f} us ({fastest:.0f} to {slowest:.0f}) "
-            f"{tflops(problem, tokens, timing.us):5.0f} TFLOP/s {label}")  # fmt: skip
+    times = [(r.us, r) for r in turns.values() if r.us is not None]
+    for us, result in sorted(times, key=lambda item: item[0]):
+        fastest, slowest = result.spread_us or (us, us)
+        say(f"plans {name} T={tokens} {us:8.0f} us ({fastest:.0f} to {slowest:.0f}) "
+            f"{tflops(problem, tokens, us):5.0f} TFLOP/s {result.name}")  # fmt: skip
 
 
 def quack_baseline() -> ModuleType:

@@ -30,10 +30,11 @@ from typing import Any
 
 import torch
 import triton
+from moekit_bench import Timer
 from moekit_triton import tables
 from moekit_triton.heuristics import Planner, dots_pay, sorting_pays
 from moekit_triton.plans import TilePlan
-from moekit_triton.search import Timer
+from moekit_triton.search import interleaved_us
 from moekit_triton.tune import make_case, rows_per_expert, token_count
 
 from moekit import DeviceSpec, MoEProblem
@@ -122,10 +123,8 @@ def times(cell: Cell, packed: Any) -> tuple[dict[str, float], Any]:
     case = make_case(cell.problem.replace(device="cuda"), cell.tokens, 3, packed)
     plans = {"tuned": cell.tuned, **cell.chosen}
     different = list(dict.fromkeys(plans.values()))
-    timer = Timer()
-    for plan in different:
-        timer.add(case.launches(plan, "gemm_1", "gemm_2"))
-    us = timer.microseconds(10e3, 5)
+    launches = [case.launches(plan, "gemm_1", "gemm_2") for plan in different]
+    us = interleaved_us(Timer(torch.device("cuda")), launches, 10e3)
     each = {name: us[different.index(plan)] / len(case.calls) for name, plan in plans.items()}
     return each, case.calls[0].weights
 

@@ -17,20 +17,19 @@ import faulthandler
 import itertools
 import json
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from common import failures, part, say, verdict
-from moekit_bench import random_weights, shape
+from moekit_bench import Timer, random_weights, shape
 from moekit_triton.calls import Buffers, Call
 from moekit_triton.heuristics import Planner, sorted_plan
 from moekit_triton.kernels.tiles import OrderedTile, TokenTile
 from moekit_triton.packing import pack_weights
 from moekit_triton.plans import Copied, TilePlan
-from moekit_triton.search import Attempt, Case, Step, Timer
+from moekit_triton.search import Attempt, Case, Step, interleaved_us
 from moekit_triton.tune import compile_all, rows_per_expert
 
 from moekit.backends.reference import oracle
@@ -88,14 +87,12 @@ def error_of(plan: TilePlan, call: Call, want: torch.Tensor) -> float:
 
 def timed(case: Case, plans: Sequence[TilePlan], *steps: Step) -> list[float]:
     """Return the microseconds of one call of each plan: of some steps, or of the whole block."""
-    timer = Timer()
-    for plan in plans:
-        launches = case.launches(plan, *steps) if steps else _blocks(plan, case.calls)
-        timer.add(launches)
-    end = time.monotonic() + 0.5
-    while time.monotonic() < end:
-        timer.microseconds(0.0, 1)
-    return [us / len(case.calls) for us in timer.microseconds(10e3, 5)]
+    timer = Timer(torch.device("cuda"))
+    launches = [
+        case.launches(plan, *steps) if steps else _blocks(plan, case.calls) for plan in plans
+    ]
+    interleaved_us(timer, launches, 0.5e6 / len(plans), 1)  # warms the GPU for half a second
+    return [us / len(case.calls) for us in interleaved_us(timer, launches, 10e3)]
 
 
 def _blocks(plan: TilePlan, calls: Sequence[Call]) -> list[Any]:

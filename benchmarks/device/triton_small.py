@@ -187,7 +187,7 @@ def cell(
         }
         times = take_turns(ready, 10, host=False)
     limit = limit_us(case.work, problem, known_ceilings(torch.cuda.get_device_name()))
-    return limit or 0.0, {label: getattr(t, "us", float("nan")) for label, t in times.items()}
+    return limit or 0.0, {n: float("nan") if r.us is None else r.us for n, r in times.items()}
 
 
 def table(name: str, scheme: str, weights: Any, counts: tuple[int, ...]) -> None:

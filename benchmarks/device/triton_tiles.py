@@ -10,16 +10,15 @@ rows. "both": specialized tiles of both GEMMs, with x copied before GEMM 1, or a
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from moekit_bench import shape
+from moekit_bench import Timer, shape
 from moekit_triton.heuristics import sorted_plan
 from moekit_triton.kernels.tiles import OrderedTile, SortedTile, SpecializedTile
 from moekit_triton.plans import Copied, CopiedAhead, Sorted
-from moekit_triton.search import Case, Launches, Timer
+from moekit_triton.search import Case, Launches, interleaved_us
 from moekit_triton.tune import make_case
 
 
@@ -49,6 +48,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", default=["qwen3-30b", "dsv3-ep8", "mixtral"])
     parser.add_argument("--tokens", nargs="*", type=int, default=[4096, 16384])
     args = parser.parse_args()
+    timer = Timer(torch.device("cuda"))
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print("\n| shape | T | GEMM | us | TFLOP/s | tiles |\n|---|---|---|---|---|---|", flush=True)
     for name in args.shapes:
@@ -58,17 +58,13 @@ def main() -> None:
             case = make_case(problem, tokens, 2, packed)
             packed = case.calls[0].weights
             for gemm, found in alternatives(case, plan):
-                timer = Timer()
-                for _, launches in found:
-                    timer.add(launches)
-                end = time.monotonic() + 1
-                while time.monotonic() < end:
-                    timer.microseconds(0.0, 1)
+                names, launches = zip(*found, strict=True)
+                interleaved_us(timer, launches, 1e6 / len(found), 1)  # warms the GPU for a second
+                times = interleaved_us(timer, launches, 10e3)
                 flop = 2 * tokens * problem.top_k
                 flop *= problem.hidden_size * problem.local_intermediate_size
                 flop *= {"first": 2, "second": 1, "both": 3}[gemm]
-                names = [label for label, _ in found]
-                for us, label in sorted(zip(timer.microseconds(10e3, 5), names, strict=True)):
+                for us, label in sorted(zip(times, names, strict=True)):
                     each = us / len(case.calls)
                     print(f"| {name} | {tokens} | {gemm} | {each:.0f} | {flop / each / 1e6:.0f} | "
                           f"{label} |", flush=True)  # fmt: skip

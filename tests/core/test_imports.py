@@ -44,7 +44,7 @@ def forbidden(folder: Path, allowed: set[str]) -> list[str]:
     own = {path.name for path in folder.iterdir()}
     found = []
     for file in sorted(folder.rglob("*.py")):
-        tools = {"moekit_bench"} if file.name.startswith("tune") else set()
+        tools = {"moekit_bench"} if file.name.startswith(("tune", "search")) else set()
         for line, module in imports(file):
             package = module.split(".")[0]
             if package.startswith("moekit") and package not in own | SHARED | tools:

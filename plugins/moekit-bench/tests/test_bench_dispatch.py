@@ -13,7 +13,7 @@ import pytest
 import torch
 from moekit_bench import report
 from moekit_bench.dispatch import measure_dispatch
-from moekit_bench.ranks import Task
+from moekit_bench.ranks import Task, on_rank
 from moekit_bench.records import Cell, Run, Settings, merge
 from moekit_bench.timer import first_fault, from_all_ranks
 
@@ -86,9 +86,10 @@ def problem_for(ranks, **changes):
     return MoEProblem(**{**values, **changes})
 
 
-def task_of(spec, problem, tokens):
+def measured(pool, spec, problem, tokens):
     cell = Cell(shape="", scheme=problem.quant.name, routing="uniform", tokens=tokens)
-    return Task(spec, problem, cell, Settings(inputs=2, replays=1))
+    task = Task(spec, problem, cell, Settings(inputs=2, replays=1))
+    return merge([result for (result,) in pool.run(on_rank, measure_dispatch, task)])
 
 
 def run(capsys, *argv: str) -> tuple[int, str, str]:
@@ -136,16 +137,6 @@ def test_wrong_failing_and_refused(capsys, tmp_path, bad_ones):
     assert "- narrow: dtype bfloat16" in out
 
 
-def test_all_that_move_tokens_by_default(capsys, tmp_path):
-    file = tmp_path / "run.json"
-    assert run(capsys, "--tokens", "2", "--json", str(file))[0] == 0
-    data = json.loads(file.read_text())
-    seen = {r["name"] for r in data["cells"][0]["results"]}
-    seen |= {r["name"] for r in data["refused"]}
-    moving = {s.name for s in moekit.registry().dispatchers.values() if s.moves_tokens}
-    assert seen == moving and "naive" in seen and "local" not in seen
-
-
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
@@ -169,7 +160,7 @@ def test_wrong_questions(capsys, argv, text):
 @pytest.mark.parametrize("quant", ["fp8_tensor", "fp8_tensor_static", "int8_channel_token"])
 def test_outputs_are_compared_with_the_tokens_that_were_sent(pool, quant):
     spec = moekit.registry().dispatcher("naive")
-    result = merge(pool.run(measure_dispatch, task_of(spec, problem_for(2, quant=quant), 7)))
+    result = measured(pool, spec, problem_for(2, quant=quant), 7)
     assert result.right and result.error < 1e-2
 
 
@@ -177,9 +168,9 @@ def test_output_that_is_not_written_is_wrong(pool):
     spec = replace(
         moekit.registry().dispatcher("naive"), name="bad", target=f"{__name__}:Forgetting"
     )
-    result = merge(pool.run(measure_dispatch, task_of(spec, problem_for(2), 7)))
+    result = measured(pool, spec, problem_for(2), 7)
     assert not result.right and result.error is None
-    assert str(result).endswith("us, wrong (error not finite)")
+    assert str(result).endswith("us, wrong: error not finite")
     cell = Cell(shape="x", scheme="none", routing="uniform", tokens=7, results=(result,))
     run = Run(mode="dispatch", device={"name": "d"}, settings=Settings(inputs=1, replays=1),
               cells=(cell,))  # fmt: skip
@@ -189,17 +180,17 @@ def test_output_that_is_not_written_is_wrong(pool):
 def test_rows_by_hand(pool):
     """With K = E every token goes to every rank once, however many experts the rank has."""
     spec = moekit.registry().dispatcher("naive")
-    result = merge(pool.run(measure_dispatch, task_of(spec, problem_for(2, top_k=8), 5)))
+    result = measured(pool, spec, problem_for(2, top_k=8), 5)
     assert result.link_rows == 5
 
 
-def test_under_torchrun(tmp_path):
+def test_under_torchrun_all_that_move_tokens(tmp_path):
     """If another program started the ranks, the first one alone writes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     file = tmp_path / "run.json"
-    options = ["--dispatchers", "naive", "--tokens", "3", "--json", str(file)]
+    options = ["--tokens", "3", "--json", str(file)]
     command = [sys.executable, "-m", "moekit", "bench", "--dispatch", *FAST, *options]
     ranks = [
         subprocess.Popen(
@@ -223,16 +214,16 @@ def test_under_torchrun(tmp_path):
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
     assert "# moekit bench, dispatch" in outputs[0][0] and outputs[1][0] == ""
     data = json.loads(file.read_text())
-    assert data["ranks"] == 2 and data["cells"][0]["results"][0]["right"]
+    results, refused = data["cells"][0]["results"], {r["name"] for r in data["refused"]}
+    assert data["ranks"] == 2 and all(r["right"] for r in results)
+    moving = {s.name for s in moekit.registry().dispatchers.values() if s.moves_tokens}
+    assert {r["name"] for r in results} | refused == moving and "naive" in moving - refused
 
 
 def told_by_ranks(rank, world_size):
-    """Return what all ranks send to this one while torch has no numpy."""
-    torch.Tensor.numpy = None  # this process's alone, which ends with the test
     return from_all_ranks("a longer text" * rank), first_fault("" if rank == 0 else "it broke")
 
 
-def test_ranks_tell_each_other_without_numpy():
-    with RankPool(2) as ranks:
-        for texts, fault in ranks.run(told_by_ranks):
-            assert texts == ["", "a longer text"] and fault == "it broke"
+def test_ranks_tell_each_other(pool):
+    for texts, fault in pool.run(told_by_ranks):
+        assert texts == ["", "a longer text"] and fault == "it broke"

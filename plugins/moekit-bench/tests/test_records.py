@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 
-from moekit_bench import Result, Table, Timing
+from moekit_bench import Result, Table
 from moekit_bench.records import Cell, Run, Settings, merge
 
 
 def rank(us: float, error: float, nbytes: int) -> Result:
-    timing = Timing(None, us, None, (us - 1, us + 1))
-    return Result.of(timing, error, 0.5, name="a", link_rows=us, buffer_bytes=nbytes)
+    timed = Result(name="a", us=us, eager_us=us, spread_us=(us - 1, us + 1))
+    return timed.judged(error, 0.5, link_rows=us, buffer_bytes=nbytes)
 
 
 def test_ranks_become_one_record() -> None:
@@ -20,13 +20,14 @@ def test_ranks_become_one_record() -> None:
     assert (merged.us, merged.spread_us, merged.link_rows) == (20, (9, 61), 30)
     assert (merged.error, merged.right, merged.buffer_bytes) == (0.9, False, 9)
     assert merged.graph_us is None and merged.name == "a"
-    lost = merge([rank(10, 0.1, 7), rank(10, math.nan, 7)])
+    assert merged.reason == "wrong: error 9.0e-01"
+    lost = merge([rank(10, 0.1, 7), rank(10, math.inf, 7)])
     assert lost.error is None and not lost.right
 
 
 def test_a_file_has_no_nan_and_no_fields_that_do_not_apply(tmp_path) -> None:
     cell = Cell(shape="x", scheme="none", routing="uniform", tokens=1,
-                results=(rank(5, math.nan, 1),))  # fmt: skip
+                results=(rank(5, math.inf, 1),))  # fmt: skip
     run = Run(mode="layers", device={"name": "d"}, settings=Settings(inputs=1, replays=1),
               cells=(cell,))  # fmt: skip
     run.write(tmp_path / "run.json")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from moekit_bench import Result, Timing, experts
-from tuned_tables import PROBLEM, fakes, make_table, no_tables, write_table
+from moekit_bench import Result, experts
+from tuned_tables import PROBLEM, fakes, no_tables
 
 import moekit
 from moekit.backends.torch_experts import TorchExperts
@@ -54,7 +54,6 @@ class Cells:
         self.seen: list[tuple[int, list[str]]] = []
         self.stop_after = 10**9
         self.wrong: set[str] = set()
-        self.auto: Callable[[int], float] = lambda t: min(CURVES[n](t) for n in ("flat", "steep"))
 
     def __call__(self, case, calls, **options) -> dict[str, Result]:
         if len(self.seen) == self.stop_after:
@@ -63,10 +62,9 @@ class Cells:
         return {name: self.result(name, case.tokens) for name in calls}
 
     def result(self, name: str, tokens: int) -> Result:
-        if (us := {**CURVES, "auto": self.auto}.get(name)) is None:
+        if (us := CURVES.get(name)) is None:
             return Result(name=name, reason="RuntimeError: on purpose")
-        timing = Timing(None, us(tokens), None, (1.0, 1.0))
-        return Result.of(timing, float(name in self.wrong), 0.5, name=name)
+        return Result(name=name, us=us(tokens)).judged(float(name in self.wrong), 0.5)
 
 
 @pytest.fixture
@@ -197,8 +195,7 @@ def test_where_the_table_goes(cells: Cells, tmp_path: Path, capsys, monkeypatch,
         ["--select", "--shapes", "nothing"],
         ["--select", "--tokens", "0"],
         ["--select", "--output", "/dev/null/x.json"],
-        ["--select", "--markdown", "/dev/null/x.md"],
-        ["--regret", "--quant", "fp9"],
+        ["--select", "--quant", "fp9"],
         ["flat", "--fast"],
         ["nobody"],
     ],
@@ -231,8 +228,7 @@ def test_errors_say_what_to_do(capsys, argv: list[str], said: str) -> None:
 
 @pytest.mark.parametrize(
     "argv",
-    [["--select", "--regret"], ["--select", "--frob"], ["--select", "--ep", "two"],
-     ["--select", "--seconds", "soon"], ["--limit=much"]],
+    [["--select", "--frob"], ["--select", "--ep", "two"], ["--select", "--seconds", "soon"]],
 )  # fmt: skip
 def test_bad_arguments(capsys, argv: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -305,32 +301,3 @@ def test_the_time_is_shared_and_what_is_left_is_continued(
     assert code == 1 and "the time is over; 2 of 4 cells are left" in err
     code, _, err = run(capsys, "--select", "--seconds", "100")
     assert code == 0 and "2 cells to measure" in err
-
-
-# -- tune --regret -----------------------------------------------------------------------------
-
-
-def test_regret_of_a_fresh_measurement(cells: Cells, tuned: Path, capsys) -> None:
-    write_table(tuned / "x.json", make_table({"flat": (10, 0.2), "steep": (1, 0.7)}))
-    code, out, _ = run(capsys, "--regret")
-    assert code == 0 and "worst regret 0.0 %; 0 above 5 %." in out
-    rows = [line.split(" | ") for line in out.splitlines() if line.startswith("| ")][1:]
-    assert [row[-3] for row in rows] == ["steep", "steep", "steep", "flat"]
-    assert all(names[0] == "auto" and len(names) == 4 for _, names in cells.seen)
-    cells.auto = lambda t: 1.08 * CURVES["steep"](t)
-    code, out, _ = run(capsys, "--regret")
-    assert code == 1 and "| 16 |" in out and "| steep | 7.522 | 8.0 % |" in out
-    assert "4 above 5 %." in out
-    assert run(capsys, "--regret", "--limit", "1000")[0] == 0
-
-
-def test_without_a_table_the_choice_loses(cells: Cells, tuned: Path, capsys) -> None:
-    cells.auto = CURVES["flat"]
-    code, out, _ = run(capsys, "--regret", "--experts", "flat,steep")
-    assert code == 1 and "| flat | 10 | 900.0 % |" in out and "worst regret 900.0 %" in out
-
-
-def test_a_choice_that_has_no_time_is_above_every_limit(cells: Cells, capsys) -> None:
-    cells.wrong = {"auto"}
-    code, out, _ = run(capsys, "--regret", "--limit", "1e9")
-    assert code == 1 and "| flat | – | – |" in out and "4 above" in out

@@ -1,19 +1,19 @@
 """Benchmarks of moekit's backends, and the tuner that fills its tables.
 
-`python -m moekit bench` and `python -m moekit tune` are its commands. From Python, `measure` times
-a single call, and `run_cell` checks and times several in turns. docs/bench.md says how times are
-taken.
+`python -m moekit bench` and `python -m moekit tune` are its commands. From Python, `Prepared.time`
+times a single call, and `run_cell` checks and times several in turns. docs/bench.md says how times
+are taken.
 """
 
 from __future__ import annotations
 
 from .experts import Case, run_cell
 from .implementations import KernelCall, Unavailable
-from .limits import Ceilings, Work, known_ceilings, limit_us, work
-from .records import Result
+from .limits import Work, known_ceilings, limit_us, work
+from .records import Ceilings, Result
 from .report import Table
 from .shapes import SHAPES, inputs, random_weights, shape
-from .timer import Prepared, Timer, Timing, measure, take_turns
+from .timer import Prepared, Timer, take_turns
 
 __all__ = [
     "SHAPES",
@@ -24,13 +24,11 @@ __all__ = [
     "Result",
     "Table",
     "Timer",
-    "Timing",
     "Unavailable",
     "Work",
     "inputs",
     "known_ceilings",
     "limit_us",
-    "measure",
     "random_weights",
     "run_cell",
     "shape",

@@ -7,53 +7,38 @@ round trip is one after the other.
 
 from __future__ import annotations
 
-import math
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from moekit.plugin import (
-    Dispatched,
-    DispatcherSpec,
-    MoEProblem,
-    PrepareAndFinalize,
-    partition,
-    quant,
-)
+from moekit.plugin import Dispatched, MoEProblem, PrepareAndFinalize, partition, quant
 
-from . import report
 from .experts import relative_error
-from .ranks import RanksSweep, Task, cause, destroy_made, local_device, made_once
-from .records import Cell, Result, merge
-from .timer import Prepared, Timer, time_one
+from .ranks import Task, local_device, made_once
+from .records import Result
+from .timer import Prepared, Timer
 
 # Each rank adds one rounding of its part, and the sum is rounded; quantization is not counted.
 _BOUND = 2e-2
 
 
-def measure_dispatch(rank: int, world_size: int, task: Task) -> Result:
-    """Return this rank's measurements. Collective."""
-    problem = task.problem_of(rank)
+def measure_dispatch(problem: MoEProblem, task: Task) -> list[Result]:
+    """Return this rank's measurements, in a list of one. Collective."""
     dispatcher = made_once(task, problem, "", lambda: task.spec.load()(task.spec, problem))
-    try:
-        with torch.inference_mode():
-            return _RoundTrips(dispatcher, task, rank).measure()
-    except Exception:  # its state is unknown
-        destroy_made()
-        raise
+    return [_RoundTrips(dispatcher, task).measure()]
 
 
 class _RoundTrips:
     """One rank's dispatcher and inputs."""
 
-    def __init__(self, dispatcher: PrepareAndFinalize, task: Task, rank: int) -> None:
+    def __init__(self, dispatcher: PrepareAndFinalize, task: Task) -> None:
         self.dispatcher, self.task, self.problem = dispatcher, task, dispatcher.problem
         self.device = local_device(self.problem.device.type)
         self.timer = Timer(self.device, ranks=True)
         self.graph_safe = task.spec.graph_safe
-        made = task.inputs_of(rank, self.device)
+        made = task.inputs_of(self.problem.parallel.ep_rank, self.device)
         dtype = torch.int64 if task.spec.ids_dtype == "int64" else torch.int32
         self.inputs = [(x, replace(r, topk_ids=r.topk_ids.to(dtype))) for x, r in made]
         self.sent = [self._quantized(x) for x, _ in made]
@@ -68,16 +53,14 @@ class _RoundTrips:
         error = max(self._error(index) for index in range(len(self.inputs)))
         indices = [(index,) for index in range(len(self.inputs))]
         prepared = Prepared(self, indices, self.device, timer=self.timer)
-        timing = time_one(prepared, task.settings.replays)
+        timing = prepared.time(task.settings.replays)
         dispatch, combine = self._phases(timing.host_us or 0.0)
         q, scale = self.sent[0]
         scales = 0 if scale is None else scale.shape[1] * scale.itemsize
         out = self.outs[0]
-        return Result.of(
-            timing,
+        return timing.judged(
             error,
             _BOUND,
-            name=task.spec.name,
             dispatch_us=statistics.median(dispatch),
             combine_us=statistics.median(combine),
             link_rows=self._link_rows(),
@@ -155,8 +138,7 @@ class _RoundTrips:
         out = self._combine(index, tokens, y.to(self.problem.dtype))
         _, routing = self.inputs[index]
         want = self._dequantized(*self.sent[index]) * routing.topk_weights.sum(1, keepdim=True)
-        error = relative_error(out, torch.arange(out.shape[0], device=out.device), want)
-        return math.inf if math.isnan(error) else error
+        return relative_error(out, torch.arange(out.shape[0], device=out.device), want)
 
     def _dequantized(self, x: Tensor, scale: Tensor | None) -> Tensor:
         activation = self.problem.quant.activation
@@ -175,21 +157,3 @@ class _RoundTrips:
             hits = (((ids >= held.start) & (ids < held.stop)).any(dim=1) for held in shares)
             counts.append(sum(int(hit.sum()) for hit in hits))
         return statistics.fmean(counts)
-
-
-# -- the sweep --------------------------------------------------------------------------------
-
-
-@dataclass(kw_only=True)
-class DispatchSweep(RanksSweep):
-    mode = "dispatch"
-
-    def report(self) -> str:
-        return report.markdown(self.run)
-
-    def results(self, spec: DispatcherSpec, problem: MoEProblem, cell: Cell) -> list[Result]:
-        task = Task(spec, problem, cell, self.settings)
-        try:
-            return [merge(self.on_ranks(measure_dispatch, task))]
-        except Exception as error:
-            return [Result(name=spec.name, reason=cause(error))]

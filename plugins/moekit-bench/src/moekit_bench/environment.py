@@ -15,9 +15,9 @@ import torch
 
 import moekit
 from moekit.errors import MoekitError
-from moekit.plugin import DeviceSpec, DispatcherSpec, ExpertsSpec, registry
+from moekit.plugin import DeviceSpec, registry
 
-from .implementations import Implementation
+from .records import IN_MODE
 
 _owners = functools.cache(importlib.metadata.packages_distributions)
 
@@ -29,10 +29,13 @@ def command(*words: str) -> str:
     return shlex.join([*variables, "python", "-m", "moekit", *words])
 
 
-def versions(
-    implementations: Iterable[Implementation] = (), dispatchers: Iterable[DispatcherSpec] = ()
-) -> dict[str, str]:
-    """Return the versions of everything that can change a time, except what is not installed."""
+def versions(backends: Iterable[str], libraries: Iterable[str] = ()) -> dict[str, str]:
+    """Return the versions of everything that can change a time, except what is not installed.
+
+    Args:
+        backends: Names of dispatchers and experts.
+        libraries: Further names with versions, such as "quack 0.2.1".
+    """
     found = {
         "moekit": moekit.__version__,
         "python": platform.python_version(),
@@ -41,29 +44,22 @@ def versions(
     with suppress(importlib.metadata.PackageNotFoundError):
         found["triton"] = importlib.metadata.version("triton")
     found["cuda"] = torch.version.cuda or ""
-    # An implementation names its distribution: "moekit-triton 0.1.0".
-    for text in sorted({i.version for i in implementations if i.version and not i.left_out}):
+    for text in libraries:
         name, _, version = text.rpartition(" ")
         found.setdefault(name, version)
-    names = {spec.name for spec in dispatchers}
+    names = {name.removesuffix(IN_MODE) for name in backends}
     for plugin in registry().plugins:
-        if names & {spec.name for spec in plugin.dispatchers} and plugin.distribution != "moekit":
+        if names & {spec.name for spec in (*plugin.dispatchers, *plugin.experts)}:
             found[plugin.distribution] = plugin.version
     return {name: version for name, version in found.items() if version}
 
 
-def made_with(
-    implementation: Implementation,
-    experts: ExpertsSpec | None,
-    dispatcher: DispatcherSpec | None = None,
-) -> str:
+def made_with(dispatcher: str, experts: str) -> str:
     """Return what a time depends on, with versions: torch, triton, CUDA, plugins and the libraries
     that they require or that a backend's class names in ``libraries()`` (name -> version)."""
-    found = versions([implementation], [] if dispatcher is None else [dispatcher])
+    found = versions([dispatcher, experts])
     del found["python"]
-    for spec in (dispatcher, experts):
-        if spec is None:
-            continue
+    for spec in (registry().dispatcher(dispatcher), registry().expert(experts)):
         for name in {required.partition(".")[0] for required in spec.requires}:
             for distribution in _owners().get(name, ()):
                 found[distribution] = importlib.metadata.version(distribution)
@@ -76,8 +72,8 @@ def about(
     command: str,
     device: torch.device,
     spec: DeviceSpec,
-    implementations: Iterable[Implementation] = (),
-    dispatchers: Iterable[DispatcherSpec] = (),
+    backends: Iterable[str],
+    libraries: Iterable[str] = (),
 ) -> dict[str, Any]:
     """Return the fields of a `Run` that say how and with what it was made."""
     facts: dict[str, Any] = {
@@ -93,6 +89,6 @@ def about(
         facts["memory_bytes"] = found.total_memory
     return {
         "command": command,
-        "versions": versions(implementations, dispatchers),
+        "versions": versions(backends, libraries),
         "device": facts,
     }

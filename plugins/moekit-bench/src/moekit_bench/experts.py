@@ -5,20 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from moekit.errors import MoekitError
-from moekit.plugin import DeviceSpec, ExpertWeights, MoEProblem, Routing, reason_of
+from moekit.plugin import DeviceSpec, ExpertWeights, MoEProblem, Routing
 
-from . import report
 from .environment import about
 from .implementations import Implementation, KernelCall
 from .internals import DTYPES, benchmark_bound, oracle
-from .limits import Ceilings, Work, bytes_per_expert, limit_us, work
-from .records import BASELINE, Cell, Result, Run, copied_share
+from .limits import Work, bytes_per_expert, limit_us, work
+from .records import BASELINE, Ceilings, Cell, Result, Run, copied_share
 from .shapes import Inputs, Shape, inputs, random_weights
 from .sweep import Sweep
 from .timer import Call, Prepared, attempt, release, take_turns
@@ -91,18 +90,14 @@ def run_cell(
         for name, call in calls.items():
             _, reason = attempt(device, prepare, name, call)
             results[name] = Result(name=name, reason=reason)
-        timings = take_turns(ready, replays, host=host)
+        results |= take_turns(ready, replays, host=host)
     ready.clear()
     release(device)
     bound = benchmark_bound(case.problem)
-    for name, timing in timings.items():
-        if isinstance(timing, Exception):
-            results[name] = Result(name=name, reason=reason_of(timing))
-        else:
-            error = errors[name]
-            wrong = "" if error <= bound else f"wrong: error {error:.1e}"
-            results[name] = Result.of(timing, error, bound, name=name, reason=wrong)
-    return results
+    return {
+        name: result if result.us is None else result.judged(errors[name], bound)
+        for name, result in results.items()
+    }
 
 
 def _cache_bytes(device: torch.device) -> int:
@@ -143,9 +138,13 @@ class ExpertsSweep(Sweep):
             for shape in self.shapes
             for q in self.schemes
         }
-        facts = about(self.command, self.device, spec, self.implementations)
+        libraries = [i.version for i in self.implementations if i.version]
+        facts = about(self.command, self.device, spec, names, libraries)
         self.run = Run(mode="experts", **facts, settings=s, ceilings=self.ceilings)
-        self.cells = self.all_cells(shape.name for shape in self.shapes)
+        self.cells = [
+            Cell(shape=shape.name, scheme=q, routing=r, tokens=t)
+            for shape, q, r, t in product(self.shapes, self.schemes, self.routings, self.tokens)
+        ]
         self._group = ("", "")
         self._weights: ExpertWeights | None = None
         self._calls: dict[str, Call] = {}
@@ -154,15 +153,6 @@ class ExpertsSweep(Sweep):
     def succeeded(self) -> bool:
         """Return whether every measured cell has a right result."""
         return all(any(r.right for r in cell.results) for cell in self.run.cells)
-
-    def choices(self) -> list[report.Choice]:
-        """Return what `moekit.compose` would choose now in each measured cell."""
-        dispatcher = self.settings.dispatcher or "local"
-        cells = self.run.cells
-        return [report.of_experts(self.problems[c.shape, c.scheme], dispatcher, c) for c in cells]
-
-    def report(self) -> str:
-        return report.markdown(self.run)
 
     def measure_cell(self, cell: Cell) -> Cell | None:
         if (cell.shape, cell.scheme) != self._group:
@@ -189,12 +179,12 @@ class ExpertsSweep(Sweep):
             return
         self._weights = weights
         for each in self.implementations:
-            call: Any = None
-            reason = each.left_out
             if problem.parallel.ep_size > 1 and each.kind == BASELINE:
-                reason = reason or "--ep: adapters are not told which experts are other ranks'"
-            if not reason:
-                call, reason = attempt(self.device, each.make, problem, weights, self.device)
+                self.refuse(
+                    each.name, "--ep: adapters are not told which experts are other ranks'", cell
+                )
+                continue
+            call, reason = attempt(self.device, each.make, problem, weights, self.device)
             if reason:
                 self.refuse(each.name, reason, cell)
             else:
@@ -249,14 +239,14 @@ def oracle_rows(
 
 
 def relative_error(got: Tensor, rows: Tensor, want: Tensor) -> float:
-    """Return ||got - want|| / ||want|| over ``rows``, or NaN if ``got`` has an element that is not
+    """Return ||got - want|| / ||want|| over ``rows``, infinite if an element of ``got`` is not
     finite.
 
     Where ``want`` is zero, because no choice of these tokens is on this rank, the error is 0 for an
     output of zeros and infinite for any other.
     """
     if got.shape[1:] != want.shape[1:] or not bool(torch.isfinite(got).all()):
-        return math.nan
+        return math.inf
     difference = (got[rows].float() - want).norm()
     if not bool(want.any()):
         return math.inf if bool(difference) else 0.0

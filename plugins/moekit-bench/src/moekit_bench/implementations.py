@@ -52,14 +52,13 @@ class Implementation:
     """An implementation of the experts block.
 
     kind: `BACKEND`, `INVARIANT` or `BASELINE`. make: returns the call to time, or raises with the
-    reason why it cannot. left_out: why it is not measured, if it is not.
+    reason why it cannot. version: of a baseline's library.
     """
 
     name: str
     kind: str
     make: Callable[[MoEProblem, ExpertWeights, torch.device], Call]
     version: str = ""
-    left_out: str = ""
 
 
 def beside(names: Sequence[str]) -> list[str]:
@@ -74,24 +73,18 @@ def asked_of(name: str, problem: MoEProblem) -> tuple[str, MoEProblem]:
     return name.removesuffix(IN_MODE), problem.replace(batch_invariant=True)
 
 
-def backends(names: Sequence[str] | None = None, dispatcher: str = "local") -> list[Implementation]:
-    """Return the named experts backends, or all of them, behind ``dispatcher``.
+def backends(names: Sequence[str], dispatcher: str = "local") -> list[Implementation]:
+    """Return the named experts backends behind ``dispatcher``.
 
     They share one workspace. A name may be a composite's, or ``auto`` for what `moekit.compose`
-    chooses, and end with `IN_MODE` for batch-invariant mode. Backends of negative priority, such
-    as the oracle, are left out unless they are named.
+    chooses, and end with `IN_MODE` for batch-invariant mode.
 
     Raises:
         UnknownBackend, NameClash: A name means nothing, or too much.
     """
     known, workspace = registry(), Workspace()
-    versions = {
-        spec.name: f"{plugin.distribution} {plugin.version}"
-        for plugin in known.plugins
-        for spec in plugin.experts
-    }
 
-    def backend(name: str, left_out: str = "") -> Implementation:
+    def backend(name: str) -> Implementation:
         def make(problem: MoEProblem, weights: ExpertWeights, device: torch.device) -> Call:
             base, problem = asked_of(name, problem)
             experts = None if base == AUTO else base
@@ -100,19 +93,17 @@ def backends(names: Sequence[str] | None = None, dispatcher: str = "local") -> l
             )
             return KernelCall(kernel, kernel.pack(weights))
 
-        base, kind = name.removesuffix(IN_MODE), INVARIANT if name.endswith(IN_MODE) else BACKEND
-        return Implementation(name, kind, make, versions.get(base, ""), left_out)
+        return Implementation(name, INVARIANT if name.endswith(IN_MODE) else BACKEND, make)
 
-    if names is not None:
-        for name in names:
-            if (base := name.removesuffix(IN_MODE)) != AUTO:
-                find_experts(base, known)
-        return [backend(name) for name in names]
-    unnamed = "priority {}: only when named in --experts"
-    return [
-        backend(spec.name, unnamed.format(spec.priority) if spec.priority < 0 else "")
-        for spec in known.experts.values()
-    ]
+    for name in names:
+        if (base := name.removesuffix(IN_MODE)) != AUTO:
+            find_experts(base, known)
+    return [backend(name) for name in names]
+
+
+def unnamed() -> list[str]:
+    """Return the experts backends that are measured without being named."""
+    return [spec.name for spec in registry().experts.values() if spec.priority >= 0]
 
 
 def baselines(paths: Sequence[str], only: Sequence[str] | None = None) -> list[Implementation]:

@@ -11,8 +11,6 @@ from moekit.problem.tolerance import benchmark_bound as benchmark_bound
 from moekit.selection.judge import find_experts as find_experts
 from moekit.selection.tuned import table as table
 from moekit.selection.tuned import user_path as user_path
-from moekit.selection.tuned.plan import serving as serving
-from moekit.selection.tuned.plan import split as split
 from moekit.selection.tuned.table import Key as Key
 from moekit.selection.tuned.table import Record as Record
 from moekit.selection.tuned.table import Table as Table

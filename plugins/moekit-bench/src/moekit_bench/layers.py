@@ -6,9 +6,8 @@ holds all experts: each rank computes the oracle's sum over its own experts, and
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,30 +26,22 @@ from moekit.plugin import (
     registry,
 )
 
-from . import report
 from .experts import oracle_rows, relative_error, sampled_rows
-from .implementations import asked_of, backends
-from .internals import benchmark_bound, find_experts
-from .ranks import RanksSweep, Task, cause, destroy_made, local_device, made_once
-from .records import Cell, Result, combination, copied_share, merge
+from .implementations import KernelCall, asked_of
+from .internals import benchmark_bound
+from .ranks import Task, local_device, made_once
+from .records import Result, copied_share
 from .shapes import random_weights
-from .timer import Prepared, Timer, first_fault, from_all_ranks, release, time_one
+from .timer import Prepared, Timer, first_fault, release
 
 # Tokens of each rank that are compared with the oracle.
 _CHECKED = 8
-# Beyond this many seconds, turns of one kind are cut short to two.
-_SECONDS_A_KIND = 0.4
 
 
-def measure_layers(rank: int, world_size: int, task: Task) -> list[Result]:
+def measure_layers(problem: MoEProblem, task: Task) -> list[Result]:
     """Return this rank's measurements of each of the experts. Collective."""
-    try:
-        with torch.inference_mode():
-            mine = _Layers(task.problem_of(rank), task)
-            return [mine.measure(experts) for experts in task.experts]
-    except Exception:  # the state of the kernels is unknown
-        destroy_made()
-        raise
+    mine = _Layers(problem, task)
+    return [mine.measure(experts) for experts in task.experts]
 
 
 @dataclass
@@ -107,7 +98,6 @@ class _Layers:
     # -- one combination ----------------------------------------------------------------------
 
     def measure(self, experts: str) -> Result:
-        failed = _named(self.task.spec.name, experts)
         kernel: moekit.ModularKernel | None = None
         try:
             kernel = made_once(self.task, self.problem, experts, lambda: self._composed(experts))
@@ -118,10 +108,10 @@ class _Layers:
             reason = reason_of(failure)
         try:
             if reason := first_fault(reason):
-                return Result(**failed, reason=reason)
+                return Result(reason=reason)
             assert kernel is not None
             result = self._times(kernel, packed)
-            return replace(result, **failed, copied=copied, stated_bytes=memory.total)
+            return replace(result, copied=copied, stated_bytes=memory.total)
         finally:
             if kernel is not None:  # the next combination needs the memory
                 kernel.workspace = Workspace()
@@ -139,29 +129,17 @@ class _Layers:
         )
 
     def _times(self, kernel: moekit.ModularKernel, packed: PackedWeights) -> Result:
-        def call(x: Tensor, routing: Routing) -> Tensor:
-            return kernel(x, packed, routing)
-
         with kernel.experts.tuning():
-            for each in self.inputs:
-                call(*each)
-        prepared = Prepared(call, self.inputs, self.device, graph=False, timer=self.timer)
-        replays = self._replays(self.timer.eager_us(prepared.all_calls))
-        error = self._error(prepared.output)
-        unsafe = [s.name for s in (kernel.dispatcher.spec, kernel.experts.spec) if not s.graph_safe]
-        if unsafe and self.device.type == "cuda":
-            prepared.note = f"{unsafe[0]}: declared not graph-safe"
-        else:
-            prepared.capture()
-        if prepared.graph is not None:
-            error = max(error, self._error(prepared.first_output()))
-        timing = time_one(prepared, replays)
-        bound, held = benchmark_bound(self.problem), kernel.dispatcher.buffer_bytes()
-        return Result.of(timing, error, bound, buffer_bytes=held)
-
-    def _error(self, out: Tensor) -> float:
-        error = relative_error(out, self.rows, self.want)
-        return math.inf if math.isnan(error) else error
+            for x, routing in self.inputs:
+                kernel(x, packed, routing)
+        one = KernelCall(kernel, packed)
+        call: Any = partial(KernelCall.__call__, one)  # without its warm-up for smaller calls
+        call.graph_safe = one.graph_safe
+        prepared = Prepared(call, self.inputs, self.device, timer=self.timer)
+        error = relative_error(prepared.first_output(), self.rows, self.want)
+        held = kernel.dispatcher.buffer_bytes()
+        timed = prepared.time(self.task.settings.replays)
+        return timed.judged(error, benchmark_bound(self.problem), buffer_bytes=held)
 
     def _packed(self, experts: str, kernel: moekit.ModularKernel) -> tuple[PackedWeights, float]:
         """Return the packed weights, made once for all dispatchers, and what they copy."""
@@ -173,24 +151,9 @@ class _Layers:
     def _too_large(self, nbytes: int) -> str:
         if self.device.type != "cuda":
             return ""
+        release(self.device)
         free, _ = torch.cuda.mem_get_info(self.device)
-        if nbytes > free:
-            release(self.device)
-            free, _ = torch.cuda.mem_get_info(self.device)
-        if nbytes <= free:
-            return ""
-        return f"needs {nbytes / 1e9:.0f} GB, {free / 1e9:.0f} are free"
-
-    def _replays(self, us: float) -> int:
-        """Return the turns that fit the time, by the slowest rank. Collective."""
-        slowest = max(*from_all_ranks(us), 1.0)
-        return max(2, min(self.task.settings.replays, int(_SECONDS_A_KIND * 1e6 / slowest)))
-
-
-def _named(dispatcher: str, experts: str) -> dict[str, Any]:
-    """Return the fields of a result that name its combination."""
-    name = combination(dispatcher, experts)
-    return {"name": name, "dispatcher": dispatcher, "experts": experts}
+        return "" if nbytes <= free else f"needs {nbytes / 1e9:.0f} GB, {free / 1e9:.0f} are free"
 
 
 def _backends(spec: DispatcherSpec) -> moekit.Registry:
@@ -207,53 +170,3 @@ def _gathered(mine: Tensor) -> list[Tensor]:
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(every, mine.contiguous())
     return every
-
-
-# -- the sweep --------------------------------------------------------------------------------
-
-
-@dataclass(kw_only=True)
-class LayersSweep(RanksSweep):
-    """Every dispatcher with every experts backend.
-
-    wanted: (problem, dispatcher, experts) -> whether to measure.
-    """
-
-    experts: Sequence[str]
-    wanted: Callable[[MoEProblem, str, str], bool] = lambda *_: True
-    mode = "layers"
-
-    def __post_init__(self) -> None:
-        if not self.experts:
-            raise moekit.MoekitError("nothing to measure: name --experts")
-        self.implementations = backends(self.experts)
-        super().__post_init__()
-
-    def choices(self) -> list[report.Choice]:
-        """Return what `moekit.compose` would choose now in each measured cell."""
-        return [report.of_layer(self.problem(c.scheme, c.tokens), c) for c in self.run.cells]
-
-    def report(self) -> str:
-        return report.markdown(self.run, self.choices())
-
-    def results(self, spec: DispatcherSpec, problem: MoEProblem, cell: Cell) -> list[Result]:
-        names = []
-        for name in self.experts:
-            base, asked = asked_of(name, problem)
-            if why := spec.unsupported(asked) or find_experts(base, registry()).unsupported(asked):
-                self.refuse(combination(spec.name, name), "; ".join(why), cell, cell.tokens)
-            elif self.wanted(problem, spec.name, name):
-                names.append(name)
-        return self._measured(spec, problem, cell, names) if names else []
-
-    def _measured(
-        self, spec: DispatcherSpec, problem: MoEProblem, cell: Cell, names: Sequence[str]
-    ) -> list[Result]:
-        task = Task(spec, problem, cell, self.settings, tuple(names))
-        try:
-            ranks = self.on_ranks(measure_layers, task)
-            return [merge(results) for results in zip(*ranks, strict=True)]
-        except Exception as error:
-            if len(names) > 1:  # which of them it was, and the others' times
-                return [r for n in names for r in self._measured(spec, problem, cell, [n])]
-            return [Result(**_named(spec.name, names[0]), reason=cause(error))]

@@ -18,21 +18,11 @@ from torch import Tensor
 
 from moekit.plugin import ExpertWeights, MoEProblem
 
+from .records import Ceilings
 from .shapes import Inputs
 from .timer import Timer
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "fp8"}
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """The rates that a device was measured to reach.
-
-    flops: FLOP/s by arithmetic (bf16, fp8, ...). read: memory read bandwidth in bytes/s.
-    """
-
-    flops: dict[str, float]
-    read: float
 
 
 # By the start of torch's device name; of 8192^3 matmuls. int8 is taken to be what fp8 is, as the
@@ -102,10 +92,9 @@ def limit_us(done: Work, problem: MoEProblem, ceilings: Ceilings | None) -> floa
     return 1e6 * max(done.flop / ceilings.flops[arithmetic(problem)], done.bytes / ceilings.read)
 
 
-def measure_ceilings(device: torch.device, size: int = 0, read_bytes: int = 0) -> Ceilings:
-    """Measure the ceilings by square matmuls of ``size`` rows and a sum over ``read_bytes``."""
-    on_cpu = device.type == "cpu"
-    size, read_bytes = size or (2048 if on_cpu else 8192), read_bytes or (1 if on_cpu else 8) << 29
+def measure_ceilings(device: torch.device) -> Ceilings:
+    """Measure the ceilings by square matmuls and a sum over memory."""
+    size, read_bytes = (2048, 1 << 29) if device.type == "cpu" else (8192, 8 << 29)
     flops = {}
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
         a = torch.randn(size, size, device=device, dtype=dtype)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from moekit.errors import MoekitError
 from moekit.plugin import SCHEMES
 
-from .internals import DTYPES
+from .internals import DTYPES, SIMULATED
 from .records import Settings
 
 
@@ -23,50 +25,24 @@ def positive(text: str) -> int:
     return number
 
 
-def end(args: argparse.Namespace) -> float | None:
-    """Return when --seconds are over by `time.monotonic`, if they were given."""
-    return None if args.seconds is None else time.monotonic() + args.seconds
-
-
-def add_sweep(
-    parser: argparse.ArgumentParser, *, tokens: str, quant: str, inputs: int, replays: int
-) -> None:
-    """Add the options of every command: over what it sweeps, and how it measures."""
-    add = parser.add_argument
-    schemes = f"of {', '.join(SCHEMES)}; default: %(default)s"
-    add("--tokens", default=tokens, metavar="LIST", help="in a call; default: %(default)s")
-    add("--quant", default=quant, metavar="LIST", help=schemes)
-    add("--dtype", choices=DTYPES, default="bfloat16")
-    add("--device", help="a torch device; default: this machine's accelerator, else its CPU")
-    add(
-        "--inputs", type=positive, default=inputs, metavar="N",
-        help="different inputs and routings that a graph covers; more where their weights fit the "
-        "L2 cache; default: %(default)s",
-    )  # fmt: skip
-    turns = "turns; default: %(default)s"
-    add("--replays", type=positive, default=replays, metavar="N", help=turns)
-    add("--seed", type=int, default=0, metavar="N")
-
-
 def names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def names_if_given(text: str | None) -> list[str] | None:
-    """Return the parts of a list; None if the option was not given."""
-    return None if text is None else names(text)
+def _listed(name: str, known: Collection[str]) -> Callable[[str], list[str]]:
+    """Return the type of option ``name``: a list of names, all of which must be ``known``."""
+
+    def choices(text: str) -> list[str]:
+        found = names(text)
+        if not found or (unknown := [each for each in found if each not in known]):
+            wrong = f"{', '.join(unknown)} is unknown" if found else "nothing is named"
+            raise MoekitError(f"--{name} {text!r}: {wrong}; choose from {', '.join(known)}")
+        return found
+
+    return choices
 
 
-def choices(text: str, known: Collection[str], option: str) -> list[str]:
-    """Return the parts of a list, all of which must be ``known``."""
-    found = names(text)
-    if not found or (unknown := [name for name in found if name not in known]):
-        wrong = f"{', '.join(unknown)} is unknown" if found else "nothing is named"
-        raise MoekitError(f"{option} {text!r}: {wrong}; choose from {', '.join(known)}")
-    return found
-
-
-def numbers(text: str, option: str) -> list[int]:
+def numbers(text: str, option: str = "--tokens") -> list[int]:
     """Return the parts of a list of positive whole numbers."""
     parts = names(text)
     if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
@@ -74,6 +50,85 @@ def numbers(text: str, option: str) -> list[int]:
             f"{option} must be positive whole numbers, such as 1,16,64 (got {text!r})"
         )
     return [int(part) for part in parts]
+
+
+def end(args: argparse.Namespace) -> float | None:
+    """Return when --seconds are over by `time.monotonic`, if they were given."""
+    return None if args.seconds is None else time.monotonic() + args.seconds
+
+
+LAYER_EXPERTS = ("torch", "triton", "triton_batched", "deepgemm", "deepgemm_batched")
+# (type, metavar, help); bool: a flag; list: may be repeated.
+_OPTIONS: Mapping[str, tuple[Any, str, str]] = {
+    "shapes": (names, "LIST", "names (`bench --list-shapes`) or sizes E:K:H:I"),
+    "sizes": (str, "E:K:H", "experts, top-k and hidden size"),
+    "layer": (
+        str, "NAME", "all experts of a layer: a name (`bench --list-shapes`) or sizes E:K:H:I"
+    ),
+    "tokens": (numbers, "LIST", "in a call"),
+    "quant": (_listed("quant", SCHEMES), "LIST", f"of {', '.join(SCHEMES)}"),
+    "routing": (_listed("routing", SIMULATED), "LIST", f"of {', '.join(SIMULATED)}"),
+    "dtype": (str, "NAME", f"of x: {', '.join(DTYPES)}"),
+    "device": (str, "NAME", "of torch; default: this machine's accelerator, else its CPU"),
+    "inputs": (
+        positive, "N", "different inputs and routings that a graph covers; more where their "
+        "weights fit the L2 cache"
+    ),
+    "replays": (positive, "N", "turns"),
+    "seed": (int, "N", "of inputs and weights; default: 0"),
+    "experts": (
+        names, "LIST", "backends; default: every installed one (with --layers those of "
+        f"{', '.join(LAYER_EXPERTS)}); none: ''"
+    ),
+    "dispatcher": (str, "NAME", "what the experts run behind"),
+    "baselines": (
+        list, "PATH", "adapter file or folder of them (benchmarks/baselines); may be repeated"
+    ),
+    "only-baselines": (names, "LIST", "of --baselines, these names only"),
+    "measure-ceilings": (
+        bool, "", "measure the roofline's rates; default: what is known for the device"
+    ),
+    "batch-invariant": (bool, "", "also time each backend in batch-invariant mode"),
+    "list-shapes": (bool, "", "print the named shapes, and stop"),
+    "ep": (
+        positive, "N", "the experts of one of N ranks, for tokens most of whose choices are other "
+        "ranks'; --shapes are whole layers"
+    ),
+    "dispatchers": (names, "LIST", "default: every installed one that moves tokens"),
+    "ranks": (positive, "N", "default: one per GPU; without GPUs 2"),
+    "capacity": (
+        positive, "N", "tokens of a rank that kernels are composed for, if no --tokens are more"
+    ),
+    "seconds": (float, "S", "begin no cell after S seconds; the same `tune` command continues"),
+    "markdown": (Path, "FILE", "the report; default: standard output"),
+    "json": (Path, "FILE", "everything, rewritten after every cell"),
+    "select": (bool, "", "run no tuners: measure, and fill the table"),
+    "output": (
+        Path, "FILE", "the table; default: by device, in MOEKIT_TUNED or the user's cache"
+    ),
+}  # fmt: skip
+_ALL = {"dtype": "bfloat16", "device": None, "seed": 0}
+EXPERTS: Mapping[str, Any] = {
+    "shapes": "mixtral,qwen3-30b,dsv3-ep8", "tokens": "1,16,64,256,1024,4096,16384",
+    "quant": "none", "inputs": 3, "replays": 10, "experts": None, "dispatcher": "local", **_ALL,
+}  # fmt: skip
+"""What `bench` and `tune` have in common: options, and their defaults."""
+RUN: Mapping[str, Any] = {"routing": "uniform", "markdown": None, "json": None}
+"""What all kinds of `bench` have."""
+RANKS: Mapping[str, Any] = {"dispatchers": None, "ranks": None, "capacity": 8192, **RUN, **_ALL}
+
+
+def add(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:
+    """Add these options with their defaults."""
+    for name, default in defaults.items():
+        kind, metavar, text = _OPTIONS[name]
+        given: dict[str, Any] = {"type": kind, "metavar": metavar, "default": default}
+        if kind is bool:
+            given = {"action": "store_true"}
+        elif kind is list:
+            given |= {"type": str, "action": "append"}
+        text += "; default: %(default)s" if default else ""
+        parser.add_argument(f"--{name}", help=text, **given)
 
 
 def torch_device(name: str | None) -> torch.device:
@@ -102,4 +157,6 @@ def torch_device(name: str | None) -> torch.device:
 def settings(args: argparse.Namespace) -> Settings:
     """Return the settings that have their names from options."""
     given = vars(args)
+    if args.dtype not in DTYPES:
+        raise MoekitError(f"--dtype must be one of {', '.join(DTYPES)} (got {args.dtype!r})")
     return Settings(**{f.name: given[f.name] for f in fields(Settings) if f.name in given})

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,11 +23,13 @@ from moekit.plugin import (
     ParallelConfig,
     PrepareAndFinalize,
     reason_of,
+    registry,
 )
 
 from .environment import about
-from .implementations import Implementation
-from .records import Cell, Result, Run, Settings
+from .implementations import asked_of
+from .internals import DTYPES, find_experts
+from .records import Cell, Result, Run, Settings, merge
 from .shapes import Inputs, Shape, inputs
 from .sweep import Sweep
 from .timer import first_fault, from_all_ranks
@@ -43,14 +44,15 @@ class Task:
     """One measurement, which every rank takes part in.
 
     problem: as rank 0 sees it; its max_num_tokens is the capacity, and the cell's tokens are
-    `max_tokens` of the calls. experts: the backends to combine the dispatcher with, if any.
+    `max_tokens` of the calls. experts: the backends to combine the dispatcher with; an empty name:
+    none.
     """
 
     spec: DispatcherSpec
     problem: MoEProblem
     cell: Cell
     settings: Settings
-    experts: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ("",)
 
     def problem_of(self, rank: int) -> MoEProblem:
         return self.problem.replace(parallel=replace(self.problem.parallel, ep_rank=rank))
@@ -118,22 +120,22 @@ def _pool(count: int, device_type: str) -> Iterator[Runner]:
             f"{error}; or start the ranks with torchrun: torchrun --nproc-per-node {count} -m "
             "moekit bench ..."
         ) from error
-    pool = RankPool(count, device_type, _SECONDS_A_CELL)
+    pools: list[RankPool] = []
 
     def run(function: Callable[..., Any], *args: Any) -> list[Any]:
-        nonlocal pool
-        if pool.closed:
-            pool = RankPool(count, device_type, _SECONDS_A_CELL)
+        if not pools:
+            pools.append(RankPool(count, device_type, _SECONDS_A_CELL))
         try:
-            return pool.run(function, *args)
+            return pools[0].run(function, *args)
         except Exception:
-            pool.close()
+            pools.pop().close()
             raise
 
     try:
         yield run
     finally:
-        pool.close()
+        for pool in pools:
+            pool.close()
 
 
 @contextmanager
@@ -181,6 +183,20 @@ def _first(rank: int, world_size: int, value: bool) -> bool:
 # -- what they measure ------------------------------------------------------------------------
 
 
+Measure = Callable[[MoEProblem, Task], list[Result]]
+"""Returns a rank's measurement of each of the task's experts. Collective."""
+
+
+def on_rank(rank: int, world_size: int, measure: Measure, task: Task) -> list[Result]:
+    """Return what ``measure`` measures on this rank. Collective."""
+    try:
+        with torch.inference_mode():
+            return measure(task.problem_of(rank), task)
+    except Exception:  # the state of what was made is unknown
+        destroy_made()
+        raise
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Part(Cell):
     """Name the part of a cell that one dispatcher measures."""
@@ -193,23 +209,27 @@ class _Part(Cell):
 
 @dataclass(kw_only=True)
 class RanksSweep(Sweep):
-    """Every scheme, routing and number of tokens, for every dispatcher.
+    """Every scheme, routing and number of tokens, for every dispatcher with all experts.
 
     One dispatcher after another takes all numbers of tokens, so that only one holds its buffers.
 
-    asked: how many ranks to start; None: as many as torchrun started, one for each GPU, or two.
-    capacity: tokens of a rank that kernels are composed for, if no cell has more; None: as many
-        as each cell has.
+    mode: the run's. measure_on_rank: what a rank does. experts: the backends to combine each
+    dispatcher with; an empty name: none. asked: how many ranks to start; None: as many as torchrun
+    started, one for each GPU, or two. capacity: tokens of a rank that kernels are composed for, if
+    no cell has more; None: as many as each cell has. wanted: (problem, dispatcher, experts) ->
+    whether to measure.
     """
 
+    mode: str
+    measure_on_rank: Measure
     shape: Shape
     dispatchers: Sequence[DispatcherSpec]
+    experts: Sequence[str] = ("",)
     device: DeviceSpec
     asked: int | None
     capacity: int | None = None
-    implementations: Sequence[Implementation] = ()
+    wanted: Callable[[MoEProblem, str, str], bool] = lambda *_: True
     on_ranks: Runner = field(init=False)
-    mode: ClassVar[str]
 
     def __post_init__(self) -> None:
         default = torch.cuda.device_count() if self.device.type == "cuda" else 2
@@ -224,11 +244,10 @@ class RanksSweep(Sweep):
             _Part(shape=self.shape.name, scheme=q, routing=r, tokens=t, spec=spec)
             for q, r, spec, t in product(self.schemes, self.routings, self.dispatchers, self.tokens)
         ]
-        kind = torch.device(self.device.type)
-        facts = about(self.command, kind, self.device, self.implementations, self.dispatchers)
+        names = [*(spec.name for spec in self.dispatchers), *self.experts]
         self.run = Run(
             mode=self.mode,
-            **facts,
+            **about(self.command, torch.device(self.device.type), self.device, names),
             ranks=self.num_ranks,
             capacity=self.capacity,
             settings=self.settings,
@@ -236,9 +255,13 @@ class RanksSweep(Sweep):
 
     def problem(self, scheme: str, tokens: int) -> MoEProblem:
         """Return the problem that a cell's kernels are composed for, as rank 0 sees it."""
-        capacity = tokens if self.capacity is None else self.capacity
-        dtype = self.settings.dtype
-        return self.shape.on_ranks(self.num_ranks, self.device, scheme, dtype, capacity)
+        return self.shape.problem(
+            quant=scheme,
+            dtype=DTYPES[self.settings.dtype],
+            max_num_tokens=tokens if self.capacity is None else self.capacity,
+            parallel=ParallelConfig(ep_size=self.num_ranks),
+            device=self.device,
+        )
 
     def measure(self) -> None:
         with self._open() as self.on_ranks:
@@ -271,8 +294,36 @@ class RanksSweep(Sweep):
         if why := spec.unsupported(problem):
             self.refuse(spec.name, "; ".join(why), whole, cell.tokens)
             return whole
-        return replace(whole, results=tuple(self.results(spec, problem, whole)))
+        names = []
+        for name in self.experts:
+            if why := _unsupported(spec, problem, name):
+                self.refuse(f"{spec.name} + {name}", "; ".join(why), whole, cell.tokens)
+            elif self.wanted(problem, spec.name, name):
+                names.append(name)
+        task = Task(spec, problem, whole, self.settings, tuple(names))
+        return replace(whole, results=tuple(self._measured(task))) if names else whole
 
-    @abstractmethod
-    def results(self, spec: DispatcherSpec, problem: MoEProblem, cell: Cell) -> list[Result]:
-        """Return what was measured of a dispatcher. Collective."""
+    def _measured(self, task: Task) -> list[Result]:
+        try:
+            ranks = self.on_ranks(on_rank, self.measure_on_rank, task)
+            merged = [merge(results) for results in zip(*ranks, strict=True)]
+        except Exception as error:
+            if len(task.experts) > 1:  # which of them it was, and the others' times
+                alone = (replace(task, experts=(name,)) for name in task.experts)
+                return [result for each in alone for result in self._measured(each)]
+            merged = [Result(reason=cause(error))]
+        return [_named(r, task.spec.name, e) for r, e in zip(merged, task.experts, strict=True)]
+
+
+def _unsupported(spec: DispatcherSpec, problem: MoEProblem, experts: str) -> list[str]:
+    if not experts:
+        return []
+    base, asked = asked_of(experts, problem)
+    return spec.unsupported(asked) or find_experts(base, registry()).unsupported(asked)
+
+
+def _named(result: Result, dispatcher: str, experts: str) -> Result:
+    if not experts:
+        return replace(result, name=dispatcher)
+    name = f"{dispatcher} + {experts}"
+    return replace(result, name=name, dispatcher=dispatcher, experts=experts)

@@ -16,9 +16,6 @@ from typing import Any
 
 from moekit.plugin import replace_file
 
-from .limits import Ceilings
-from .timer import Timing
-
 FORMAT = 1
 BACKEND, BASELINE, INVARIANT = "moekit", "baseline", "batch-invariant"
 IN_MODE = " (batch-invariant)"  # ends the name of a backend in that mode
@@ -33,7 +30,8 @@ def now() -> str:
 class Result:
     """The time of an implementation, dispatcher or combination, and whether its output is right.
 
-    docs/bench.md describes the fields. Those that are unknown or do not apply are None.
+    docs/bench.md describes the fields; times are microseconds. Those that are unknown or do not
+    apply are None.
     """
 
     name: str = ""
@@ -60,20 +58,11 @@ class Result:
     buffer_bytes: int | None = None
     stated_bytes: int | None = None
 
-    @classmethod
-    def of(cls, timing: Timing, error: float, bound: float, **more: Any) -> Result:
-        """Return the record of a timing and a relative error."""
-        return cls(
-            us=timing.us,
-            graph_us=timing.graph_us,
-            eager_us=timing.eager_us,
-            host_us=timing.host_us,
-            spread_us=timing.spread,
-            error=error if math.isfinite(error) else None,
-            right=error <= bound,
-            note=timing.note,
-            **more,
-        )
+    def judged(self, error: float, bound: float, **more: Any) -> Result:
+        """Return the record with the output's relative error, and further fields."""
+        finite, right = error if math.isfinite(error) else None, error <= bound
+        reason = "" if right else f"wrong: error {shown_error(finite)}"
+        return replace(self, error=finite, right=right, reason=reason, **more)
 
     @property
     def eager(self) -> bool:
@@ -83,17 +72,13 @@ class Result:
     def __str__(self) -> str:
         if self.us is None:
             return f"{self.name} failed ({self.reason})"
-        wrong = "" if self.right else f", wrong (error {shown_error(self.error)})"
+        reason = f", {self.reason}" if self.reason else ""
         fraction = "" if self.fraction is None else f" {self.fraction:.2f}"
-        return f"{self.name} {self.us:.0f} us{wrong}{fraction}"
+        return f"{self.name} {self.us:.0f} us{reason}{fraction}"
 
 
 def shown_error(error: float | None) -> str:
     return "not finite" if error is None else f"{error:.1e}"
-
-
-def combination(dispatcher: str, experts: str) -> str:
-    return f"{dispatcher} + {experts}"
 
 
 def _widest(ranges: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -111,11 +96,12 @@ _MERGED: dict[str, Any] = {
 
 def merge(results: Sequence[Result]) -> Result:
     """Make one record of all ranks' records; a field that a rank lacks becomes None."""
-    changes: dict[str, Any] = {}
+    reason = next((r.reason for r in results if r.reason), "")
+    changes: dict[str, Any] = {"reason": reason, "right": all(r.right for r in results)}
     for name, reduce in _MERGED.items():
         values = [getattr(result, name) for result in results]
         changes[name] = None if None in values else reduce(values)
-    return replace(results[0], right=all(r.right for r in results), **changes)
+    return replace(results[0], **changes)
 
 
 def copied_share(given: Mapping[str, Any], packed: Any) -> float:
@@ -156,15 +142,6 @@ class Cell:
     def __str__(self) -> str:
         return f"{self.shape} {self.scheme} {self.routing} T={self.tokens}"
 
-    @property
-    def in_default_mode(self) -> tuple[Result, ...]:
-        """Return the results of backends; those in batch-invariant mode do other work."""
-        return tuple(r for r in self.results if r.kind == BACKEND and not r.name.endswith(IN_MODE))
-
-    def times(self) -> dict[str, float | None]:
-        """Return the microseconds of backends, None where one failed or is wrong."""
-        return {r.name: r.us if r.right else None for r in self.in_default_mode}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
@@ -179,6 +156,17 @@ class Refusal:
     @property
     def where(self) -> str:
         return f"{self.shape} {self.scheme}" + ("" if self.tokens is None else f" T={self.tokens}")
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """The rates that a device was measured to reach.
+
+    flops: FLOP/s by arithmetic (bf16, fp8, ...). read: memory read bandwidth in bytes/s.
+    """
+
+    flops: dict[str, float]
+    read: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,11 +209,6 @@ class Run:
                 both = replace(has, results=has.results + cell.results)
                 return replace(self, cells=(*self.cells[:index], both, *self.cells[index + 1 :]))
         return replace(self, cells=(*self.cells, cell))
-
-    def all_right(self) -> bool:
-        """Return whether something was measured, and all of it ran and is right."""
-        results = [r for cell in self.cells for r in cell.results]
-        return bool(results) and all(r.right for r in results)
 
     def write(self, file: Path) -> None:
         """Write the run as JSON, without the fields that are None."""

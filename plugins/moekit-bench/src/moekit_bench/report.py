@@ -1,29 +1,12 @@
-"""Reports in Markdown: of a run, and of what the choice among backends loses in each cell."""
+"""The report of a run in Markdown."""
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
-import moekit
-from moekit.plugin import MoEProblem
-
-from .implementations import AUTO
-from .internals import serving, split
-from .records import (
-    BACKEND,
-    BASELINE,
-    IN_MODE,
-    Cell,
-    Refusal,
-    Result,
-    Run,
-    combination,
-    shown_error,
-)
+from .records import BACKEND, BASELINE, IN_MODE, Cell, Refusal, Result, Run, shown_error
 from .shapes import shape
 
 C = TypeVar("C")
@@ -49,12 +32,8 @@ class Table:
         return iter(self._lines)
 
 
-def markdown(run: Run, choices: Sequence[Choice] = ()) -> str:
-    """Return the report of a run.
-
-    Args:
-        choices: What would be chosen now in each cell, if that is to be shown.
-    """
+def markdown(run: Run) -> str:
+    """Return the report of a run."""
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     several = run.ranks > 1
     where = f"{run.ranks} × {run.device['name']}" if several else run.device["name"]
@@ -66,33 +45,12 @@ def markdown(run: Run, choices: Sequence[Choice] = ()) -> str:
         f"{' and of the ranks' * several}. Times marked `e` are eager (no graph), in **bold** the "
         f"fastest, and struck-out ones gave wrong results.{_ceilings(run)}",
     ]
-    chosen = dict(zip(run.cells, choices, strict=False))
     for cells in _grouped(run.cells, lambda c: (c.shape, c.scheme, c.routing)).values():
         lines += ["", f"## {_heading(cells[0], run)}", ""]
         lines += [*_times(cells, run.capacity), *_cost_of_mode(cells)]
-        lines += ["", *_details(cells, _COLUMNS[run.mode])]
-        if choices:
-            lines += ["", *_chosen([chosen[cell] for cell in cells])]
+        lines += ["", *_details(cells)]
     lines += [*_against_baselines(run.cells), *_not_measured(run.refused)]
     return "\n".join(lines) + "\n"
-
-
-def regret(title: str, choices: Sequence[Choice], limit: float) -> str:
-    """Return what choices lose: a table for each shape and scheme, and a line on all."""
-    lines = [f"# {title}"]
-    for group, members in _grouped(choices, lambda choice: choice.title).items():
-        names = _distinct(name for choice in members for name in choice.times)
-        table = Table("T", *names, "choice", "µs", "regret")
-        for choice in members:
-            times = (_precise(choice.times.get(name)) for name in names)
-            table.add(
-                choice.tokens, *times, choice.pick or NONE, _precise(choice.us), _regret(choice)
-            )
-        lines += ["", f"## {group}", "", *table]
-    above = sum(not choice.regret <= limit for choice in choices)
-    worst = max((choice.regret for choice in choices), default=float("inf"))
-    summary = f"{len(choices)} cells; worst regret {worst:.1f} %; {above} above {limit:g} %."
-    return "\n".join([*lines, "", summary, ""])
 
 
 # -- parts of a report ------------------------------------------------------------------------
@@ -155,33 +113,32 @@ def _cost_of_mode(cells: Sequence[Cell]) -> list[str]:
     return ["", "Time in batch-invariant mode, over the default's:", "", *table]
 
 
-_COLUMNS: dict[str, dict[str, Callable[[Result], str]]] = {
-    "experts": {"fraction": lambda r: _number(r.fraction, ".3f")},
-    "dispatch": {
-        "dispatch": lambda r: _us(r.dispatch_us),
-        "combine": lambda r: _us(r.combine_us),
-        "GB/s": lambda r: _rate(r, r.dispatch_row_bytes, r.dispatch_us),
-        "GB/s of combine": lambda r: _rate(r, r.combine_row_bytes, r.combine_us),
-        "SMs": lambda r: _number(r.num_sms, "d"),
-        "buffers": lambda r: _bytes(r.buffer_bytes),
-    },
-    "layers": {
-        "buffers": lambda r: _bytes(r.buffer_bytes),
-        "stated": lambda r: _bytes(r.stated_bytes),
-    },
+# Those that no result has are left out.
+_COLUMNS: Mapping[str, Callable[[Result], str]] = {
+    "µs": lambda r: _us(r.us),
+    "fastest–slowest": lambda r: "–".join(map(_us, r.spread_us)) if r.spread_us else NONE,
+    "eager": lambda r: _us(r.eager_us),
+    "host": lambda r: _us(r.host_us),
+    "error": lambda r: NONE if r.us is None else shown_error(r.error),
+    "fraction": lambda r: _number(r.fraction, ".3f"),
+    "dispatch": lambda r: _us(r.dispatch_us),
+    "combine": lambda r: _us(r.combine_us),
+    "GB/s": lambda r: _rate(r, r.dispatch_row_bytes, r.dispatch_us),
+    "GB/s of combine": lambda r: _rate(r, r.combine_row_bytes, r.combine_us),
+    "SMs": lambda r: _number(r.num_sms, "d"),
+    "buffers": lambda r: _bytes(r.buffer_bytes),
+    "stated": lambda r: _bytes(r.stated_bytes),
+    "why": lambda r: r.reason or r.note,
 }
 
 
-def _details(cells: Iterable[Cell], columns: Mapping[str, Callable[[Result], str]]) -> Table:
-    first = ("T", "", "µs", "fastest–slowest", "eager", "host", "error")
-    table = Table(*first, *columns, "why")
+def _details(cells: Sequence[Cell]) -> Table:
+    results = [r for cell in cells for r in cell.results]
+    columns = {n: s for n, s in _COLUMNS.items() if any(s(r) != NONE for r in results)}
+    table = Table("T", "", *columns)
     for cell in cells:
         for r in cell.results:
-            error = NONE if r.us is None else shown_error(r.error)
-            table.add(
-                cell.tokens, r.name, _us(r.us), _spread(r), _us(r.eager_us), _us(r.host_us), error,
-                *(show(r) for show in columns.values()), r.reason or r.note,
-            )  # fmt: skip
+            table.add(cell.tokens, r.name, *(show(r) for show in columns.values()))
     return table
 
 
@@ -226,18 +183,6 @@ def _speed(cell: Cell, baseline: str) -> float | None:
     return other.us / own.us
 
 
-def _chosen(choices: Iterable[Choice]) -> Table:
-    """Return the fastest combination by T, and what would be chosen now."""
-    table = Table("T", "fastest", "µs", "chosen now", "µs", "regret")
-    for choice in choices:
-        if best := choice.fastest:
-            table.add(
-                choice.tokens, best, _us(choice.times[best]), choice.pick or NONE, _us(choice.us),
-                _regret(choice),
-            )  # fmt: skip
-    return table
-
-
 # -- cells of a table -------------------------------------------------------------------------
 
 
@@ -264,20 +209,8 @@ def _us(value: float | None) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def _precise(us: float | None) -> str:
-    return _number(us, ".4g" if us is None or us < 1000 else ".0f")
-
-
 def _number(value: float | None, form: str) -> str:
     return NONE if value is None else format(value, form)
-
-
-def _spread(result: Result) -> str:
-    return NONE if result.spread_us is None else "–".join(map(_us, result.spread_us))
-
-
-def _regret(choice: Choice) -> str:
-    return NONE if choice.us is None else f"{choice.regret:.1f} %"
 
 
 def _distinct(values: Iterable[C]) -> list[C]:
@@ -290,58 +223,3 @@ def _grouped(values: Iterable[V], key: Callable[[V], C]) -> dict[C, list[V]]:
     for value in values:
         groups.setdefault(key(value), []).append(value)
     return groups
-
-
-# -- the choice in a cell ---------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The choice in a cell, and the times of all candidates.
-
-    times: the microseconds of every candidate, None where it failed or is wrong. pick: what is
-    chosen. us: its time.
-    """
-
-    title: str
-    tokens: int
-    times: Mapping[str, float | None]
-    pick: str
-    us: float | None
-
-    @property
-    def fastest(self) -> str:
-        """Return the name of the fastest candidate; empty if all fail."""
-        known = {name: us for name, us in self.times.items() if us is not None}
-        return min(known, key=lambda name: known[name], default="")
-
-    @property
-    def regret(self) -> float:
-        """Return how many percent slower than the fastest the choice is; infinite if it fails."""
-        best = self.times.get(self.fastest)
-        return math.inf if self.us is None or best is None else 100 * (self.us / best - 1)
-
-
-def of_layer(problem: MoEProblem, cell: Cell) -> Choice:
-    """Return the combination that is chosen now for ``problem``, among a cell's results."""
-    chosen, times, pick = moekit.explain(problem).chosen, cell.times(), ""
-    if chosen is not None:
-        pick = combination(chosen.dispatcher, serving(split(chosen.experts), cell.tokens))
-    ranks = problem.parallel.num_ranks
-    title = f"{cell.shape} {cell.scheme} on {ranks} ranks"
-    return Choice(title, cell.tokens, times, pick, times.get(pick))
-
-
-def of_experts(problem: MoEProblem, dispatcher: str, cell: Cell) -> Choice:
-    """Return the backend that is chosen now for ``problem``, among a cell's results.
-
-    The time of the choice is the time of the backend ``auto``, or else of the chosen backend.
-    """
-    chosen, times = moekit.explain(problem, dispatcher).chosen, cell.times()
-    pick = serving(split(chosen.experts), cell.tokens) if chosen else ""
-    us = times.pop(AUTO) if AUTO in times else times.get(pick)
-    return Choice(f"{cell.shape} {cell.scheme} {cell.routing}", cell.tokens, times, pick, us)
-
-
-def worst(choices: Sequence[Choice]) -> float:
-    return max((choice.regret for choice in choices), default=math.inf)

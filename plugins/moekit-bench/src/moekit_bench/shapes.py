@@ -11,12 +11,7 @@ from torch import Tensor
 
 from moekit import simulate_routing
 from moekit.errors import InvalidProblem
-from moekit.plugin import DeviceSpec, ExpertWeights, MoEProblem, ParallelConfig, Routing
-
-from .internals import DTYPES, SIMULATED
-
-ROUTINGS = SIMULATED
-"""The kinds of `moekit.simulate_routing`."""
+from moekit.plugin import ExpertWeights, MoEProblem, ParallelConfig, Routing
 
 Inputs = Sequence[tuple[Tensor, Routing]]
 
@@ -49,18 +44,6 @@ class Shape:
         given = vars(self) | {"parallel": ParallelConfig(ep_size=ep, dp_size=1)} | changes
         del given["name"], given["source"]
         return MoEProblem(**given)
-
-    def on_ranks(
-        self, ranks: int, device: DeviceSpec, scheme: str, dtype: str, tokens: int
-    ) -> MoEProblem:
-        """Return the problem of capacity ``tokens`` on each of several ranks, as rank 0 sees it."""
-        return self.problem(
-            quant=scheme,
-            dtype=DTYPES.get(dtype, dtype),
-            max_num_tokens=tokens,
-            parallel=ParallelConfig(ep_size=ranks),
-            device=device,
-        )
 
 
 _GPT_OSS: Mapping[str, Any] = {"activation": "swigluoai", "has_bias": True}

@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 from .records import Cell, Refusal, Run, Settings
 from .timer import DeviceLost
-
-
-class Progress:
-    """A line on standard error for each cell, or silence."""
-
-    def __init__(self, total: int, *, silent: bool = False) -> None:
-        self._total, self._silent = total, silent
-        self._done, self._begin = 0, time.monotonic()
-
-    def say(self, text: str) -> None:
-        if not self._silent:
-            print(text, file=sys.stderr, flush=True)
-
-    def done(self, text: str) -> None:
-        self._done += 1
-        took = time.monotonic() - self._begin
-        left = timedelta(seconds=round(took / self._done * (self._total - self._done)))
-        self.say(f"[{self._done}/{self._total}, {left} left] {text}")
 
 
 @dataclass(kw_only=True)
@@ -52,20 +33,11 @@ class Sweep(ABC):
     end: float | None = None
     run: Run = field(init=False)
     cells: list[Cell] = field(init=False)
-    progress: Progress = field(init=False)
     measured: int = field(init=False, default=0)
-
-    def all_cells(self, shapes: Iterable[str]) -> list[Cell]:
-        every = itertools.product(shapes, self.schemes, self.routings, self.tokens)
-        return [Cell(shape=s, scheme=q, routing=r, tokens=t) for s, q, r, t in every]
 
     @abstractmethod
     def measure_cell(self, cell: Cell) -> Cell | None:
         """Return the cell with its results, or None if it cannot be measured."""
-
-    @abstractmethod
-    def report(self) -> str:
-        """Return the run so far as Markdown."""
 
     @property
     def complete(self) -> bool:
@@ -73,43 +45,47 @@ class Sweep(ABC):
 
     @property
     def succeeded(self) -> bool:
-        """Return whether the results are right."""
-        return self.run.all_right()
+        """Return whether something was measured, and all of it ran and is right."""
+        results = [r for cell in self.run.cells for r in cell.results]
+        return bool(results) and all(r.right for r in results)
 
     def late(self) -> bool:
         """Return whether the time is over."""
         return self.end is not None and time.monotonic() > self.end
 
+    def say(self, text: str) -> None:
+        if self.leader:
+            print(text, file=sys.stderr, flush=True)
+
     def measure(self) -> None:
         """Measure all cells; Ctrl-C and a lost device end it early."""
-        self.progress = Progress(len(self.cells), silent=not self.leader)
+        begin, count = time.monotonic(), len(self.cells)
         try:
-            for done, cell in enumerate(self.cells):
+            for done, cell in enumerate(self.cells, 1):
                 if self.late():
-                    left = len(self.cells) - done
-                    self.progress.say(
-                        f"the time is over; {left} of {len(self.cells)} cells are left"
-                    )
+                    self.say(f"the time is over; {count - done + 1} of {count} cells are left")
                     break
-                self._measure(cell)
+                text = self._measure(cell)
+                took = time.monotonic() - begin
+                left = timedelta(seconds=round(took / done * (count - done)))
+                self.say(f"[{done}/{count}, {left} left] {cell}: {text}")
             self.finish()
         except DeviceLost as error:
-            self.progress.say(f"error: {error}; the remaining cells cannot be measured")
+            self.say(f"error: {error}; the remaining cells cannot be measured")
         except KeyboardInterrupt:
-            self.progress.say("interrupted; the cells measured so far are kept")
+            self.say("interrupted; the cells measured so far are kept")
 
     def finish(self) -> None:  # noqa: B027 (most have nothing to free)
         """Free what cells share; not called if the sweep was interrupted or lost its device."""
 
-    def _measure(self, cell: Cell) -> None:
+    def _measure(self, cell: Cell) -> str:
         made = self.measure_cell(cell)
-        text = "not measured"
-        if made is not None:
-            self.run, self.measured = self.run.adding(made), self.measured + 1
-            text = "; ".join(map(str, made.results)) or "nothing to measure"
-            if self.leader and self.keep is not None:
-                self.keep(made)
-        self.progress.done(f"{cell}: {text}")
+        if made is None:
+            return "not measured"
+        self.run, self.measured = self.run.adding(made), self.measured + 1
+        if self.leader and self.keep is not None:
+            self.keep(made)
+        return "; ".join(map(str, made.results)) or "nothing to measure"
 
     def refuse(self, name: str, reason: str, cell: Cell, tokens: int | None = None) -> None:
         """Record something that is not measured, and say so once for each reason."""
@@ -117,5 +93,5 @@ class Sweep(ABC):
             name=name, reason=reason, shape=cell.shape, scheme=cell.scheme, tokens=tokens
         )
         if (name, reason) not in {(r.name, r.reason) for r in self.run.refused}:
-            self.progress.say(f"{refusal.where}: without {name}: {reason}")
+            self.say(f"{refusal.where}: without {name}: {reason}")
         self.run = replace(self.run, refused=(*self.run.refused, refusal))

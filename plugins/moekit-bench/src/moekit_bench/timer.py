@@ -12,56 +12,34 @@ import pickle
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moekit.errors import MoekitError
-from moekit.plugin import Routing, reason_of
+from moekit.plugin import Routing, exchange, reason_of
+
+from .records import Result
 
 T = TypeVar("T")
 
 # At least what the clock of any GPU does in a microsecond.
 _CYCLES_PER_US = 2000
+# For which ranks wait for each other: one of them may compile.
+_PATIENCE_SECONDS = 1800.0
 
 
 class DeviceLost(MoekitError, RuntimeError):
     """An error left the device unusable for this process, so nothing more can be measured."""
 
 
-class Call(Protocol):
-    """A function to time: (x (T, H), routing) -> out (T, H).
+Call = Callable[[Tensor, Routing], Tensor]
+"""A function to time: (x (T, H), routing) -> out (T, H).
 
-    Optional attributes: ``graph_safe`` (bool, default True) and ``warmup(num_tokens)``.
-    """
-
-    def __call__(self, x: Tensor, routing: Routing, /) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Microseconds of one call; medians.
-
-    graph_us: a replay of a graph over all inputs, divided by their number.
-    eager_us: all inputs in a row, from a drained queue to a drained queue, divided by their number.
-    host_us: until a call returns, from a drained queue; None on the CPU, where it is eager_us.
-    spread: the fastest and the slowest of the times that ``us`` is the median of.
-    note: why there is no graph time.
-    """
-
-    graph_us: float | None
-    eager_us: float
-    host_us: float | None
-    spread: tuple[float, float]
-    note: str = ""
-
-    @property
-    def us(self) -> float:
-        """The time that counts."""
-        return self.eager_us if self.graph_us is None else self.graph_us
+Optional attributes: ``graph_safe`` (bool, default True) and ``warmup(num_tokens)``.
+"""
 
 
 class Timer:
@@ -98,15 +76,17 @@ class Timer:
         function()
         return (time.perf_counter() - start) * 1e6
 
-    def queued_us(self, function: Callable[[], object]) -> float:
-        """Return the microseconds on the device, which starts when a graph is enqueued."""
+    def queued_us(self, function: Callable[[], object], times: int = 1) -> float:
+        """Return the microseconds of one of ``times`` calls on the device, which starts when the
+        first is enqueued."""
         self.drain()
         self.occupy(self._lead_us)
         start = self.mark()
-        function()
+        for _ in range(times):
+            function()
         end = self.mark()
         synchronize(self.device)
-        return self.between(start, end)
+        return self.between(start, end) / times
 
     def occupy(self, us: float) -> None:
         """Keep a GPU busy, so that the work that follows is enqueued before it starts."""
@@ -156,22 +136,21 @@ class Prepared:
         call: Callable[..., Any],
         inputs: Sequence[tuple[Any, ...]],
         device: torch.device,
-        graph: bool = True,
         *,
         timer: Timer | None = None,
     ) -> None:
         self.call, self.inputs, self.device = call, inputs, device
         self.timer = timer or Timer(device)
         self.graph: Any = None
-        self.note = "" if device.type == "cpu" else "graphs not asked for"
+        self._graph_us, self._eager_us, self._host_us = (list[float]() for _ in range(3))
+        self.note = ""
         warmup: Callable[[int], object] | None = getattr(call, "warmup", None)
         if warmup is not None:
             warmup(inputs[0][0].shape[0])
         for _ in range(2):  # the second time with everything that the first one compiled and cached
             self.output = self.all_calls()
         synchronize(device)
-        if graph:
-            self.capture()
+        self._capture()
 
     def all_calls(self) -> Any:
         """Call with every input and return the first output; the others' memory is reused."""
@@ -180,7 +159,7 @@ class Prepared:
             self.call(*each)
         return first
 
-    def capture(self) -> None:
+    def _capture(self) -> None:
         """Replace eager calls by a graph over all inputs, or note why that is not possible."""
         if self.device.type != "cuda":
             self.note = f"no graphs on {self.device.type}" if self.device.type != "cpu" else ""
@@ -200,78 +179,67 @@ class Prepared:
         synchronize(self.device)
         return self.output
 
-    def graph_us(self) -> float:
-        return self.timer.queued_us(self.graph.replay) / len(self.inputs)
+    def turn(self, graph: bool, host: bool = True) -> None:
+        """Time one replay of the graph, if there is one, or the eager calls."""
+        timer, count = self.timer, len(self.inputs)
+        if graph:
+            if self.graph is not None:
+                self._graph_us.append(timer.queued_us(self.graph.replay) / count)
+            return
+        self._eager_us.append(timer.eager_us(self.all_calls) / count)
+        if host and self.device.type != "cpu":
+            for each in self.inputs:
+                self._host_us.append(timer.host_us(lambda e=each: self.call(*e)))  # type: ignore[misc]
+            synchronize(self.device)
 
-    def eager_us(self) -> float:
-        return self.timer.eager_us(self.all_calls) / len(self.inputs)
+    def time(self, replays: int) -> Result:
+        """Take ``replays`` turns of each kind. Raises what the call raises."""
+        for graph, _ in itertools.product((True, False), range(replays)):
+            self.turn(graph)
+        return self.result()
 
-    def host_us(self) -> list[float]:
-        times = [self.timer.host_us(lambda e=each: self.call(*e)) for each in self.inputs]  # type: ignore[misc]
-        synchronize(self.device)
-        return times
-
-
-def measure(
-    call: Call,
-    inputs: Sequence[tuple[Any, ...]],
-    device: torch.device,
-    *,
-    replays: int = 10,
-) -> Timing:
-    """Compile, warm up and time one call. Raises what the call raises."""
-    with torch.inference_mode():
-        return time_one(Prepared(call, inputs, device), replays)
-
-
-def time_one(prepared: Prepared, replays: int, *, host: bool = True) -> Timing:
-    """Time one prepared call. Raises what the call raises."""
-    result = take_turns({"": prepared}, replays, host=host)[""]
-    if isinstance(result, Exception):
-        raise result
-    return result
+    def result(self, name: str = "") -> Result:
+        """Return the medians of the turns so far."""
+        graph, eager, host = (
+            statistics.median(us) if us else None
+            for us in (self._graph_us, self._eager_us, self._host_us)
+        )
+        counted = self._graph_us or self._eager_us
+        return Result(
+            name=name,
+            us=eager if graph is None else graph,
+            graph_us=graph,
+            eager_us=eager,
+            host_us=host,
+            spread_us=(min(counted), max(counted)),
+            note=self.note,
+        )
 
 
 def take_turns(
     prepared: Mapping[str, Prepared], replays: int = 10, *, host: bool = True
-) -> dict[str, Timing | Exception]:
+) -> dict[str, Result]:
     """Time several calls in turns, so that clock rates and temperature are the same for all.
 
     Returns:
-        The timing of each call, or the exception that it raised; the others are timed nevertheless.
+        The record of each call. A call that raised has the reason; the others are timed
+        nevertheless.
 
     Raises:
         DeviceLost: An exception left the device unusable.
     """
-    graphs, eager, on_host = ({name: list[float]() for name in prepared} for _ in range(3))
-    failed: dict[str, Exception] = {}
+    failed: dict[str, str] = {}
     for graph, number in itertools.product((True, False), range(replays)):
         for name in rotated(list(prepared), number):
-            each = prepared[name]
-            if name in failed or (graph and each.graph is None):
-                continue
-            try:
-                if graph:
-                    graphs[name].append(each.graph_us())
-                    continue
-                eager[name].append(each.eager_us())
-                if host and each.device.type != "cpu":
-                    on_host[name] += each.host_us()
-            except Exception as error:
-                check_alive(each.device)
-                failed[name] = error
-
-    def timing(name: str) -> Timing:
-        counted = graphs[name] or eager[name]
-        return Timing(
-            graph_us=statistics.median(graphs[name]) if graphs[name] else None,
-            eager_us=statistics.median(eager[name]),
-            host_us=statistics.median(on_host[name]) if on_host[name] else None,
-            spread=(min(counted), max(counted)),
-            note=prepared[name].note,
-        )
-
-    return {name: failed[name] if name in failed else timing(name) for name in prepared}
+            if name not in failed:
+                each = prepared[name]
+                _, reason = attempt(each.device, each.turn, graph, host)
+                if reason:
+                    failed[name] = reason
+    return {
+        name: Result(name=name, reason=failed[name]) if name in failed else each.result(name)
+        for name, each in prepared.items()
+    }
 
 
 def rotated(items: Sequence[T], number: int) -> list[T]:
@@ -327,15 +295,8 @@ def first_fault(fault: str) -> str:
 
 
 def from_all_ranks(value: T) -> list[T]:
-    """Return the values of all ranks of the default process group. Collective.
-
-    `torch.distributed.all_gather_object` does the same, but needs numpy, which may be missing.
-    """
-    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(mine)]))
-    most = max(int(size) for size in sizes)
-    every = [torch.empty(most, dtype=torch.uint8) for _ in sizes]
-    dist.all_gather(every, torch.nn.functional.pad(mine, (0, most - len(mine))))
-    both = zip(every, sizes, strict=True)
-    return [pickle.loads(bytes(each[: int(size)].tolist())) for each, size in both]
+    """Return the values of all ranks of the default process group. Collective."""
+    group = dist.group.WORLD
+    assert group is not None
+    said = exchange("compare measurements", pickle.dumps(value).hex(), group, _PATIENCE_SECONDS)
+    return [pickle.loads(bytes.fromhex(text)) for text in said]

@@ -1,4 +1,4 @@
-"""``python -m moekit tune``: measure what `compose` chooses from, or what its choice loses."""
+"""``python -m moekit tune``: measure what `compose` chooses from."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from filelock import FileLock
@@ -23,25 +23,25 @@ from moekit.plugin import (
     replace_file,
 )
 
-from . import options, report
-from .bench import add_experts_sweep, experts_sweep, layers_sweep
+from . import options
+from .bench import experts_sweep, layers_sweep
 from .environment import made_with
-from .implementations import AUTO, Implementation, backends
+from .implementations import AUTO, backends, unnamed
 from .internals import Key, Record, Table, user_path
 from .internals import table as tuned_tables
-from .layers import LayersSweep
-from .options import names, names_if_given, positive
+from .options import names, positive
+from .ranks import RanksSweep
 from .records import Cell, Result, now
 
-Tuner = Callable[[Sequence[str]], int]
-"""Takes --shapes, --quant and --seconds, as `tune` does, and returns an exit code."""
+Combination = tuple[str, str]
+"""The names of a dispatcher and of experts."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code; ``tune NAME ...`` is the backend's own tuner.
 
     Returns:
-        0: all is measured, and no regret is above --limit, 1: not so.
+        0: all is measured, 1: not so.
 
     Raises:
         MoekitError: An argument is wrong, or a file cannot be read or written.
@@ -49,17 +49,14 @@ def main(argv: Sequence[str]) -> int:
     if argv and not argv[0].startswith("-"):
         return _own_tuner(argv[0], argv[1:])
     args = _parser().parse_args(argv)
-    if args.markdown is not None:
-        check_writable(args.markdown)
-    if args.ep > 1 and not (args.select or args.regret):
+    args.experts = unnamed() if args.experts is None else args.experts
+    if bad := [name for name in args.experts if name == AUTO or "|" in name]:
+        raise MoekitError(f"--experts {', '.join(bad)}: name the backends themselves")
+    if args.ep > 1 and not args.select:
         raise MoekitError(
             f"--ep {args.ep} measures combinations of dispatcher and experts: add --select to fill "
-            "their table, or --regret"
+            "their table"
         )
-    if args.ep > 1:
-        return _on_ranks(args)
-    if args.regret:
-        return _regret(args)
     return _select(args) if args.select else _all(args)
 
 
@@ -70,36 +67,15 @@ def _parser() -> argparse.ArgumentParser:
         "and fill the table that moekit.compose chooses from. `tune BACKEND ...` runs the tuner of "
         "one backend; `tune BACKEND --help` has its options. See docs/bench.md.",
     )
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--select", action="store_true", help="run no tuners: measure, and fill the table"
-    )
-    what.add_argument(
-        "--regret", action="store_true", help="compare the choice with the fastest backend"
-    )
-    add_experts_sweep(parser)
-    add = parser.add_argument
-    add(
-        "--limit", type=float, default=5.0, metavar="%",
-        help="of regret; default: %(default)s",
-    )  # fmt: skip
-    add("--markdown", type=Path, metavar="FILE", help="--regret: default: standard output")
-    add(
-        "--output", type=Path, metavar="FILE",
-        help="--select: the table; default: by device, in MOEKIT_TUNED or the user's cache",
-    )  # fmt: skip
-    add(
-        "--seconds", type=float, metavar="S",
-        help="begin no cell after S seconds; the same command continues",
-    )  # fmt: skip
-    add(
+    options.add(parser, {"select": False, **options.EXPERTS, "output": None, "seconds": None})
+    parser.add_argument(
         "--ep", type=positive, default=1, metavar="N",
-        help="--select, --regret: measure combinations of dispatcher and experts on N ranks, one "
-        "per device; --shapes are then whole layers (dsv3, or E:K:H:I), and --dispatcher is a list "
-        "(default: all that move tokens)",
+        help="--select: measure combinations of dispatcher and experts on N ranks, one per device; "
+        "--shapes are then whole layers (dsv3, or E:K:H:I), and --dispatcher is a list (default: "
+        "all that move tokens)",
     )  # fmt: skip
     # The other options of `bench`.
-    parser.set_defaults(routing="uniform", measure_ceilings=False, batch_invariant=False)
+    parser.set_defaults(routing=["uniform"], measure_ceilings=False, batch_invariant=False)
     return parser
 
 
@@ -116,77 +92,55 @@ def _own_tuner(name: str, argv: Sequence[str]) -> int:
 def _all(args: argparse.Namespace) -> int:
     """Run the backends' own tuners, then fill the table of the choice among them."""
     begin = time.monotonic()
+    argv = ["--shapes", ",".join(args.shapes), "--quant", ",".join(args.quant)]
     # Tiles take half of the time: the choice is measured with them.
-    half = None if args.seconds is None else args.seconds / 2
-    codes = [_tiles(args, name, tune, half) for name, tune in _tuners(args).items()]
+    argv += [] if args.seconds is None else ["--seconds", str(args.seconds / 2)]
+    codes = [0]
+    for name, tune in _tuners(args).items():
+        print(f"python -m moekit tune {name} {' '.join(argv)}", file=sys.stderr, flush=True)
+        codes.append(int(tune(argv)))
     if args.seconds is not None:
         args.seconds = max(1e-3, args.seconds - (time.monotonic() - begin))
-    return max(_select(args), *codes, 0)
+    return max(_select(args), *codes)
 
 
-def _tuners(args: argparse.Namespace) -> dict[str, Tuner]:
-    """Return the tuners of backends that support one of the problems here, by a backend's name."""
-    found = _backends(args)
-    problems = experts_sweep(args, found, "").problems.values()
-    able = {name for problem in problems for name in _able(problem, args.dispatcher, found)}
-    tuners: dict[Tuner, str] = {}  # backends may share one
-    for name in (i.name for i in found if i.name in able):
-        tune = getattr(registry().expert(name).load(), "tune", None)
-        if tune is not None:
-            tuners.setdefault(tune, name)
+def _tuners(args: argparse.Namespace) -> dict[str, Callable[[Sequence[str]], int]]:
+    """Return the tuners of backends that support one of the problems here, by a backend's name.
+
+    They take --shapes, --quant and --seconds, as `tune` does, and return an exit code.
+    """
+    sweep = experts_sweep(args, backends(args.experts, args.dispatcher), "")
+    tuners: dict[Callable[[Sequence[str]], int], str] = {}  # backends may share one
+    for name in args.experts:
+        if any(_able(p, args.dispatcher, [name]) for p in sweep.problems.values()):
+            tune = getattr(registry().expert(name).load(), "tune", None)
+            if tune is not None:
+                tuners.setdefault(tune, name)
     return {name: tune for tune, name in tuners.items()}
 
 
-def _tiles(args: argparse.Namespace, name: str, tune: Tuner, seconds: float | None) -> int:
-    argv = ["--shapes", args.shapes, "--quant", args.quant]
-    argv += [] if seconds is None else ["--seconds", str(seconds)]
-    print(f"python -m moekit tune {name} {' '.join(argv)}", file=sys.stderr, flush=True)
-    return int(tune(argv))
+def _able(problem: MoEProblem, dispatcher: str, experts: Sequence[str]) -> list[Combination]:
+    return [(dispatcher, e) for e in experts if moekit.explain(problem, dispatcher, e).chosen]
 
 
-def _report(args: argparse.Namespace, title: str, choices: Sequence[report.Choice]) -> None:
-    text = report.regret(title, choices, args.limit)
-    if args.markdown is None:
-        print(text, end="")
-    else:
-        replace_file(args.markdown, text)
-
-
-def _check_single(names: Sequence[str]) -> None:
-    """Raise MoekitError if a name stands for several backends, which tables do not hold."""
-    if bad := [name for name in names if name == AUTO or "|" in name]:
-        raise MoekitError(f"--experts {', '.join(bad)}: name the backends themselves")
-
-
-# -- one rank ---------------------------------------------------------------------------------
-
-
-def _backends(args: argparse.Namespace) -> list[Implementation]:
-    return backends(names_if_given(args.experts), args.dispatcher)
+# -- what is measured -------------------------------------------------------------------------
 
 
 def _select(args: argparse.Namespace) -> int:
-    found = _backends(args)
-    _check_single([i.name for i in found])
-    sweep = experts_sweep(args, found, "")
-    problems, known = sweep.problems, registry().experts
-    able = {group: _able(problem, args.dispatcher, found) for group, problem in problems.items()}
-    made = {
-        (args.dispatcher, i.name): made_with(i, known.get(i.name))
-        for i in found
-        if any(i.name in names for names in able.values())
-    }
-    file = table_file(args.output, DeviceSpec.of(sweep.device))
-    table = TunedTable(file, made)
+    if args.ep > 1:
+        return _select_on_ranks(args)
+    sweep = experts_sweep(args, backends(args.experts, args.dispatcher), "")
+    problems = sweep.problems
+    able = {group: _able(p, args.dispatcher, args.experts) for group, p in problems.items()}
+    table = TunedTable(args.output, DeviceSpec.of(sweep.device))
 
     def wanted(cell: Cell) -> bool:
         group = cell.shape, cell.scheme
-        asked = ((args.dispatcher, name) for name in able[group])
-        return not all(table.knows(problems[group], names, cell.tokens) for names in asked)
+        return not all(table.knows(problems[group], each, cell.tokens) for each in able[group])
 
     def keep(cell: Cell) -> None:
         group, results = (cell.shape, cell.scheme), {r.name: r for r in cell.results}
-        measured = {(args.dispatcher, n): results.get(n, Result()) for n in able[group]}
+        measured = {each: results.get(each[1], Result()) for each in able[group]}
         table.add(problems[group], cell.tokens, measured)
 
     sweep.cells = [cell for cell in sweep.cells if wanted(cell)]
@@ -196,83 +150,27 @@ def _select(args: argparse.Namespace) -> int:
     return int(not sweep.complete)
 
 
-def _able(problem: MoEProblem, dispatcher: str, found: Sequence[Implementation]) -> list[str]:
-    names = [i.name for i in found if not i.left_out]
-    return [name for name in names if moekit.explain(problem, dispatcher, name).chosen]
-
-
-def _regret(args: argparse.Namespace) -> int:
-    found = [*backends([AUTO], args.dispatcher), *_backends(args)]
-    sweep = experts_sweep(args, found, "")
-    sweep.end = options.end(args)
-    sweep.measure()
-    choices = sweep.choices()
-    _report(args, f"The choice on {sweep.run.device['name']}", choices)
-    return int(not (sweep.complete and report.worst(choices) <= args.limit))
-
-
-# -- over ranks -------------------------------------------------------------------------------
-
-
-def _on_ranks(args: argparse.Namespace) -> int:
+def _select_on_ranks(args: argparse.Namespace) -> int:
     args.ranks = None if "RANK" in os.environ else args.ep
     args.capacity = None  # tables hold times of kernels that a call fills
-    choices, complete, heading, end = list[report.Choice](), True, "", options.end(args)
-    args.dispatchers = None if args.dispatcher == "local" else args.dispatcher
-    if args.experts is None:
-        unnamed = [s.name for s in registry().experts.values() if s.priority >= 0]
-        args.experts = ",".join(unnamed)
-    for layer in names(args.shapes):
-        args.layer = layer
-        sweep = layers_sweep(args, "")
-        sweep.end = end
-        if args.regret:
-            sweep.measure()
-            complete &= sweep.complete and sweep.succeeded
-            choices += sweep.choices()
-            heading = f"The choice on {sweep.run.ranks} x {sweep.run.device['name']}"
-        else:
-            table = _layers_table(args, sweep)
-            sweep.keep = partial(_add, table, sweep)
-            sweep.measure()
-            results = (r for cell in sweep.run.cells for r in cell.results)
-            complete &= sweep.complete and not any(r.reason for r in results)
-    if args.regret and os.environ.get("RANK", "0") == "0":
-        _report(args, heading, choices)
-    missed = args.regret and report.worst(choices) > args.limit
-    return int(not complete or missed)
+    args.dispatchers = None if args.dispatcher == "local" else names(args.dispatcher)
+    end, sweeps = options.end(args), [layers_sweep(args) for args.layer in args.shapes]
+    table = TunedTable(args.output, DeviceSpec.of(options.torch_device(args.device)))
 
+    def wanted(problem: MoEProblem, dispatcher: str, experts: str) -> bool:
+        return not table.knows(problem, (dispatcher, experts), problem.max_num_tokens or 0)
 
-def _layers_table(args: argparse.Namespace, sweep: LayersSweep) -> TunedTable:
-    """Return the table, and leave out of the sweep what it knows."""
-    _check_single(sweep.experts)
-    known = registry().experts
-    made = {
-        (d.name, i.name): made_with(i, known[i.name], d)
-        for d in sweep.dispatchers
-        for i in backends(sweep.experts)
-    }
-    table = TunedTable(table_file(args.output, sweep.device), made)
-    sweep.wanted = lambda problem, dispatcher, experts: (
-        not table.knows(problem, (dispatcher, experts), problem.max_num_tokens or 0)
-    )
-    return table
-
-
-def _add(table: TunedTable, sweep: LayersSweep, cell: Cell) -> None:
-    """Put a cell into the table."""
-    measured = {(r.dispatcher or "", r.experts or ""): r for r in cell.in_default_mode}
-    if measured:
+    def keep(sweep: RanksSweep, cell: Cell) -> None:
+        measured = {(r.dispatcher or "", r.experts or ""): r for r in cell.results}
         table.add(sweep.problem(cell.scheme, cell.tokens), cell.tokens, measured)
+
+    for sweep in sweeps:
+        sweep.wanted, sweep.keep, sweep.end = wanted, partial(keep, sweep), end
+        sweep.measure()
+    return int(not all(sweep.complete for sweep in sweeps))
 
 
 # -- the table --------------------------------------------------------------------------------
-
-
-def table_file(output: Path | None, device: DeviceSpec) -> Path:
-    """Return ``output`` if it is a file, else the device's file in that folder or the user's."""
-    place = output or user_path()
-    return place if place.suffix == ".json" else place / device_file(device.name or device.type)
 
 
 def add_to(file: Path, table: Table) -> None:
@@ -284,31 +182,24 @@ def add_to(file: Path, table: Table) -> None:
 
 
 class TunedTable:
-    """The table that a run fills.
+    """The table that a run fills: the file ``output``, or the device's file in that folder."""
 
-    Args:
-        made_with: (dispatcher, experts) -> the versions that a time depends on.
-    """
+    def __init__(self, output: Path | None, device: DeviceSpec) -> None:
+        place, self.made_with = output or user_path(), cache(made_with)
+        file = device_file(device.name or device.type)
+        self.file = place if place.suffix == ".json" else place / file
+        add_to(self.file, {})  # a file that cannot be read or written ends the run now
+        self._known = tuned_tables.read(self.file)
 
-    def __init__(self, file: Path, made_with: Mapping[tuple[str, str], str]) -> None:
-        self.file, self.made_with = file, made_with
-        add_to(file, {})  # a file that cannot be read or written ends the run before it begins
-        self._known = tuned_tables.read(file)
-
-    def knows(self, problem: MoEProblem, combination: tuple[str, str], tokens: int) -> bool:
+    def knows(self, problem: MoEProblem, combination: Combination, tokens: int) -> bool:
         """Return whether the table had a measurement of the same versions when the run began."""
         record = self._known.get(Key.of(problem), {}).get(combination, {}).get(tokens)
-        return record is not None and record.made_with == self.made_with[combination]
+        return record is not None and record.made_with == self.made_with(*combination)
 
-    def add(
-        self,
-        problem: MoEProblem,
-        tokens: int,
-        measured: Mapping[tuple[str, str], Result],
-    ) -> None:
+    def add(self, problem: MoEProblem, tokens: int, measured: Mapping[Combination, Result]) -> None:
         """Write one row per combination; a wrong result has no time."""
         times = {}
         for combination, r in measured.items():
             us = round(r.us, 3) if r.right and r.us is not None else None
-            times[combination] = {tokens: Record(us, r.copied, now(), self.made_with[combination])}
+            times[combination] = {tokens: Record(us, r.copied, now(), self.made_with(*combination))}
         add_to(self.file, {Key.of(problem): times})

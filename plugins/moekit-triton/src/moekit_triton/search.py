@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
+from moekit_bench import Timer
 from moekit_kernels.numerics import SCALE_GROUP
 from moekit_kernels.rows import quantize_activations
 from torch import Tensor
@@ -267,42 +268,29 @@ def _run(steps: Sequence[Callable[[Call, Any], None]], call: Call, operands: Any
         step(call, operands)
 
 
-class Timer:
-    """CUDA graphs of alternatives, timed interleaved."""
+def interleaved_us(
+    timer: Timer, alternatives: Sequence[Launches], least: float = 0.0, rounds: int = 5
+) -> list[float]:
+    """Return the microseconds of one replay of each alternative, a graph of all its launches.
 
-    def __init__(self) -> None:
-        self.graphs: list[torch.cuda.CUDAGraph] = []
-        self._launches: list[object] = []  # graphs do not keep tensors made before them alive
-
-    def add(self, launches: Launches) -> None:
-        """Add an alternative: one graph of all ``launches``."""
-        launches[0]()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for launch in launches:
-                launch()
-        self.graphs.append(graph)
-        self._launches.append(launches)
-
-    def microseconds(self, least: float, rounds: int) -> list[float]:
-        """Return the time of one replay of each: the median of ``rounds`` iterations of ``least``
-        microseconds. Long kernels lower the clock; interleaving spreads that over all of them."""
-        once = [_elapsed(graph.replay) for graph in self.graphs]
-        took: list[list[float]] = [[] for _ in once]
-        for _, (i, graph) in itertools.product(range(rounds), enumerate(self.graphs)):
-            replays = max(1, int(least / once[i]))
-            took[i].append(_elapsed(graph.replay, replays) / replays)
-        return [statistics.median(us) for us in took]
+    Each is the median of ``rounds`` iterations of ``least`` microseconds. Long kernels lower the
+    clock; interleaving spreads that over all of them.
+    """
+    graphs = [_graph(launches) for launches in alternatives]
+    once = [timer.queued_us(graph.replay) for graph in graphs]
+    took: list[list[float]] = [[] for _ in once]
+    for _, (i, graph) in itertools.product(range(rounds), enumerate(graphs)):
+        took[i].append(timer.queued_us(graph.replay, max(1, int(least / once[i]))))
+    return [statistics.median(us) for us in took]
 
 
-def _elapsed(call: Callable[[], None], times: int = 1) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    begin.record()
-    for _ in range(times):
-        call()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) * 1e3
+def _graph(launches: Launches) -> torch.cuda.CUDAGraph:
+    launches[0]()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for launch in launches:
+            launch()
+    return graph
 
 
 @dataclass(frozen=True, order=True)
@@ -321,7 +309,7 @@ class Search:
     """The fastest plan of a case: both GEMMs with one block_m, each with its own tile."""
 
     def __init__(self, case: Case) -> None:
-        self._case = case
+        self._case, self._timer = case, Timer(torch.device(case.problem.device.type))
         self.found: dict[Key, list[Timed]] = {}
 
     def attempt(self, step: Step, plan: TilePlan) -> None:
@@ -331,11 +319,9 @@ class Search:
         try:
             launches = self._case.launches(plan, step)
             launches[0]()
-            us = _elapsed(launches[0])
+            us = self._timer.queued_us(launches[0])
             if us < max(_LONG, 1.5 * enough):
-                timer = Timer()
-                timer.add(launches)
-                (us,) = timer.microseconds(0.0, 4)
+                (us,) = interleaved_us(self._timer, [launches], rounds=4)
                 us /= len(launches)
         except Exception as error:
             if not _tile_is_impossible(error):
@@ -383,10 +369,8 @@ class Search:
 
     def _together(self, plans: Sequence[TilePlan]) -> list[float]:
         """Return the microseconds of a replay of both GEMMs of each plan, interleaved."""
-        timer = Timer()
-        for plan in plans:
-            timer.add(self._case.launches(plan, "gemm_1", "gemm_2"))
-        return timer.microseconds(_STABLE, 5)
+        launches = [self._case.launches(plan, "gemm_1", "gemm_2") for plan in plans]
+        return interleaved_us(self._timer, launches, _STABLE)
 
 
 def _tile_is_impossible(error: Exception) -> bool:
