@@ -54,6 +54,5 @@ def local_spec(spec: DispatcherSpec) -> DispatcherSpec:
     name = "LocalDispatcher" if standard else "LocalBatchedDispatcher"
     return replace(
         spec, target=f"moekit.backends.local:{name}", moves_tokens=False, requires=(), check=None,
-        footprint=None, aborts=False, graph_safe=True, deterministic=True,
-        batch_invariant=True,
+        aborts=False, graph_safe=True, deterministic=True, batch_invariant=True,
     )  # fmt: skip
