@@ -18,7 +18,7 @@ from moekit.contract import (
 )
 from moekit.contract.pending import Pending
 from moekit.contract.shared_buffers import CallBuffers, Lease, SharedBuffers
-from moekit.contract.sizes import Footprint, round_up
+from moekit.contract.sizes import round_up
 from moekit.contract.specs import DispatcherSpec, ExpertsSpec, importable
 from moekit.contract.sums import weight_and_reduce
 from moekit.contract.training import (
@@ -60,7 +60,7 @@ from moekit.untrusted.writing import check_writable, replace_file
 __all__ = [
     "ACTIVATIONS", "INT4_ZERO", "SCHEMES", "WIRE_SCHEMES", "Activation", "ActivationFormat",
     "Agreement", "BufferSpec", "CallBuffers", "DeviceSpec", "Dispatched", "DispatcherSpec",
-    "ExpertWeights", "ExpertsSpec", "Footprint", "InputGradients", "Lease", "MoEProblem",
+    "ExpertWeights", "ExpertsSpec", "InputGradients", "Lease", "MoEProblem",
     "OperandQuant", "PackedWeights", "ParallelConfig", "Pending", "PermuteExpertsUnpermute",
     "PrepareAndFinalize", "ProcessVariables", "QuantScheme", "Quantizer", "Routing",
     "SharedBuffers", "TableFiles", "TrainableDispatcher", "TrainableExperts", "Transfers",

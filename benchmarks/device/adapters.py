@@ -106,7 +106,7 @@ def deepep_ll(c: Case) -> Callable[[], None]:
 
 
 def deepep_elastic(c: Case) -> Callable[[], None]:
-    from moekit_deepep.footprint import NUM_SMS
+    from moekit_deepep.buffers import NUM_SMS
 
     buffer = c.dispatcher._buffer
 

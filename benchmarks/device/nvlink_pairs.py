@@ -360,7 +360,7 @@ def sums(name: str, tokens: Sequence[int]) -> None:
     from moekit_nvlink import transfer
     from moekit_nvlink.transfer import Layout, Tile
 
-    footprint = sys.modules[Layout.__module__]
+    layout = sys.modules[Layout.__module__]
 
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     for apart, way in ((True, SUMS[0]), *((False, way) for way in SUMS)):
@@ -373,7 +373,7 @@ def sums(name: str, tokens: Sequence[int]) -> None:
         for experts, hidden, count in SUMMED:
             label = f"{name} {experts}:{hidden}, {'apart' if apart else way}"
             with ExitStack() as stack:
-                stack.enter_context(mock.patch.multiple(footprint, _CHUNKS=chunks, REDUCED_FROM=1))
+                stack.enter_context(mock.patch.multiple(layout, _CHUNKS=chunks, REDUCED_FROM=1))
                 stack.enter_context(mock.patch.multiple(Tile, **changed))
                 if summing is not None:
                     share = {"summing_share": lambda *_, s=summing: s}

@@ -55,6 +55,5 @@ def local_spec(spec: DispatcherSpec) -> DispatcherSpec:
     return replace(
         spec, target=f"moekit.backends.local:{name}", moves_tokens=False, requires=(), check=None,
         training="moekit.backends.local:TrainableLocal" if standard else None,
-        footprint=None, aborts=False, graph_safe=True, deterministic=True,
-        batch_invariant=True,
+        aborts=False, graph_safe=True, deterministic=True, batch_invariant=True,
     )  # fmt: skip

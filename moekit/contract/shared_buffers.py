@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import atexit
+from collections import Counter
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -19,62 +20,47 @@ T = TypeVar("T")
 _streams: WeakKeyDictionary[dist.ProcessGroup, torch.cuda.Stream] = WeakKeyDictionary()
 
 
-@dataclass
-class _Shared(Generic[T]):
-    value: T
-    users: int = 0
-
-
 class SharedBuffers(Generic[T]):
     """One set of buffers for each key, shared by the layers of one process.
 
-    `acquire` makes a set at its first use, and `release` frees it with its last user. Sets that
-    are left at exit are freed then.
+    The last lease that ends frees its set. Sets that are left at exit are freed then.
     """
 
     def __init__(self, free: Callable[[T], None]) -> None:
         self._free = free
-        self._held: dict[Hashable, _Shared[T]] = {}
+        self._held: dict[Hashable, T] = {}
+        self._leases: Counter[Hashable] = Counter()
         atexit.register(self.clear)
 
     def lease(self, key: Hashable, make: Callable[[], T]) -> Lease[T]:
-        """Do `acquire`, and return what releases the set once."""
-        return Lease(self, key, self.acquire(key, make))
-
-    def acquire(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the set of ``key``, which names the group and all sizes.
+        """Return a lease of the set of ``key``, which names the group and all sizes.
 
         Collective if ``make`` is.
         """
-        shared = self._held.get(key)
-        if shared is None:
-            shared = self._held[key] = _Shared(_made(make))
-        shared.users += 1
-        return shared.value
+        if key not in self._held:
+            self._held[key] = _made(make)
+        self._leases[key] += 1
+        return Lease(self._held[key], partial(self._end, key))
 
-    def release(self, key: Hashable) -> None:
-        """Give up one use of ``key``; an unknown key is ignored. Collective if freeing is."""
-        shared = self._held.get(key)
-        if shared is None:
-            return
-        shared.users -= 1
-        if not shared.users:
-            del self._held[key]
-            self._free(shared.value)
+    def _end(self, key: Hashable) -> None:
+        self._leases[key] -= 1
+        if not self._leases[key]:
+            del self._leases[key]
+            if key in self._held:
+                self._free(self._held.pop(key))
 
     def clear(self) -> None:
         """Free all sets."""
         while self._held:
-            _, shared = self._held.popitem()
-            self._free(shared.value)
+            self._free(self._held.popitem()[1])
 
 
 class Lease(Generic[T]):
     """One layer's use of a set of `SharedBuffers`, until `release`."""
 
-    def __init__(self, shared: SharedBuffers[T], key: Hashable, value: T) -> None:
-        self._shared, self._key = shared, key
+    def __init__(self, value: T, end: Callable[[], None]) -> None:
         self._value: T | None = value
+        self._end = end
 
     @property
     def held(self) -> bool:
@@ -91,7 +77,7 @@ class Lease(Generic[T]):
         """Give up the set; idempotent. Collective if freeing is."""
         if self._value is not None:
             self._value = None
-            self._shared.release(self._key)
+            self._end()
 
 
 class CallBuffers(Generic[T]):

@@ -1,4 +1,4 @@
-"""Sizes: what a dispatcher needs on a rank, and the padded sizes that experts compute.
+"""Sizes: the padded sizes that experts compute, and sizes for people.
 
 Kernels may need the hidden size and a rank's intermediate size to be multiples of some numbers.
 Experts are then created for a padded problem.
@@ -7,8 +7,6 @@ Experts are then created for a padded problem.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 
 from moekit.errors import InvalidProblem
 from moekit.problem import MoEProblem
@@ -16,26 +14,6 @@ from moekit.problem import MoEProblem
 MOST = 1 << 12  # of a multiple
 Multiples = tuple[int, int]
 """The multiples that the hidden size and a rank's intermediate size must be."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Footprint:
-    """The memory that a dispatcher needs on a rank when every rank passes ``max_num_tokens``.
-
-    rows: as `PrepareAndFinalize.max_rows`.
-    buffers: bytes kept between calls, by purpose.
-    transient: bytes that a call allocates and frees.
-    source: where the formula for the buffers comes from.
-    """
-
-    rows: int
-    buffers: Mapping[str, int]
-    transient: int
-    source: str
-
-    @property
-    def buffer_bytes(self) -> int:
-        return sum(self.buffers.values())
 
 
 def size_text(nbytes: int) -> str:

@@ -291,7 +291,6 @@ class DispatcherSpec(BackendSpec):
     uneven_experts: the number of experts need not be a multiple of ep_size.
     most_top_k, most_ranks: limits; None for none.
     aborts: if a rank of an unchecked kernel fails, `abort` makes the other ranks raise.
-    footprint: returns the memory it needs on a rank, without creating it; None if unknown.
     """
 
     kind = "dispatcher"
@@ -308,7 +307,6 @@ class DispatcherSpec(BackendSpec):
     uneven_experts: bool = True
     most_top_k: int | None = None
     most_ranks: int | None = None
-    footprint: Callable[[MoEProblem], sizes.Footprint] | None = None
     schemes: frozenset[str] = frozenset(SCHEMES)
 
     def _unsupported_features(self, problem: MoEProblem) -> list[str]:

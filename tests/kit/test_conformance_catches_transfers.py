@@ -16,7 +16,6 @@ from right_naive import Naive
 
 from moekit import Routing
 from moekit.contract.pending import Pending
-from moekit.contract.sizes import Footprint
 
 many = killed_by("test_many_assignments", 4, says="tokens are wrong")
 
@@ -269,7 +268,7 @@ class OnlyInItsThread(Naive):
 # -- memory ------------------------------------------------------------------------------
 
 
-@killed_by("test_memory_is_stated", 4, says="stay allocated after destroy", footprint=None)
+@killed_by("test_memory_is_stated", 4, says="stay allocated after destroy")
 class KeptAfterDestroy(Naive):
     """Keeps its buffer, whose bytes it states, when it is destroyed."""
 
@@ -283,7 +282,7 @@ class KeptAfterDestroy(Naive):
         return 1 << 20
 
 
-@killed_by("test_memory_is_stated", 4, says="a call held", footprint=None)
+@killed_by("test_memory_is_stated", 4, says="a call held")
 class RoomForTheFullest(Naive):
     """Gives every expert the room of the fullest, and states the room of equally full ones."""
 
@@ -303,26 +302,12 @@ class RoomForTheFullest(Naive):
         return super().transient_bytes(num_tokens) + 4 * self._bytes(share) * 3 // 2
 
 
-@killed_by("test_memory_is_stated", 4, says="a call held", footprint=None)
+@killed_by("test_memory_is_stated", 4, says="a call held")
 def QuantizedUnstated(self, handed):
     """Does not state what it allocates for tokens that travel quantized."""
     room = torch.empty(0 if handed.x_scale is None else 1 << 24)
     del room
     return handed
-
-
-def small_footprint(problem):
-    return Footprint(rows=problem.max_num_tokens, buffers={}, transient=0, source="a guess")
-
-
-@killed_by(
-    "test_memory_is_stated",
-    4,
-    footprint=small_footprint,
-    says="footprint says 32 rows, and the dispatcher 128",
-)
-class SmallFootprint(Naive):
-    """Its spec's footprint says less than it needs."""
 
 
 @pytest.mark.parametrize("mutant", mutants_of(__name__))

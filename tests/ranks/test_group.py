@@ -226,29 +226,13 @@ def test_a_store_that_stops_is_not_waited_for():
     assert table.values == {"a": b"1", "c": b"3"}, "work without a waiting caller must stop"
 
 
-def test_buffers_live_as_long_as_their_users():
+def test_buffers_live_as_long_as_their_leases():
     freed: list[str] = []
     buffers = SharedBuffers[str](freed.append)
-    made = iter("ab")
-    key = (torch.bfloat16, 128)
-    assert buffers.acquire(key, lambda: next(made)) == "a"
-    assert buffers.acquire(key, lambda: next(made)) == "a"
-    assert buffers.acquire("other", lambda: next(made)) == "b"
-    buffers.release(key)
-    assert freed == []
-    buffers.release(key)
-    buffers.release(key)
-    assert freed == ["a"]
-    buffers.clear()
-    buffers.clear()
-    assert freed == ["a", "b"]
-
-
-def test_a_lease_is_released_once():
-    freed: list[str] = []
-    buffers = SharedBuffers[str](freed.append)
-    first, second = (buffers.lease("key", lambda: "a") for _ in range(2))
-    assert first.value is second.value and first.held
+    made, key = iter("abc"), (torch.bfloat16, 128)
+    first, second = (buffers.lease(key, lambda: next(made)) for _ in range(2))
+    assert first.value == second.value == "a"
+    assert buffers.lease("other", lambda: next(made)).value == "b"
     first.release()
     first.release()
     assert second.held and not first.held and freed == []
@@ -256,6 +240,12 @@ def test_a_lease_is_released_once():
         first.value  # noqa: B018
     second.release()
     assert freed == ["a"]
+    late = buffers.lease(key, lambda: next(made))
+    assert late.value == "c"
+    buffers.clear()
+    buffers.clear()
+    late.release()
+    assert sorted(freed) == ["a", "b", "c"]
 
 
 class StandInGroup:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from flashinfer_registry import dispatchers
 from moekit_flashinfer import dispatcher, library, moekit_dispatchers, moekit_experts
-from moekit_flashinfer.footprint import experts_transient
+from moekit_flashinfer.experts import experts_transient
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 

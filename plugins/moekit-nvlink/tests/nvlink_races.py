@@ -29,7 +29,7 @@ from unittest import mock
 import numpy as np
 from moekit_nvlink import transfer
 from moekit_nvlink.buffers import Buffer
-from moekit_nvlink.footprint import Layout
+from moekit_nvlink.layout import Layout
 from triton.language.extra import cuda
 from triton.runtime import interpreter
 

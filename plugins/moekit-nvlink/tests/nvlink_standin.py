@@ -65,7 +65,7 @@ def _patient(op, ptr, val, *others):
 
 interpreter_builder.create_atomic_rmw = _patient
 # The kit's calls are small: calls of 8 tokens and more leave sums to the combine.
-sys.modules["moekit_nvlink.footprint"].REDUCED_FROM = dispatcher.REDUCED_FROM = 8
+sys.modules["moekit_nvlink.layout"].REDUCED_FROM = dispatcher.REDUCED_FROM = 8
 # The interpreter runs one program after another.
 _PROGRAMS = 6
 Tile.few_programs = _PROGRAMS

@@ -16,7 +16,7 @@ import pytest
 import torch
 from moekit_nvlink import buffers, moekit_dispatchers
 from moekit_nvlink.buffers import Buffers, open_memory
-from moekit_nvlink.footprint import Layout, footprint
+from moekit_nvlink.layout import Layout
 from moekit_nvlink.settings import PROGRAMS_VARIABLE, Settings
 from moekit_nvlink.transfer import Tile
 from nvlink_host import problems
@@ -130,21 +130,6 @@ def test_steps_in_flight_fit_the_smallest_shared_memory() -> None:
             tile = Tile.of_combine(4096, 7168, size, entries, 32)
             step = tile.tokens * tile.columns * size * entries
             assert (tile.stages - 1) * step <= 98 * 1024, entries
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("quant", ["none", "fp8_block"])
-def test_memory_is_no_more_than_deepep_takes(ranks: int, quant: str) -> None:
-    """Kept and transient bytes, with the experts' output, which only `nvlink` keeps."""
-    deepep = pytest.importorskip("moekit_deepep.footprint")
-    problem = layer(parallel=moekit.ParallelConfig(ep_size=ranks), quant=quant)
-    ours, theirs = footprint(problem, True), deepep.ll(problem)
-    assert ours.rows == theirs.rows
-    y = problem.num_local_experts * theirs.rows * 7168 * 2
-    assert ours.buffer_bytes + ours.transient <= theirs.buffer_bytes + theirs.transient + y
-    problem = problem.replace(max_num_tokens=4096)
-    ours, theirs = footprint(problem, False), deepep.elastic(problem)
-    assert ours.buffer_bytes <= theirs.buffer_bytes + theirs.transient + theirs.rows * 7168 * 2
 
 
 @pytest.mark.parametrize("batched", [False, True])

@@ -131,7 +131,7 @@ def test_three_ranks(batched, two) -> None:
     ids=["all", "one rank", "in turn"],
 )
 def test_sums_are_left_to_the_combine(leave, two, monkeypatch) -> None:
-    monkeypatch.setattr(sys.modules["moekit_nvlink.footprint"], "REDUCED_FROM", 1)
+    monkeypatch.setattr(sys.modules["moekit_nvlink.layout"], "REDUCED_FROM", 1)
     Layer(small(False), COUNTS, two, leave=leave).run()
 
 
@@ -324,7 +324,7 @@ def test_faults_are_found(name, fault, module, monkeypatch) -> None:
     monkeypatch.setattr(module, name, fault)
     leave: Sequence[Sequence[int]] = ((),)
     if module is reduce:
-        monkeypatch.setattr(sys.modules["moekit_nvlink.footprint"], "REDUCED_FROM", 1)
+        monkeypatch.setattr(sys.modules["moekit_nvlink.layout"], "REDUCED_FROM", 1)
         leave = (range(3),)
     with pytest.raises((Race, Deadlock)):
         Layer(small(module is assignments, 3, programs=3), COUNTS, leave=leave).run()

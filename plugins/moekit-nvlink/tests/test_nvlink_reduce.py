@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the inter
 
 @pytest.fixture(autouse=True)
 def few_tokens(monkeypatch) -> None:
-    monkeypatch.setattr(sys.modules["moekit_nvlink.footprint"], "REDUCED_FROM", 1)
+    monkeypatch.setattr(sys.modules["moekit_nvlink.layout"], "REDUCED_FROM", 1)
     monkeypatch.setattr(transfer.Tile, "few_programs", 4)
 
 

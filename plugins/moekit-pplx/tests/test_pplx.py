@@ -17,7 +17,7 @@ import pytest
 import torch
 from moekit_pplx.dispatcher import PplxDispatcher
 from moekit_pplx.kernels import translate
-from moekit_pplx.layout import Layout
+from moekit_pplx.layout import Layout, Wire
 from rank_events import GUARD, happened, wait_for
 
 import moekit
@@ -263,8 +263,6 @@ def sharing(rank, world):
     identity(second, x, routing)
     second.destroy()
     note()
-    assert_identity(identity(first, x, routing), x, routing)
-    first.destroy()
     other.destroy()
     note()
     return seen
@@ -273,7 +271,16 @@ def sharing(rank, world):
 def test_buffers_are_shared_counted_and_freed(pool):
     """(made, destroyed) after each step."""
     for seen in pool.run(sharing):
-        assert seen == [(1, 0), (2, 0), (3, 0), (3, 0), (3, 2), (4, 4)]
+        assert seen == [(1, 0), (2, 0), (3, 0), (3, 0), (3, 2), (3, 3)]
+
+
+@pytest.mark.parametrize(("tokens", "megabytes"), [(1, 11), (16, 182), (128, 1454), (1024, 11633)])
+def test_lane_has_the_size_that_was_recorded(tokens, megabytes):
+    """Recorded on 4 H200 with pplx-kernels."""
+    sizes = {"num_experts": 256, "top_k": 8, "hidden_size": 7168, "max_num_tokens": tokens}
+    layout = Layout.of(problem_for(4, **sizes), 128)
+    nbytes = moekit_pplx.buffers.lane_bytes(layout, Wire(2 * 7168, 0), torch.bfloat16)
+    assert round(nbytes / 1e6) == megabytes
 
 
 def alone_at_the_end(rank, world):

@@ -13,8 +13,6 @@ from dataclasses import replace
 
 from moekit.plugin import WIRE_SCHEMES, ActivationFormat, DispatcherSpec, MoEProblem, hookimpl
 
-from . import footprint
-
 RANKS = (2, 4, 8)
 LOW_LATENCY_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 
@@ -89,7 +87,6 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
         wire_schemes=WIRE_SCHEMES,
         graph_safe=True,
         deterministic=True,
-        footprint=footprint.ht,
         check=check_ht,
     )
     low_latency = replace(
@@ -102,7 +99,6 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
         wire_schemes=frozenset({"fp8_block"}),
         needs_capacity=True,
         deterministic=False,
-        footprint=footprint.ll,
         check=check_ll,
     )
     elastic = replace(
@@ -112,7 +108,6 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
         priority=8,
         needs_capacity=True,
         deterministic=False,
-        footprint=footprint.elastic,
         check=check_elastic,
     )
     return [normal, low_latency, elastic]

@@ -17,9 +17,12 @@ import torch.distributed as dist
 from moekit.errors import GroupMismatch, PeerFailed
 from moekit.plugin import Agreement, Lease, ProcessVariables, SharedBuffers
 
-from .footprint import LEGACY_WORKSPACE_BYTES, NUM_SMS
-
 logger = logging.getLogger("moekit")
+
+# Multiprocessors for transfers, of an H200's 132: they fill the links.
+NUM_SMS = 24
+# What a `deep_ep.Buffer` holds beside its rows.
+_WORKSPACE_BYTES = 32 << 20
 
 # How long a rank waits for the other ranks before it leaves buffers to the end of the process.
 _FAREWELL_SECONDS = 20.0
@@ -116,7 +119,7 @@ def normal(group: dist.ProcessGroup, hidden_size: int) -> Lease[Held]:
 
     def make() -> tuple[Any, int]:
         buffer = deep_ep.Buffer(group, num_nvl_bytes=nbytes, explicitly_destroy=True)
-        return buffer, nbytes + LEGACY_WORKSPACE_BYTES
+        return buffer, nbytes + _WORKSPACE_BYTES
 
     return _lease(group, ("normal", nbytes), make)
 
@@ -140,7 +143,7 @@ def low_latency(
             num_qps_per_rank=num_experts // len(ranks), explicitly_destroy=True,
         )  # fmt: skip
         _connected[buffer] = ranks
-        return buffer, nbytes + LEGACY_WORKSPACE_BYTES
+        return buffer, nbytes + _WORKSPACE_BYTES
 
     with _claimed(ranks):
         return _lease(group, ("low_latency", capacity, hidden_size, num_experts), make)

@@ -25,7 +25,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import deep_ep
 import torch
@@ -36,7 +36,6 @@ from moekit.errors import InvalidInput
 from moekit.plugin import (
     Dispatched,
     DispatcherSpec,
-    Footprint,
     Lease,
     MoEProblem,
     Pending,
@@ -45,12 +44,16 @@ from moekit.plugin import (
     Routing,
     quantize_for_transfer,
     resolve,
+    round_up,
 )
 
-from . import buffers, footprint
+from . import buffers
 from .kernels import clear_unused
 
 T = TypeVar("T")
+
+# Up to here, padding rows cost the experts less than waiting for their number costs the host.
+_FEW_ROWS = 4096
 
 
 class DeepEPDispatcher(PrepareAndFinalize):
@@ -64,7 +67,6 @@ class DeepEPDispatcher(PrepareAndFinalize):
     group: dist.ProcessGroup  # this dispatcher is made only where tokens move
     lease: Lease[buffers.Held]
     makes_output = True
-    _footprint: ClassVar[Callable[..., Footprint]]
     _combine_options: dict[str, Any]
 
     def __init__(
@@ -104,10 +106,18 @@ class DeepEPDispatcher(PrepareAndFinalize):
 
     def max_rows(self, num_tokens: int) -> int:
         """Return the most rows outside of CUDA graphs."""
-        return self._footprint(self.problem, num_tokens).rows
+        return self.group.size() * self._capacity
 
     def transient_bytes(self, num_tokens: int) -> int:
-        return self._footprint(self.problem, num_tokens).transient
+        """Return the bytes of received rows, and of quantized and combined tokens.
+
+        With each of them the library allocates ids, router weights, and where it goes.
+        """
+        p = self.problem
+        row = 2 * p.hidden_size + 4 * p.scales_per_row
+        received = self.max_rows(num_tokens) * (row + 24 * p.top_k + 12)
+        sent = row + 2 * p.hidden_size + 12 * p.top_k + 5 * self.group.size()
+        return received + num_tokens * sent
 
 
 class NormalDispatcher(DeepEPDispatcher):
@@ -116,8 +126,6 @@ class NormalDispatcher(DeepEPDispatcher):
     In a CUDA graph, and where ``ranks * max_num_tokens`` is small, R is that product instead and
     the host does not wait.
     """
-
-    _footprint = staticmethod(footprint.ht)
 
     def _acquire(self) -> Lease[buffers.Held]:
         ranks = self.group.size()
@@ -150,6 +158,10 @@ class NormalDispatcher(DeepEPDispatcher):
         x_RH, scale = (received, None) if quantize is None else received
         return after(event, lambda: Dispatched(x_RH, scale, ids_RK, weights_RK, handle=handle))
 
+    def max_rows(self, num_tokens: int) -> int:
+        few = 0 < self._most_rows <= _FEW_ROWS
+        return self._most_rows if few else self.group.size() * num_tokens
+
     def _fixed_rows(self, x_TH: Tensor) -> int:
         """Return R if it is the same for every call, else 0."""
         captured = capturing(x_TH)
@@ -158,13 +170,12 @@ class NormalDispatcher(DeepEPDispatcher):
                 "deepep_ht in a CUDA graph needs room for all tokens of the other ranks: set "
                 "max_num_tokens in the problem"
             )
-        return self._most_rows if captured or self._most_rows <= footprint.FEW_ROWS else 0
+        return self._most_rows if captured or self._most_rows <= _FEW_ROWS else 0
 
 
 class ElasticDispatcher(DeepEPDispatcher):
     """STANDARD, R = ranks * max_num_tokens for every call."""
 
-    _footprint = staticmethod(footprint.elastic)
     _combine_options = {"async_with_compute_stream": True}
 
     def _acquire(self) -> Lease[buffers.Held]:
@@ -177,7 +188,7 @@ class ElasticDispatcher(DeepEPDispatcher):
         received, ids_RK, weights_RK, handle, event = self._buffer.dispatch(
             x_TH if quantize is None else quantize_for_transfer(x_TH, ids, quantize, self.problem),
             topk_idx=ids, topk_weights=weights, num_experts=self.problem.num_physical_experts,
-            num_max_tokens_per_rank=self._capacity, num_sms=footprint.NUM_SMS,
+            num_max_tokens_per_rank=self._capacity, num_sms=buffers.NUM_SMS,
             do_cpu_sync=False, async_with_compute_stream=True,
         )  # fmt: skip
         x_RH, scale = (received, None) if quantize is None else received
@@ -196,13 +207,11 @@ class LowLatencyDispatcher(DeepEPDispatcher):
     All dispatchers of one shape share a buffer, but several shapes may be in use at a time.
     """
 
-    _footprint = staticmethod(footprint.ll)
-
     def _protocol(self) -> str:
         return f"{super()._protocol()}, NVSHMEM between ranks {buffers.connected()}"
 
     def _acquire(self) -> Lease[buffers.Held]:
-        p, self._capacity = self.problem, footprint.even(self._capacity)
+        p, self._capacity = self.problem, round_up(self._capacity, 2)
         return buffers.low_latency(
             self.group, self._capacity, p.hidden_size, p.num_physical_experts
         )
@@ -227,6 +236,13 @@ class LowLatencyDispatcher(DeepEPDispatcher):
             y, ids, topk_weights, handle, async_finish=True, out=out
         )
         return after(event, lambda: placed(combined_TH, out_TH))
+
+    def transient_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of received rows with their sources, and of combined tokens."""
+        p = self.problem
+        row = 2 * p.hidden_size + 4 * p.scales_per_row + 4
+        received = self.max_rows(num_tokens) * row + 8 * self.group.size()
+        return p.num_local_experts * received + num_tokens * 2 * p.hidden_size
 
     def abandon(self, dispatched: Dispatched) -> None:
         """Count the combine of a capture that failed.

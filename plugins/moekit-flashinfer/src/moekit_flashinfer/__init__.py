@@ -21,7 +21,7 @@ from moekit.plugin import (
     hookimpl,
 )
 
-from . import footprint, library
+from . import library
 
 # Compiled into the library's kernels of every supported version; 0.7 also has 12, 14 and 18.
 _ONE_SIDED_TOP_K = (1, 2, 4, 6, 8, 10, 16, 22)
@@ -80,7 +80,6 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
         graph_safe=True,
         deterministic=True,
         spans_hosts=True,
-        footprint=footprint.allgather,
     )
     one_sided = replace(
         gather,
@@ -95,7 +94,6 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
         most_ranks=64,
         deterministic=False,
         spans_hosts=False,
-        footprint=footprint.one_sided,
         check=_check_one_sided,
     )
     two_sided = replace(
@@ -105,7 +103,6 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
         priority=4,
         most_ranks=None,
         most_top_k=32,
-        footprint=footprint.two_sided,
         check=_check_two_sided,
     )
     return [one_sided, two_sided, gather]

@@ -32,8 +32,6 @@ from moekit.plugin import (
     resolve,
 )
 
-from . import footprint
-
 # Newer releases of torch renamed this function, and warn about the old name.
 _all_gather: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -122,4 +120,10 @@ class AllGatherDispatcher(PrepareAndFinalize):
         return self._rows
 
     def transient_bytes(self, num_tokens: int) -> int:
-        return footprint.allgather(self.problem, num_tokens).transient
+        """Return the bytes of gathered and returned rows, this rank's padded ones, and sums."""
+        p = self.problem
+        row, meta = p.hidden_size * p.dtype.itemsize, 4 * (2 * p.top_k + p.scales_per_row)
+        # Ids, weights and scales apart; ids shifted and selected, with two masks.
+        arriving = 2 * row + 2 * meta + p.top_k * (3 * 4 + 2)
+        sent = self._capacity * (row + 2 * meta) + num_tokens * p.hidden_size * 4
+        return self._rows * arriving + sent

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moekit.errors import BackendError
-from moekit.plugin import CallBuffers, SharedBuffers
+from moekit.plugin import CallBuffers, SharedBuffers, round_up
 
-from . import footprint, library
+from . import library
 
+_PAGE = 2 << 20  # bytes, the driver's granularity
 _COUNTS = "MOE_A2A_RECV_COUNTERS_OFFSET_INDEX"
 
 # Only the library's tensor object keeps its descriptor alive, but torch reads the descriptor once
@@ -80,7 +81,7 @@ class SharedMemory:
             ) from error
         self.tensor: Tensor = self._memory.as_torch_strided_tensor(dtype)
         _descriptors.append(getattr(self.tensor, "_capsule_wrapper", None))
-        self.nbytes = footprint.pages(nbytes)
+        self.nbytes = round_up(nbytes, _PAGE)
 
     def free(self) -> None:
         """Unmap the memory after this rank's kernels; ranks that still map it keep it alive."""
@@ -138,8 +139,7 @@ class OneSidedBuffers:
         # Layers of several schemes take turns here, and the library puts the experts' output right
         # behind what a dispatch sends. So a fast rank's tokens of the next layer could replace rows
         # that a slow rank still reads: the output lies behind the most that any dispatch sends.
-        output = footprint.one_sided_output(self.ranks.size, capacity, row_bytes)
-        self.output_at = self._nbytes - output
+        self.output_at = self._nbytes - round_up(self.ranks.size * capacity * row_bytes[1], 128)
         names, values = self.library.get_moe_alltoall_module().moe_a2a_get_metainfo_index_pairs()
         self._index = dict(zip(map(str, names), map(int, values), strict=True))
         self.calls = CallBuffers(self._open, group)

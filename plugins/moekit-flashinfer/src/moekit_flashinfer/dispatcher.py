@@ -20,9 +20,8 @@ A finished call leaves nothing in the FIFOs, so any number of calls may be in fl
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +31,6 @@ from torch import Tensor
 from moekit.plugin import (
     Dispatched,
     DispatcherSpec,
-    Footprint,
     Lease,
     MoEProblem,
     Pending,
@@ -43,9 +41,11 @@ from moekit.plugin import (
     resolve,
 )
 
-from . import buffers, footprint
+from . import buffers
 from .kernels import local_ids, reroute
 
+# The FIFOs carry words of 16 bytes, so the scales of a row are padded to 4.
+_SCALES = 4
 # The library sends an assignment with id -1 to rank 0, which is cheaper than a kernel up to here.
 REROUTED_FROM = 256
 
@@ -53,8 +53,8 @@ REROUTED_FROM = 256
 class AllToAll(PrepareAndFinalize):
     """STANDARD. Each of the ep_size ranks has its own tokens; construction is collective."""
 
+    group: dist.ProcessGroup  # this dispatcher is made only where tokens move
     lease: Lease[Any]
-    _footprint: ClassVar[Callable[..., Footprint]]
 
     def __init__(
         self, spec: DispatcherSpec, problem: MoEProblem, group: dist.ProcessGroup | None = None
@@ -86,9 +86,6 @@ class AllToAll(PrepareAndFinalize):
     def max_rows(self, num_tokens: int) -> int:
         return self._rows
 
-    def transient_bytes(self, num_tokens: int) -> int:
-        return self._footprint(self.problem, num_tokens).transient
-
 
 class OneSidedDispatcher(AllToAll):
     """Over FlashInfer's MoeAlltoAll kernels.
@@ -102,10 +99,14 @@ class OneSidedDispatcher(AllToAll):
 
     lease: Lease[buffers.OneSidedBuffers]
     makes_output = True
-    _footprint = staticmethod(footprint.one_sided)
 
     def _acquire(self, group: dist.ProcessGroup) -> Lease[buffers.OneSidedBuffers]:
-        key = group, self._capacity, footprint.one_sided_row_bytes(self.problem)
+        p, activation = self.problem, self.problem.quant.activation
+        there = back = p.hidden_size * p.dtype.itemsize
+        if activation is not None:
+            quantized = p.hidden_size * activation.torch_dtype.itemsize + 4 * p.scales_per_row
+            there = max(back, quantized)
+        key = group, self._capacity, (there + 8 * p.top_k, back)
         return buffers.one_sided.lease(key, lambda: buffers.OneSidedBuffers(*key))
 
     def _dispatch(self, payloads: dict[str, Tensor], routing: Routing) -> Dispatched:
@@ -173,6 +174,12 @@ class OneSidedDispatcher(AllToAll):
         if self.lease.held:
             self._combine(self.output(dispatched).fill_(float("nan")), *dispatched.handle)
 
+    def transient_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of local ids, of ids and scales to send, and of combined rows."""
+        p = self.problem
+        ids = 4 * p.top_k * (self._rows + num_tokens)
+        return ids + num_tokens * (4 + p.hidden_size * p.dtype.itemsize)
+
 
 def _alignment(rows: Tensor) -> int:
     """Return the largest power of two that divides a row's bytes."""
@@ -198,7 +205,6 @@ class TwoSidedDispatcher(AllToAll):
     """
 
     lease: Lease[buffers.Fifos]
-    _footprint = staticmethod(footprint.two_sided)
 
     def _acquire(self, group: dist.ProcessGroup) -> Lease[buffers.Fifos]:
         return buffers.fifos.lease(group, lambda: buffers.Fifos(group))
@@ -219,7 +225,7 @@ class TwoSidedDispatcher(AllToAll):
         for name, rows in payloads.items():
             columns = rows.shape[1]
             if name == "scale":
-                rows = F.pad(rows, (0, -columns % footprint.SCALES))
+                rows = F.pad(rows, (0, -columns % _SCALES))
             arrived = rows.new_empty((self._rows, rows.shape[1]))
             self._exchange(rows, sent_ends, sent, arrived, received_ends, received)
             got[name] = arrived[:, :columns].contiguous()
@@ -265,3 +271,12 @@ class TwoSidedDispatcher(AllToAll):
                 (self._rows, self.problem.hidden_size), float("nan"), dtype=self.problem.dtype
             )
             self._combine(y_RH, dispatched.handle)
+
+    def transient_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of received rows, their sources, and a returned row per assignment."""
+        p, ranks = self.problem, self.group.size()
+        row = p.hidden_size * p.dtype.itemsize
+        scales = 0 if p.quant.activation is None else p.scales_per_row + _SCALES
+        received = self._rows * (row + 8 * scales + 4 * (3 * p.top_k + 2))
+        indices = self._capacity * max(ranks, p.top_k) * 4 * 4
+        return received + indices + num_tokens * (p.top_k * (row + 4) + row)

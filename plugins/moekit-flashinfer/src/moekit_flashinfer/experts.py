@@ -27,9 +27,10 @@ from moekit.plugin import (
     MoEProblem,
     PackedWeights,
     PermuteExpertsUnpermute,
+    round_up,
 )
 
-from . import footprint, library
+from . import library
 from .kernels import dequantize_rows
 
 _ACTIVATIONS = {
@@ -38,6 +39,10 @@ _ACTIVATIONS = {
     "silu_no_mul": "Silu",
     "relu2": "Relu2",
 }
+
+# Bounds for the tensor maps of each SM, and for the pointers and strides of each expert.
+_GEMM_WORKSPACE = 1 << 20
+_PER_EXPERT = 1024
 
 # The library's runner and tuner keep state between calls, so one thread at a time calls them.
 _lock = threading.Lock()
@@ -101,7 +106,7 @@ class FlashInferCutlassExperts(PermuteExpertsUnpermute):
 
         In fp8_block the library's workspace never shrinks, so its largest call so far counts.
         """
-        return footprint.experts_transient(self.problem, rows) + rows * self.problem.top_k * 4
+        return experts_transient(self.problem, rows) + rows * self.problem.top_k * 4
 
     def tuning(self) -> AbstractContextManager[object]:
         """Time the library's kernels in the calls of a ``with`` block; later calls use the fastest.
@@ -149,3 +154,38 @@ class FlashInferCutlassExperts(PermuteExpertsUnpermute):
             a1, a2_quant = weights.shared["a1_scale"].view(()), weights.shared["a2_quant"]
             return [weights["w13_dequant"], a2_quant, weights["w2_dequant"], a1]
         return [weights["w13_scale"], weights["w2_scale"]] if self._block else []
+
+
+def experts_transient(problem: MoEProblem, rows: int) -> int:
+    """Return what one call of the fused MoE allocates for ``rows`` rows of top_k assignments."""
+    if not rows:
+        return 0
+    p, L, pairs = problem, problem.num_local_experts, rows * problem.top_k
+    block = p.quant.name == "fp8_block"
+    out = p.dtype.itemsize
+    a = 1 if p.quant.activation is not None and not block else out
+    hidden, inner = pairs * p.hidden_size, pairs * p.local_intermediate_size
+    # GEMM 1 and the activation have separate outputs where there is a gate or a quantization.
+    apart = p.activation.gated or a != out or block
+    first = max(hidden * a, hidden * out, inner * a if apart else 0)
+    second = max(pairs * p.w13_rows * out, hidden * out) if apart else inner * a
+    quantized = [_quantized(pairs, k, L) for k in (p.hidden_size, p.local_intermediate_size)]
+    parts = (
+        *[4 * pairs] * 4,  # two maps, experts in order, router weights in order
+        *[4 * L * -(-rows // 32)] * 2,  # token blocks of the counting sort, at most
+        4 * L * rows,
+        8 * (L + 1),
+        first,
+        second,
+        _PER_EXPERT * L,
+        _GEMM_WORKSPACE,
+        4 * L * rows,  # for another mode, but allocated in this one as well
+        max(quantized) if block else 0,
+    )
+    return sum(round_up(part, 128) for part in parts)
+
+
+def _quantized(pairs: int, k: int, experts: int) -> int:
+    """Return the bytes of a GEMM's fp8 input and its scales, padded expert by expert."""
+    padded = (pairs + experts * 31) // 32 * 32
+    return round_up(pairs, 4) * k + 4 * padded * -(-k // 128)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from moekit.plugin import WIRE_SCHEMES, ActivationFormat, DispatcherSpec, hookimpl
 
-from .footprint import footprint
-
 
 @hookimpl
 def moekit_dispatchers() -> list[DispatcherSpec]:
@@ -21,7 +19,6 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             ids_dtype="any",
             spans_hosts=True,
             aborts=True,
-            footprint=footprint,
             deterministic=True,
             batch_invariant=True,
             weights_in_fp32=True,

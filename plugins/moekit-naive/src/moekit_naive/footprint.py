@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moekit.plugin import Footprint, MoEProblem
+from moekit.plugin import MoEProblem
 
 
 def transient_bytes(problem: MoEProblem, num_tokens: int) -> int:
@@ -24,14 +24,3 @@ def transient_bytes(problem: MoEProblem, num_tokens: int) -> int:
     returned = ranks * num_tokens * row_bytes * (2 if ranks != parallel.dp_size else 1)
     summed = num_tokens * p.hidden_size * 4 if ranks > 2 else 0  # two are added at once
     return gathered + returned + summed
-
-
-def footprint(problem: MoEProblem) -> Footprint:
-    tokens, parallel = problem.max_num_tokens, problem.parallel
-    assert tokens is not None
-    return Footprint(
-        rows=tokens * parallel.dp_size,
-        buffers={},
-        transient=transient_bytes(problem, tokens),
-        source="it keeps no buffers",
-    )

@@ -10,18 +10,10 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
-from functools import partial
 
 from moekit.errors import InvalidInput
-from moekit.plugin import (
-    WIRE_SCHEMES,
-    ActivationFormat,
-    DispatcherSpec,
-    MoEProblem,
-    hookimpl,
-)
+from moekit.plugin import WIRE_SCHEMES, ActivationFormat, DispatcherSpec, MoEProblem, hookimpl
 
-from .footprint import footprint
 from .settings import Settings
 
 _MOST_ROWS = 2**31 - 1
@@ -92,7 +84,6 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
         deterministic=True,
         graph_safe=True,
         check=_check,
-        footprint=partial(footprint, batched=False),
     )
     batched = replace(
         standard,
@@ -102,6 +93,5 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
         priority=2,
         prefer=None,
         check=_check_batched,
-        footprint=partial(footprint, batched=True),
     )
     return [standard, batched]

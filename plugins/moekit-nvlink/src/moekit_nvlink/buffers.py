@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import (
 from moekit.errors import BackendError, GroupMismatch, PeerFailed
 from moekit.plugin import CallBuffers, ProcessVariables, exchange, reason_of
 
-from .footprint import Layout
+from .layout import Layout
 
 # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of the driver's interface.
 _ATOMICS = 3

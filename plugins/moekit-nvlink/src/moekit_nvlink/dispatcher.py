@@ -37,7 +37,7 @@ from moekit.plugin import (
 )
 
 from .buffers import Buffers
-from .footprint import REDUCED_FROM, transient_bytes
+from .layout import REDUCED_FROM
 from .settings import Settings
 from .transfer import AssignmentTransfer, Call, RowTransfer, Step, Transfer
 
@@ -156,7 +156,12 @@ class _Dispatcher(PrepareAndFinalize):
         return layout.slots if layout.batched else layout.rows
 
     def transient_bytes(self, num_tokens: int) -> int:
-        return transient_bytes(self.problem, num_tokens, self._transfers.batched)
+        """Return the bytes of places and counts, and of quantized rows with their scales."""
+        p, batched = self.problem, self._transfers.batched
+        places = 4 * num_tokens * (2 * p.top_k if batched else p.parallel.ep_size)
+        counts = 4 * p.num_local_experts if batched else 0
+        quantized = 0 if p.quant.activation is None else p.hidden_size * 10 + 8 * p.scales_per_row
+        return places + counts + num_tokens * quantized
 
 
 class HighThroughputDispatcher(_Dispatcher):

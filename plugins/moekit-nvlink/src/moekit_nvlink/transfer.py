@@ -21,11 +21,11 @@ from torch import Tensor
 from moekit.plugin import Dispatched, MoEProblem, Routing, Unreduced
 
 from .buffers import Buffer
-from .footprint import Layout, Ranks
 from .kernels.assignments import count_assignments, dispatch_assignments, receive_assignments
 from .kernels.combine import combine_rows
 from .kernels.reduce import reduce_rows
 from .kernels.rows import dispatch_rows, receive_rows
+from .layout import Layout, Ranks
 from .settings import Settings
 
 Step = Callable[[], None]

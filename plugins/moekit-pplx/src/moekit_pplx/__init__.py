@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from moekit.plugin import WIRE_SCHEMES, ActivationFormat, DispatcherSpec, MoEProblem, hookimpl
 
-from . import footprint
 from .layout import MAX_TOKENS
 
 # The library sends a token through the shared memory of one thread block.
@@ -43,7 +42,6 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             # 4 x H200: slower than FlashInfer's all-to-all at every T.
             priority=-10,
             check=_check,
-            footprint=footprint.footprint,
             moves_tokens=True,
             sliced_experts=False,
             shared_tokens=False,

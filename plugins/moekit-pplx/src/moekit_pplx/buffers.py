@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moekit.errors import BackendError, PeerFailed
-from moekit.plugin import Agreement, CallBuffers, SharedBuffers, exchange
+from moekit.plugin import Agreement, CallBuffers, SharedBuffers, exchange, round_up
 
-from .footprint import lane_bytes
 from .layout import Layout, Wire
 
 logger = logging.getLogger("moekit")
@@ -26,6 +25,17 @@ logger = logging.getLogger("moekit")
 # How long to wait for other ranks before freeing memory that they may still write to. Only the end
 # of their last kernel is missing then, so a rank that takes longer has failed.
 _PATIENCE = 10.0
+
+
+def lane_bytes(at: Layout, wire: Wire, dtype: torch.dtype) -> int:
+    """Return the device memory of a lane: the library's `AllToAllIntraNode`s, and the output."""
+    sent = round_up(wire.row_bytes + 4 * wire.scales + 4, 16)
+    rows = at.tokens * at.slabs
+    returned = round_up(4 * at.hidden_size, 16)
+    peer = 16 + round_up(4 * at.slabs, 16) + rows * max(sent, returned)
+    indices = 6 * 4 * rows * at.ranks + 4 * at.slabs * at.ranks * 2 + 4 * at.tokens
+    y = at.slabs * at.slab_rows * at.hidden_size * dtype.itemsize
+    return at.rounds * (at.ranks * peer + indices) + y
 
 
 @dataclass(frozen=True)

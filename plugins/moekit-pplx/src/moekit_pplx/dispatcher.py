@@ -11,7 +11,6 @@ Rounds, library experts and spare ones: layout.py. Buffers: buffers.py.
 from __future__ import annotations
 
 import socket
-from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +22,7 @@ from moekit.errors import GroupMismatch
 from moekit.plugin import (
     Dispatched,
     DispatcherSpec,
+    Lease,
     MoEProblem,
     Pending,
     PrepareAndFinalize,
@@ -31,10 +31,10 @@ from moekit.plugin import (
     has_backend,
     quantize_for_transfer,
     resolve,
+    round_up,
 )
 
-from . import footprint
-from .buffers import Lane, Lanes, shared
+from .buffers import Lane, Lanes, lane_bytes, shared
 from .kernels import translate
 from .layout import TOKENS_PER_ROUND, Layout, Wire
 from .library import all_to_all
@@ -60,6 +60,7 @@ class PplxDispatcher(PrepareAndFinalize):
     """
 
     group: dist.ProcessGroup  # this dispatcher is made only where tokens move
+    lease: Lease[Lanes] | None = None  # from the first call on
     library = staticmethod(all_to_all)
     translate = staticmethod(translate)
 
@@ -77,7 +78,6 @@ class PplxDispatcher(PrepareAndFinalize):
         common = f"{self._layout.rounds} rounds of pplx-kernels on host {socket.gethostname()}"
         super().__init__(spec, problem, resolve(problem, group, common))
         assert self.group is not None
-        self._lanes: dict[Hashable, Lanes] = {}
         if not has_backend(self.group, "cpu"):
             raise GroupMismatch(
                 f"the process group's backends are {dist.get_backend_config(self.group)}, but the "
@@ -105,9 +105,7 @@ class PplxDispatcher(PrepareAndFinalize):
         x_SCH = x.new_empty((at.slabs, at.slab_rows, at.hidden_size))
         scale_SCG = None
         if scale_TS is not None:
-            scale_SCG = x.new_empty(
-                (*x_SCH.shape[:2], footprint.scale_columns(groups)), dtype=torch.float32
-            )
+            scale_SCG = x.new_empty((*x_SCH.shape[:2], _scale_columns(groups)), dtype=torch.float32)
 
         def dispatch(send: bool) -> None:
             lanes.calls.keep_order()
@@ -157,18 +155,17 @@ class PplxDispatcher(PrepareAndFinalize):
 
     def buffer_bytes(self) -> int:
         """Return the bytes it holds; before the first call, those that it will hold after it."""
-        if self._lanes:
-            return sum(lanes.nbytes for lanes in self._lanes.values())
+        if self.lease is not None:
+            return super().buffer_bytes()
         row = self._layout.hidden_size * self.problem.dtype.itemsize
-        return footprint.lane_bytes(self._layout, Wire(row, 0), self.problem.dtype)
+        return lane_bytes(self._layout, Wire(row, 0), self.problem.dtype)
 
     def transient_bytes(self, num_tokens: int) -> int:
-        return footprint.transient_bytes(self._layout, self.problem, num_tokens)
-
-    def destroy(self) -> None:
-        for key in self._lanes:
-            shared.release(key)
-        self._lanes.clear()
+        at, p = self._layout, self.problem
+        rows, scales = at.slabs * at.slab_rows, _scale_columns(p.scales_per_row)
+        slabs = rows * (at.hidden_size * p.dtype.itemsize + 2 * 4 * scales)
+        token = at.top_k * (4 + 4 + 8) + 4 * scales + 2 * at.hidden_size
+        return slabs + num_tokens * token + 4 * at.slabs
 
     # -- the library's terms ------------------------------------------------------------------
 
@@ -186,10 +183,11 @@ class PplxDispatcher(PrepareAndFinalize):
         call.lanes.calls.give_back(call.lane)
 
     def _lanes_for(self, wire: Wire) -> Lanes:
-        key = (self._library, self.group, self._layout, wire, self.problem.dtype)
-        if key not in self._lanes:
-            self._lanes[key] = shared.acquire(key, partial(Lanes, *key, self._device))
-        return self._lanes[key]
+        """Return the lanes for what travels, which is the same in all calls of a kernel."""
+        if self.lease is None:
+            key = (self._library, self.group, self._layout, wire, self.problem.dtype)
+            self.lease = shared.lease(key, partial(Lanes, *key, self._device))
+        return self.lease.value
 
 
 def _for_library(scale_TG: Tensor) -> Tensor:
@@ -197,3 +195,8 @@ def _for_library(scale_TG: Tensor) -> Tensor:
     if scale_TG.shape[1] == 1:
         return scale_TG.expand(-1, 4)
     return torch.nn.functional.pad(scale_TG, (0, -scale_TG.shape[1] % 4))
+
+
+def _scale_columns(groups: int) -> int:
+    """Return the fp32 scales of a stored row: one, or a multiple of 16 bytes."""
+    return groups if groups < 2 else round_up(groups, 4)

@@ -1,6 +1,6 @@
 """Device code: flags and memory order, both ways to dispatch, and the combine.
 
-Every rank has an equal buffer (`footprint.Layout`); ``peers_ptr`` holds the addresses of all of
+Every rank has an equal buffer (`layout.Layout`); ``peers_ptr`` holds the addresses of all of
 them, and arguments ``*_at`` are byte offsets in a buffer.
 
 RANKS ranks form the group. COPIES consecutive ranks hold the same batch of tokens, and rank

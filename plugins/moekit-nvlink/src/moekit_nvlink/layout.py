@@ -1,11 +1,11 @@
-"""The layout of a call's data in a rank's buffer, and the memory a dispatcher takes there."""
+"""The layout of a call's data in a rank's buffer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from moekit.plugin import Footprint, MoEProblem
+from moekit.plugin import MoEProblem, round_up
 
 _ALIGN = 256
 _PHASES = 2  # of a call before its combine: see `kernels.flags`
@@ -99,7 +99,7 @@ class Layout:
             rows * row,
             ranks.batches * p.num_physical_experts * 4 * batched,
         ]
-        padded = (-(-size // _ALIGN) * _ALIGN for size in sizes)
+        padded = (round_up(size, _ALIGN) for size in sizes)
         x, scale, ids, weights, y, counts, flags = accumulate(padded, initial=0)
         reduced = not batched and ranks.copies == 1 and capacity >= REDUCED_FROM
         chunks = _CHUNKS if reduced and 1 < ranks.count <= _REDUCED_RANKS else 1
@@ -122,25 +122,3 @@ class Layout:
     def shape(self, *row: int) -> tuple[int, ...]:
         """Return the shape of all rows: (R, ...), or (experts, slots, ...)."""
         return (self.rows // self.slots, self.slots, *row) if self.batched else (self.rows, *row)
-
-
-def transient_bytes(problem: MoEProblem, num_tokens: int, batched: bool) -> int:
-    """Return the bytes of a call: places, counts, and the quantized rows with their scales."""
-    p = problem
-    kept = 4 * num_tokens * (2 * p.top_k if batched else p.parallel.ep_size)
-    if batched:
-        kept += 4 * p.num_local_experts
-    if p.quant.activation is None:
-        return kept
-    return kept + num_tokens * (p.hidden_size * 10 + 8 * p.scales_per_row)
-
-
-def footprint(problem: MoEProblem, batched: bool) -> Footprint:
-    """Return what a rank takes when every rank passes ``max_num_tokens``."""
-    layout = Layout.of(problem, batched)
-    return Footprint(
-        rows=layout.slots if batched else layout.rows,
-        buffers={"symmetric memory": layout.nbytes},
-        transient=transient_bytes(problem, layout.capacity, batched),
-        source="its own layout; a second buffer where two calls are in flight",
-    )
