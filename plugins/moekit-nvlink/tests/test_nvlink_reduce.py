@@ -42,9 +42,7 @@ def unreduced(call: Call, rank: int, tokens, in_order: bool) -> Unreduced:
     ("ep", "tp", "leave"),
     [(2, 1, (0, 1)), (3, 1, (0, 1, 2)), (3, 1, (1,)), (2, 2, (0, 1, 2, 3)), (2, 2, (3,))],
 )
-@pytest.mark.parametrize(
-    ("top_k", "most"), [(3, 5), pytest.param(5, 21, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize(("top_k", "most"), [(3, 5), pytest.param(5, 21, marks=pytest.mark.full)])
 def test_sums_are_those_of_the_experts(top_k, most, ep, tp, leave, in_order) -> None:
     """Bit by bit, also where only some ranks' experts leave the sum."""
     shape = Shape(False, ep, tp, top_k=top_k, hidden=80, capacity=most, programs=2,
