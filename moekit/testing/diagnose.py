@@ -26,8 +26,7 @@ from moekit.testing.compare import Rounding, complain, errors, relative_error, t
 _FEW_NEURONS = 64
 # Outputs with more elements are compared with few mistakes, because each takes seconds.
 _MOST_ELEMENTS = 1 << 20
-# Random draws of rounding errors. After a few of them the errors of the others can be bounded: all
-# 32 together find one that is this many times as large in hardly any token.
+# Random draws of rounding errors, and few of them: all find this many times as much in no token.
 _DRAWS, _FEW_DRAWS, _MORE_BY_ALL = 32, 4, 8.0
 
 
@@ -87,17 +86,15 @@ def complain_of(out: Tensor, ref: Tensor, case: Case) -> str:
         p.dtype.itemsize == 2 and p.local_intermediate_size < _FEW_NEURONS
     )
     complaint = complain(out, ref, p)
-    if not complaint or not sensitive:
-        return complaint
-    few = rounding_errors(case, _FEW_DRAWS)
-    most = Rounding(few.row_T * _MORE_BY_ALL, few.scale * _MORE_BY_ALL, few.offset * _MORE_BY_ALL)
-    if complain(out, ref, p, rounding=most):
-        return complaint  # the other draws take seconds, and would not change it
-    return complain(out, ref, p, rounding=rounding_errors(case))
+    if complaint and sensitive:
+        few = rounding_errors(case, _FEW_DRAWS, _MORE_BY_ALL)
+        if not complain(out, ref, p, rounding=few):  # else all draws, which take seconds, would too
+            return complain(out, ref, p, rounding=rounding_errors(case))
+    return complaint
 
 
-def rounding_errors(case: Case, draws: int = _DRAWS) -> Rounding:
-    """Return the largest errors in random draws of rounding; tokens without an expert get 0.
+def rounding_errors(case: Case, draws: int = _DRAWS, times: float = 1.0) -> Rounding:
+    """Return ``times`` the largest errors in random draws of rounding, 0 for tokens without expert.
 
     Some tokens are many times as sensitive as the usual one: a neuron or two decide their output,
     and the activation function makes the errors of these larger.
@@ -146,7 +143,7 @@ def rounding_errors(case: Case, draws: int = _DRAWS) -> Rounding:
         found = errors(out, exact)
         scale = max(scale, abs(found.scale.value))
         offset = max(offset, abs(found.offset.value))
-    return Rounding(row_T, scale, offset)
+    return Rounding(row_T * times, scale * times, offset * times)
 
 
 def _rounded(x: Tensor, case: Case, static: Tensor | None, draw: torch.Generator) -> Tensor:
