@@ -12,7 +12,7 @@ _REPEATS = re.compile(
             # `torch` also computes these, and `reference` computes each row by itself.
             r"TestReference::test_batch_invariant_tokens\[(bfloat16|float16)\]",
             r"TestReference::test_batch_invariant_scheme\[\w*(g64|g128|act_order|channel)",
-            # Its path does not depend on the scheme, and controls of mutants run `none`.
+            # It computes as the oracle does: two schemes show its path.
             r"TestReference::test_cases\[(none|fp8_(tensor|channel|w8)|int|mxfp|nvfp4_w4a16)",
             # TestLocal runs as many calls.
             r"TestBatchedReference::test_long_run_of_one_shape",
