@@ -256,7 +256,7 @@ class _FromTheEnd(PaddedExperts):
         wide = torch.empty(*y.shape[:-1], self._columns, dtype=y.dtype)
         whole = PaddedExperts(self.inner, self.inner.problem)
         x = F.pad(tokens.x, (0, self._columns - tokens.x.shape[-1]))
-        whole.apply(wide, replace(tokens, x=x), weights, workspace[3:])
+        whole.apply(wide, replace(tokens, x=x), weights, workspace[-1:])  # Plain has one
         y.copy_(wide[..., -y.shape[-1] :])
 
 
