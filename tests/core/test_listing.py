@@ -1,4 +1,4 @@
-"""Listing backends, asking for their reasons and choosing by a table import no vendor's library."""
+"""The command line starts at once: listing and choosing import few modules and no vendor's."""
 
 import os
 import subprocess
@@ -22,8 +22,15 @@ def test_listing_reasons_and_tables_import_nothing(tuned: Path) -> None:
     names = ("torch", "triton", "deepgemm", "cutlass", "marlin", "acme")
     write_table(tuned / "x.json", make_table({name: (1, 1) for name in names}, h200))
     code = """
-        import sys
+        import sys, torch
+        before = set(sys.modules)
         import moekit
+        from moekit.cli.main import main
+        sizes = "--num-experts 256 --top-k 8 --hidden-size 7168 --intermediate-size 2048"
+        main(["plugins"])
+        main(["explain", *sizes.split(), "--quant", "fp8_block", "--device", "sm90"])
+        new = [name for name in sys.modules if name not in before]
+        assert len(new) < 400, f"{len(new)} modules besides torch's"
         names = dict(num_experts=8, top_k=2, hidden_size=256, intermediate_size=256)
         parallel = moekit.ParallelConfig(ep_size=2)
         for device in ("cpu", "sm90"):
@@ -39,9 +46,10 @@ def test_listing_reasons_and_tables_import_nothing(tuned: Path) -> None:
         assert "by measurement" in chosen.why, chosen
         vendors = {
             "cutlass", "deep_ep", "deep_gemm", "flashinfer", "kt_kernel", "kt_kernel_ext",
-            "moekit_kernels", "pplx_kernels", "quack", "triton", "tvm_ffi", "vllm",
+            "moekit_kernels", "pplx_kernels", "quack", "torch._dynamo", "transformers", "triton",
+            "tvm_ffi", "vllm",
         }
-        late = vendors & set(sys.modules)
+        late = vendors & (set(sys.modules) - before)
         late |= {n for n in sys.modules if n.startswith("moekit_") and n.endswith(".experts")}
         assert not late, late
     """

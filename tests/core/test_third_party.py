@@ -44,6 +44,10 @@ try:
     moekit.compose(problem.replace(has_bias=True), experts="acme")
 except moekit.MoekitError as error:
     used.append(str(error))
+for switches in ({}, {"MOEKIT_BLOCK": "acme-moe"}):
+    (acme,) = (each for each in moekit.Registry.discover(switches).plugins if each.name == "acme")
+    names = [spec.name for spec in (*acme.experts, *acme.dispatchers)]
+    used.append([acme.state, acme.distribution, acme.version, names])
 print(json.dumps(used))
 """
 
@@ -76,10 +80,6 @@ class Stranger:
         assert done.returncode == code, f"{args}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
-    def plugins(self, code: int = 0, **environ: str) -> dict[str, dict]:
-        listing = json.loads(self.run("-m", "moekit", "plugins", "--json", code=code, **environ))
-        return {plugin["name"]: plugin for plugin in listing["plugins"]}
-
 
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Stranger:
@@ -94,20 +94,9 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Stranger:
     return stranger
 
 
-def test_it_is_listed(stranger: Stranger) -> None:
-    acme = stranger.plugins()["acme"]
-    assert (acme["state"], acme["distribution"], acme["version"]) == ("ok", "acme-moe", "1.0")
-    assert [spec["name"] for spec in acme["experts"]] == ["acme"]
-    assert [spec["name"] for spec in acme["dispatchers"]] == ["acme_sorted", "acme_all_to_all"]
-    assert all(spec["usable"] for spec in acme["experts"] + acme["dispatchers"])
-
-
-def test_it_can_be_blocked(stranger: Stranger) -> None:
-    assert stranger.plugins(MOEKIT_BLOCK="acme-moe")["acme"]["state"] == "blocked"
-
-
-def test_it_composes_with_the_cores_backends(stranger: Stranger) -> None:
-    *used, refused = json.loads(stranger.run("-c", COMPOSE, MOEKIT_PLUGINS="acme"))
+def test_it_is_listed_composes_and_can_be_blocked(stranger: Stranger) -> None:
+    answers = json.loads(stranger.run("-c", COMPOSE, MOEKIT_PLUGINS="acme"))
+    *used, refused, listed, blocked = answers
     assert used == [
         "local + acme (bridged)",
         "local + acme (bridged)",
@@ -117,6 +106,8 @@ def test_it_composes_with_the_cores_backends(stranger: Stranger) -> None:
         "acme_sorted + reference",
     ]
     assert "experts 'acme' cannot do this problem: has no bias support" in refused
+    assert listed == ["ok", "acme-moe", "1.0", ["acme", "acme_sorted", "acme_all_to_all"]]
+    assert blocked[0] == "blocked"
 
 
 # Each runs other parts of the kit: numbers, ranks, packing, and memory.
@@ -136,7 +127,7 @@ def test_its_own_tests(stranger: Stranger, some: str, least: int) -> None:
 
 def test_it_leaves_no_trace(stranger: Stranger) -> None:
     stranger.run("-m", "pip", "uninstall", "--yes", "acme-moe")
-    assert "acme" not in stranger.plugins()
-    gone = stranger.plugins(MOEKIT_PLUGINS="acme", code=1)["acme"]
+    listed = stranger.run("-m", "moekit", "plugins", "--json", code=1, MOEKIT_PLUGINS="acme")
+    (gone,) = (each for each in json.loads(listed)["plugins"] if each["name"] == "acme")
     assert gone["reason"] == "named in MOEKIT_PLUGINS, but no such plugin is installed"
     assert "acme" not in moekit.Registry.discover({}).experts

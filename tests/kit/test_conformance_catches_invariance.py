@@ -155,7 +155,7 @@ class CopiesUnstated(Blocks):
         del copies
 
 
-@killed_by("test_cases", "none")
+@killed_by("test_batch_invariant_scheme", "none")
 class InvariantWithoutBias(Blocks):
     """Drops biases in batch-invariant problems."""
 

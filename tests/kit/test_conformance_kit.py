@@ -279,7 +279,9 @@ def test_negative_controls(scheme):
         check_negative_controls(p)
 
 
-@pytest.mark.parametrize("seed", [*range(0, 300, 30), 1034])
+@pytest.mark.parametrize(
+    "seed", [1034, 0, *(pytest.param(n, marks=pytest.mark.full) for n in range(30, 300, 30))]
+)
 def test_negative_controls_of_the_coarsest_scheme(seed, monkeypatch):
     """Seed 1034 let "clamp dropped" pass when the bounds had no mean and the limit was 3."""
     monkeypatch.setenv(cases.SEED_VARIABLE, str(seed))
@@ -291,25 +293,36 @@ def test_negative_controls_of_the_coarsest_scheme(seed, monkeypatch):
         check_negative_controls(p)
 
 
-def test_run_checks_an_installed_backend():
-    code = (
-        "import sys, moekit.testing as t; sys.exit(t.run('reference', ['-q', '-k', 'test_dtype']))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 passed" in done.stdout
+RUNS = """
+import os, sys
+import moekit.testing
+
+def run(name, *arguments, ranks=""):
+    os.environ["MOEKIT_TEST_WORLD_SIZES"] = ranks
+    sys.modules.pop("moekit.testing.suite", None)
+    print("exit", moekit.testing.run(name, ["-q", *arguments]), "-- next --")
+
+run("reference", "-k", "test_dtype")
+run("local", "-k", "graph")
+for asked in ("3,8", "3,all", "9"):
+    run("local", "--collect-only", "-k", "memory", ranks=asked)
+run("local", "-k", "slices_and_shared_tokens", ranks="8")
+"""
 
 
-def test_run_fails_when_no_test_calls_the_backend():
-    code = "import sys, moekit.testing as t; sys.exit(t.run('local', ['-q', '-k', 'graph']))"
+def test_run():
+    """One process makes all runs, because its start takes seconds."""
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env={"CUDA_VISIBLE_DEVICES": "", "PATH": ""},
-    )
-    assert done.returncode == 5, done.stdout + done.stderr
-    assert "no test called 'local'" in done.stdout
+        [sys.executable, "-c", RUNS],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    checked, none, ranks, word, many, eight, _ = done.stdout.split("-- next --")
+    assert "3 passed" in checked and "exit 0" in checked
+    assert "no test called 'local'" in none and "exit 5" in none
+    assert "[3ranks]" in ranks and "[8ranks]" in ranks and "[2ranks]" not in ranks
+    assert "expected numbers" in word and "from 1 to 8" in many
+    assert " passed" in eight and "failed" not in eight
 
 
 def test_run_refuses_a_backend_whose_package_is_missing(monkeypatch):
@@ -319,32 +332,6 @@ def test_run_refuses_a_backend_whose_package_is_missing(monkeypatch):
     monkeypatch.setattr(runner, "registry", lambda: found)
     with pytest.raises(Unsupported, match="'needy' cannot be checked: no_such_package is not"):
         runner.run("needy")
-
-
-def test_numbers_of_ranks_can_be_asked_for():
-    code = """
-import os, sys
-import moekit.testing
-for asked in ("3,8", "3,all", "9"):
-    os.environ["MOEKIT_TEST_WORLD_SIZES"] = asked
-    sys.modules.pop("moekit.testing.suite", None)
-    moekit.testing.run("local", ["--collect-only", "-q", "-k", "memory"])
-    print("-- next --")
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    ranks, word, many, _ = done.stdout.split("-- next --")
-    assert "[3ranks]" in ranks and "[8ranks]" in ranks, done.stdout + done.stderr
-    assert "expected numbers" in word and "from 1 to 8" in many, done.stdout + done.stderr
-    assert "[2ranks]" not in done.stdout
-
-
-def test_eight_ranks_have_an_expert_each():
-    code = 'import moekit.testing; moekit.testing.run("local", ["-k", "slices_and_shared_tokens"])'
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "MOEKIT_TEST_WORLD_SIZES": "8"}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert " passed" in done.stdout and "failed" not in done.stdout, done.stdout + done.stderr
 
 
 def test_a_spec_with_a_lambda_needs_the_installed_backend():

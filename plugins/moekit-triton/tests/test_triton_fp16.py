@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from loud_experts import check_overflows, check_tokens, loud, loud_call
 from moekit_kernels.numerics import INTERPRETED
 from moekit_triton.capabilities import BLOCKS_M
 from moekit_triton.heuristics import choose_plan
@@ -17,9 +18,8 @@ from moekit_triton.plans import Copied, CopiedAhead, Direct, Gathered, Sorted
 from triton_checks import use_plan
 
 import moekit
-from moekit import ExpertWeights, MoEProblem, Routing
+from moekit import MoEProblem
 from moekit.backends.reference import oracle
-from moekit.testing.cases import random_weights
 
 SMALL = GemmTile(min(BLOCKS_M), 32, 32)
 ROWS = 32 if INTERPRETED else 128  # halves of a tile are wgmma's 64 rows
@@ -47,47 +47,12 @@ def seed(monkeypatch: pytest.MonkeyPatch) -> None:
 def check(
     problem: MoEProblem, tokens: int, combination: tuple[str, str] = ("local", "triton"), limit=2e-3
 ) -> None:
-    """Check every token alone: two of three are large, with router weights below 0.01; the third is
-    small, with weights above 1, one of them negative."""
     torch.manual_seed(tokens)
-    weights = loud(problem)
-    x = torch.randn(tokens, problem.hidden_size)
-    ids = torch.rand(tokens, problem.num_experts).topk(problem.top_k, dim=1).indices
-    topk_weights = 0.003 + 0.007 * torch.rand(ids.shape)
-    x[2::3] *= 0.05
-    topk_weights[2::3] = 1.5 + torch.rand(topk_weights[2::3].shape)
-    topk_weights[2::3, 0] *= -1
-    topk_weights[1::3, 1] = 0.0
-    x = x.half().to(problem.device.type)
-    routing = Routing(topk_weights.to(x.device), ids.to(x.device))
-    raw = oracle(
-        x, weights, Routing(torch.ones_like(routing.topk_weights), routing.topk_ids), problem
-    )
-    assert float(raw.abs().max()) > 65504, "no output overflows: the test tells nothing"
+    weights, (x, routing) = loud(problem), loud_call(problem, tokens)
+    check_overflows(problem, weights, x, routing)
     kernel = moekit.compose(problem, *combination)
-    out = kernel(x, kernel.pack(weights), routing).float()
-    want = oracle(x, weights, routing, problem)
-    held = want.abs().amax(dim=1) < 65000  # of the others the result itself is above the range
-    assert float(held.float().mean()) > 0.9
-    out, want = out[held], want[held]
-    error = (out - want).norm(dim=1) / want.norm(dim=1)
-    assert bool(out.isfinite().all()) and float(error.max()) < limit, error.max()
-
-
-def loud(problem: MoEProblem) -> ExpertWeights:
-    """Return weights of experts whose output has a root mean square of about 60000."""
-    plain = problem.replace(
-        quant="none", intermediate_size=problem.local_intermediate_size
-    )  # with whole blocks
-    weights = random_weights(plain)
-    weights = replace(weights, w13=4 * weights.w13)
-    x = torch.randn(64, problem.hidden_size, device=weights.w2.device).half()
-    routing = Routing(
-        torch.ones(64, 1, device=x.device), torch.zeros(64, 1, device=x.device).long()
-    )
-    one = plain.replace(top_k=1)
-    by = 6e4 / float(oracle(x, weights, routing, one).square().mean().sqrt())
-    return replace(weights, w2=(weights.w2.float() * by).half()).quantize(problem.quant)
+    out = kernel(x, kernel.pack(weights), routing)
+    check_tokens(out, oracle(x, weights, routing, problem), limit)
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 40])

@@ -89,8 +89,12 @@ def test_where_specialized_tiles_win_nothing_else_is_tried(scheme, monkeypatch) 
 
 
 @pytest.mark.parametrize(
-    "scheme", ["none", "fp8_block", "fp8_tensor_static", "int8_channel_token", "int4_w4a16_g32"]
-)
+    "scheme",
+    [
+        "none", "fp8_block", "int8_channel_token",
+        *(pytest.param(s, marks=pytest.mark.full) for s in ("fp8_tensor_static", "int4_w4a16_g32")),
+    ],
+)  # fmt: skip
 def test_steps_compute_the_call(device, monkeypatch, scheme) -> None:
     """The tuner times the same launches that a call makes, for every routing."""
     sizes = dict(num_experts=4, top_k=2, hidden_size=128, intermediate_size=128)
