@@ -21,20 +21,27 @@ def ranks():
 def test_ranks_get_their_own_tokens_back(ranks, tokens, hashed) -> None:
     """Whole sums, so vLLM's runner neither gathers nor reduces; it may route by token ids."""
     for said in ranks.run(vllm_ranks.run, tokens, {"hashed": hashed}):
-        assert said["error"] < 1e-5 and said["moves"]
+        assert said["error"] < 1e-5 and said["moves"] and said["max_tokens"] == max(tokens)
         (line,) = said["said"]
         assert "at most 16 tokens, ep 2, dp 2 on cpu: naive + torch" in line
+
+
+def test_ranks_whose_tokens_vllm_does_not_count(ranks) -> None:
+    """The kernel works for its capacity."""
+    for said in ranks.run(vllm_ranks.run, [5, 9], {"counts": None}):
+        assert said["error"] < 1e-5 and said["max_tokens"] is None
 
 
 def test_ranks_with_the_same_tokens(ranks) -> None:
     """Tensor parallel ranks hold the same tokens, so nothing moves, and sums are partial."""
     for said in ranks.run(vllm_ranks.run, [4, 4], {"dp_size": 1}):
-        assert not said["moves"] and said["error"] > 0.1
+        assert not said["moves"] and said["error"] > 0.1 and said["max_tokens"] is None
 
 
 def test_sequence_parallel_ranks(ranks) -> None:
-    for said in ranks.run(vllm_ranks.run, [4, 3], {"dp_size": 1, "sp_size": 2}):
-        assert said["moves"] and said["error"] < 1e-5
+    """vLLM counts the tokens that they share."""
+    for said in ranks.run(vllm_ranks.run, [4, 3], {"dp_size": 1, "sp_size": 2, "counts": [7]}):
+        assert said["moves"] and said["error"] < 1e-5 and said["max_tokens"] == 4
 
 
 def test_another_placement_of_experts(ranks) -> None:

@@ -91,7 +91,9 @@ class LayerExperts:
         ids = topk_ids
         if self.to_physical is not None:
             ids = torch.where(ids < 0, -1, self.to_physical[ids.clamp(min=0)])
-        return self.kernel(x, self.packed, Routing(topk_weights.float(), ids))
+        ranks = self.kernel.problem.parallel.ep_size
+        most = versions.most_tokens(ranks) if self.dispatches else None
+        return self.kernel(x, self.packed, Routing(topk_weights.float(), ids, max_tokens=most))
 
 
 def _warm_up(kernel: ModularKernel, packed: PackedWeights, num_tokens: int) -> None:

@@ -116,6 +116,19 @@ def running_layer(name: str) -> Any:
     return context.no_compile_layers[name].routed_experts
 
 
+def most_tokens(ranks: int) -> int | None:
+    """Return the most tokens that any rank passes to an MoE layer of this forward pass, or None.
+
+    Data parallel ranks agree on their numbers of tokens before each pass, with the padding of CUDA
+    graphs. If there are more ranks, sequence parallel ones share the tokens of one.
+    """
+    known = import_module("vllm.forward_context").get_forward_context().dp_metadata
+    if known is None:
+        return None
+    counts: list[int] = known.num_tokens_across_dp_cpu.tolist()
+    return -(-max(counts) * len(counts) // ranks)
+
+
 def replaced_layers() -> dict[str, type]:
     """Return the layers that plugins have replaced, by name; it may be changed."""
     return import_module(_CUSTOM_OP).op_registry_oot  # type: ignore[no-any-return]
