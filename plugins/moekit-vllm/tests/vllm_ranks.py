@@ -26,9 +26,7 @@ def start(rank: int, world_size: int, mode: str, dispatcher: str, **more: Any) -
     """
     distributed = ModuleType("vllm.distributed")
     world = dist.group.WORLD
-    group = SimpleNamespace(
-        device_group=world, cpu_group=world, rank_in_group=rank, world_size=world_size, **more
-    )
+    group = SimpleNamespace(device_group=world, cpu_group=world, **more)
     vars(distributed)["get_ep_group"] = lambda: group
     sys.modules.update(standin.modules() | {"vllm.distributed": distributed})
     versions.installed = lambda: "0.33.0"

@@ -15,7 +15,7 @@ from torch import nn
 op_registry_oot: dict[str, type] = {}
 prepared = False
 # Of expert parallelism.
-ranks = SimpleNamespace()
+ranks = SimpleNamespace(cpu_group=None)
 # The layers of the engine that runs, by name.
 running: dict[str, SimpleNamespace] = {}
 dp_metadata: SimpleNamespace | None = None

@@ -12,8 +12,6 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-import torch
-
 # The sources of 0.26, 0.32 and 0.33 were read; `missing_hooks` checks every version at start.
 FIRST, LAST = (0, 26), (0, 33)
 
@@ -94,15 +92,6 @@ def has_cpu_kernel(method: Any) -> bool:
 def expert_ranks() -> Any:
     """Return vLLM's group of the ranks over which it spreads whole experts."""
     return import_module("vllm.distributed").get_ep_group()
-
-
-def failed_ranks(failed: bool) -> list[int]:
-    """Return which ranks of the expert-parallel group pass True. Collective, over the host."""
-    ranks = expert_ranks()
-    flags = torch.zeros(ranks.world_size, dtype=torch.int32, device="cpu")
-    flags[ranks.rank_in_group] = failed
-    torch.distributed.all_reduce(flags, group=ranks.cpu_group)
-    return flags.nonzero().flatten().tolist()
 
 
 def elastic() -> bool:
