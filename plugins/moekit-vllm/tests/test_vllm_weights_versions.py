@@ -6,7 +6,6 @@ what their loaders write. vLLM is not needed; 0.32's own layers are in `test_vll
 
 from __future__ import annotations
 
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,16 +130,7 @@ def test_groups_of_the_act_order_that_are_runs() -> None:
     check(made, packed, "int4_w4a16_g32")
 
 
-@pytest.mark.parametrize(("stored", "scheme"), [(256, "g128"), (96, "g32")])
-def test_groups_that_no_scheme_has_are_divided(
-    stored: int, scheme: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, size in (("H", 2 * stored), ("I", stored)):
-        monkeypatch.setattr(sys.modules[__name__], name, size)
-    check(*marlin(files.pack_quantized(stored)), f"int4_w4a16_{scheme}")
-
-
-def test_small_groups_are_refused() -> None:
+def test_groups_of_no_scheme_are_refused() -> None:
     made, _ = marlin(files.pack_quantized(16))
     with pytest.raises(Unsupported, match=r"groups of 128, 64, 32 \(got 16\)"):
         readers.read(made, made.quant_method)

@@ -21,7 +21,7 @@ def vllm(monkeypatch):
     for name, module in standin.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(versions, "installed", lambda: "0.33.0")
-    monkeypatch.setattr(versions, "failed_ranks", lambda failed: [0] * failed)
+    monkeypatch.setattr(experts, "exchange", lambda what, mine, *_: [mine])
     monkeypatch.setattr(settings, "_said", set())
     monkeypatch.setattr(experts, "_kernels", {})
     monkeypatch.setattr(experts, "_warmed", {})

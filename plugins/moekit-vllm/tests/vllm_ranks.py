@@ -6,6 +6,7 @@ import os
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import moekit_vllm
 import torch
@@ -25,9 +26,7 @@ def start(rank: int, world_size: int, mode: str, dispatcher: str, **more: Any) -
     """
     distributed = ModuleType("vllm.distributed")
     world = dist.group.WORLD
-    group = SimpleNamespace(
-        device_group=world, cpu_group=world, rank_in_group=rank, world_size=world_size, **more
-    )
+    group = SimpleNamespace(device_group=world, cpu_group=world, **more)
     vars(distributed)["get_ep_group"] = lambda: group
     sys.modules.update(standin.modules() | {"vllm.distributed": distributed})
     versions.installed = lambda: "0.33.0"
@@ -94,16 +93,20 @@ def run(rank: int, world_size: int, tokens: list[int], fields: dict[str, Any]) -
     start(rank, world_size, "require", "naive")
     fields = dict(fields)
     order = fields.pop("order", list(range(one.E)))
+    counts = fields.pop("counts", tokens)
+    standin.dp_metadata = counts and SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor(counts))
     more = {"hash_indices_table": 1} if fields.pop("hashed", False) else {}
     try:
         layer = layer_of(rank, world_size, order, fields, **more)
     except MoekitError as error:
         return {"refused": str(error)}
     calls = one.calls(tokens[rank], seed=rank)
-    out = one.applied(layer, *calls)
+    with patch.object(experts, "Routing", wraps=experts.Routing) as routing:
+        out = one.applied(layer, *calls)
     want = one.want(one.drawn(), *calls)
     return {
         "error": one.error(out, want) if tokens[rank] else float(out.numel()),
+        "max_tokens": routing.call_args.kwargs["max_tokens"],
         "moves": layer.quant_method.supports_internal_mk,
         "said": sorted(settings._said),
     }

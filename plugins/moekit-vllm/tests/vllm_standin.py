@@ -15,9 +15,10 @@ from torch import nn
 op_registry_oot: dict[str, type] = {}
 prepared = False
 # Of expert parallelism.
-ranks = SimpleNamespace()
+ranks = SimpleNamespace(cpu_group=None)
 # The layers of the engine that runs, by name.
 running: dict[str, SimpleNamespace] = {}
+dp_metadata: SimpleNamespace | None = None
 
 
 class RoutedExperts(nn.Module):
@@ -113,7 +114,9 @@ def modules() -> dict[str, ModuleType]:
         "vllm.config": {"get_current_vllm_config_or_none": lambda: here.engine},
         "vllm.model_executor.custom_op": {"op_registry_oot": op_registry_oot},
         "vllm.forward_context": {
-            "get_forward_context": lambda: SimpleNamespace(no_compile_layers=here.running)
+            "get_forward_context": lambda: SimpleNamespace(
+                no_compile_layers=here.running, dp_metadata=here.dp_metadata
+            )
         },
         "vllm.distributed": {"get_ep_group": lambda: here.ranks},
         "vllm.model_executor.utils": {"is_weights_pre_processed": lambda: here.prepared},

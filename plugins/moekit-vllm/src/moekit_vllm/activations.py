@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import product
 
 from moekit import Activation
@@ -10,22 +11,14 @@ from moekit.errors import InvalidProblem
 # vLLM's names that mean something else in moekit. Its "relu2" has a gate, and its "swigluoai"
 # alternates rows of gate and up.
 RENAMED = {"relu2": "relu2_and_mul", "swigluoai_uninterleave": "swigluoai"}
-# The arguments of `vllm_activation` after the name.
+# The numbers that `vllm_activation` reads.
 NUMBERS = (
     "swiglu_limit", "swiglu_alpha", "swiglu_beta", "activation_situ_beta",
     "activation_situ_linear_beta",
 )  # fmt: skip
 
 
-def vllm_activation(
-    name: str,
-    *,
-    swiglu_limit: float | None = None,
-    swiglu_alpha: float | None = None,
-    swiglu_beta: float | None = None,
-    activation_situ_beta: float | None = None,
-    activation_situ_linear_beta: float | None = None,
-) -> Activation:
+def vllm_activation(name: str, numbers: Mapping[str, float | None]) -> Activation:
     """Return what vLLM computes for an activation (0.33, layers/fused_moe/activation.py).
 
     The limit clamps, alpha multiplies the gate in its sigmoid, and beta is added to the up
@@ -34,10 +27,10 @@ def vllm_activation(
     Raises:
         InvalidProblem: moekit has no such activation, or not with these numbers.
     """
-    limit, alpha, beta = swiglu_limit, swiglu_alpha, swiglu_beta
+    limit, alpha, beta, situ_beta, situ_linear = map(numbers.get, NUMBERS)
     if name == "situ":
-        bound = activation_situ_linear_beta or 0.0
-        return Activation("situ", alpha=activation_situ_beta, limit=bound if bound > 0 else None)
+        bound = situ_linear or 0.0
+        return Activation("situ", alpha=situ_beta, limit=bound if bound > 0 else None)
     if name in ("swigluoai", "swiglustep"):
         if (limit, alpha) not in product((None, 7.0), (None, 1.702)):
             raise InvalidProblem(

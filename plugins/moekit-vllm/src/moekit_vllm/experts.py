@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import moekit
 from moekit import ModularKernel, MoEProblem, PackedWeights, Routing
-from moekit.plugin import summary
+from moekit.plugin import exchange, reason_of, summary
 from moekit_vllm import versions, weights
 from moekit_vllm.packed import copy, form, forms
 from moekit_vllm.problem import exchanges_tokens, problem_of, too_slow
@@ -91,7 +91,9 @@ class LayerExperts:
         ids = topk_ids
         if self.to_physical is not None:
             ids = torch.where(ids < 0, -1, self.to_physical[ids.clamp(min=0)])
-        return self.kernel(x, self.packed, Routing(topk_weights.float(), ids))
+        ranks = self.kernel.problem.parallel.ep_size
+        most = versions.most_tokens(ranks) if self.dispatches else None
+        return self.kernel(x, self.packed, Routing(topk_weights.float(), ids, max_tokens=most))
 
 
 def _warm_up(kernel: ModularKernel, packed: PackedWeights, num_tokens: int) -> None:
@@ -160,12 +162,13 @@ def _on_all_ranks(layer: Any) -> Iterator[None]:
         yield
     except Exception as raised:
         error = raised
-    failed = versions.failed_ranks(error is not None)
+    mine = "" if error is None else reason_of(error)
+    group = versions.expert_ranks().cpu_group
+    said = exchange("load an MoE layer of vLLM", mine, group, _PEER_TIMEOUT)
     if error is not None:
         raise error
-    if failed:
-        ranks = ", ".join(map(str, failed))
-        raise refusal(f"expert-parallel rank {ranks} leaves it to vLLM, and its log says why")
+    if failed := [f"rank {rank}: {why}" for rank, why in enumerate(said) if why]:
+        raise refusal(f"other ranks leave it to vLLM ({'; '.join(failed)})")
 
 
 def _order(layer: Any, problem: MoEProblem) -> Tensor | None:

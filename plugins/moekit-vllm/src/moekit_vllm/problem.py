@@ -117,7 +117,7 @@ def activation_of(layer: Any) -> Activation:
     for field in NUMBERS:  # the layer has some, and its config others, by version
         found = (getattr(owner, field, None) for owner in (layer, layer.moe_config))
         numbers[field] = next((number for number in found if number is not None), None)
-    return vllm_activation(layer.activation.value, **numbers)
+    return vllm_activation(layer.activation.value, numbers)
 
 
 def too_slow(explanation: Explanation, cpu_kernel: bool = False) -> list[str]:

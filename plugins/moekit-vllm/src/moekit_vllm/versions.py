@@ -12,8 +12,6 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-import torch
-
 # The sources of 0.26, 0.32 and 0.33 were read; `missing_hooks` checks every version at start.
 FIRST, LAST = (0, 26), (0, 33)
 
@@ -96,15 +94,6 @@ def expert_ranks() -> Any:
     return import_module("vllm.distributed").get_ep_group()
 
 
-def failed_ranks(failed: bool) -> list[int]:
-    """Return which ranks of the expert-parallel group pass True. Collective, over the host."""
-    ranks = expert_ranks()
-    flags = torch.zeros(ranks.world_size, dtype=torch.int32, device="cpu")
-    flags[ranks.rank_in_group] = failed
-    torch.distributed.all_reduce(flags, group=ranks.cpu_group)
-    return flags.nonzero().flatten().tolist()
-
-
 def elastic() -> bool:
     """Return whether ranks may join and leave the expert-parallel group (elastic EP)."""
     return hasattr(expert_ranks(), "tcp_store_group")
@@ -114,6 +103,19 @@ def running_layer(name: str) -> Any:
     """Return the experts of a layer of the engine that is running in this thread."""
     context = import_module("vllm.forward_context").get_forward_context()
     return context.no_compile_layers[name].routed_experts
+
+
+def most_tokens(ranks: int) -> int | None:
+    """Return the most tokens that any rank passes to an MoE layer of this forward pass, or None.
+
+    Data parallel ranks agree on their numbers of tokens before each pass, with the padding of CUDA
+    graphs. If there are more ranks, sequence parallel ones share the tokens of one.
+    """
+    known = import_module("vllm.forward_context").get_forward_context().dp_metadata
+    if known is None:
+        return None
+    counts: list[int] = known.num_tokens_across_dp_cpu.tolist()
+    return -(-max(counts) * len(counts) // ranks)
 
 
 def replaced_layers() -> dict[str, type]:

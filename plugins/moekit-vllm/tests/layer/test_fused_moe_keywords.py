@@ -269,7 +269,6 @@ WRONG = {
     "flag": (dict(renormalize="yes"), "renormalize='yes': it must be True or False"),
     "config": (dict(quant_config=3), "quant_config=3: it must be a model's quantization_config"),
     "scheme": (dict(quant_config="fp9"), "quant scheme 'fp9' is unknown; choose one of: none, fp8"),
-    "method": (dict(quant_config={"quant_method": "bnb"}), "has the quant_method 'bnb'"),
     "no scheme": (
         dict(quant_config=dict(quant_method="fp8", weight_block_size=[64, 64])),
         "quant_config: the experts are stored as fp8 .*: moekit has no scheme for them .* dequant",

@@ -39,10 +39,9 @@ class FusedMoE(moekit.FusedMoE):
         out = self.experts(hidden_states=hidden_states, router_logits=router_logits)
 
     `parameters` lists what a loader fills: ``w13_weight``, ``w2_weight``, ``w13_weight_scale`` and
-    so on, as the checkpoint's tensors are called. Only the parameters of weights hold values, in
-    moekit's layout; scales and the like are empty, because the layer converts them as they
-    arrive. Pass tensors to `weight_loader`, then call `process_weights_after_loading`, which packs
-    them. Loading again updates the weights.
+    so on, as the checkpoint's tensors are called. All are empty, because the layer converts tensors
+    as they arrive. Pass them to `weight_loader`, then call `process_weights_after_loading`, which
+    packs them. Loading again updates the weights.
 
     Args:
         reduce_results: Sum the ranks' outputs. By default the caller sums.
@@ -143,7 +142,7 @@ class FusedMoE(moekit.FusedMoE):
         )
         self._pushed = self._make_loader(experts=self.local_experts)
         self._lock = threading.Lock()  # loaders may push from several threads
-        # What this layer packed from its parameters, which the next update overwrites.
+        # What this layer packed from pushed tensors, which the next update overwrites.
         self._own: PackedWeights | None = None
         self._make_parameters()
 
@@ -200,22 +199,12 @@ class FusedMoE(moekit.FusedMoE):
         # A cycle of references would keep a dropped model's memory.
         this: Any = weakref.proxy(self)
         self.flow.advice = partial(FusedMoE._advice, this)
+        empty = torch.empty(0, dtype=self.problem.dtype, device=self.device)
         for which in ("w13", "w2"):
             for suffix in self._pushed.suffixes:
-                parameter = nn.Parameter(torch.empty(0, device=self.device), requires_grad=False)
+                parameter = nn.Parameter(empty.clone(), requires_grad=False)
                 vars(parameter)["weight_loader"] = partial(FusedMoE.weight_loader, this)
                 self.register_parameter(f"{which}_{suffix}", parameter)
-        self._show_storage()
-
-    def _show_storage(self) -> None:
-        """Let the parameters of weights hold what was pushed, or nothing after it is freed."""
-        for which in ("w13", "w2"):
-            parameter = self.get_parameter(f"{which}_{self._pushed.weight_suffix}")
-            held = self._pushed.out.get(which)
-            if held is None:
-                held = parameter.data.new_empty(0)
-            if parameter.data_ptr() != held.data_ptr() or parameter.shape != held.shape:
-                parameter.data = held
 
     @torch.no_grad()
     def weight_loader(
@@ -259,7 +248,6 @@ class FusedMoE(moekit.FusedMoE):
             finally:
                 if self._pushed.loading:
                     self.packed = None
-                self._show_storage()
         return needed if return_success else None
 
     @torch.no_grad()
@@ -267,8 +255,8 @@ class FusedMoE(moekit.FusedMoE):
         """Pack what was loaded, on every rank by itself; without anything new, do nothing.
 
         After an update the packed weights stay where they were, so captured CUDA graphs remain
-        valid. Where the backend packs a copy, the parameters are freed until the next update: call
-        this for each layer as soon as it is loaded, and only one layer's weights are held twice.
+        valid. Where the backend packs a copy, what was pushed is freed: call this for each layer as
+        soon as it is loaded, and only one layer's weights are held twice.
 
         Raises:
             WeightsError: Lists tensors that are missing, or values that do not fit.
@@ -284,7 +272,6 @@ class FusedMoE(moekit.FusedMoE):
         for which, held in list(self._pushed.out.items()):
             if held.untyped_storage().data_ptr() not in used:
                 self._pushed.release(which)
-        self._show_storage()
 
     def load_weights(self, weights: ExpertWeights) -> None:
         """Pack weights of the caller's, as `moekit.FusedMoE.load_weights` does."""
@@ -340,26 +327,16 @@ class FusedMoE(moekit.FusedMoE):
     # -- the module -------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        """Free the parameters, and what `moekit.FusedMoE.destroy` frees; idempotent."""
+        """Free what was pushed, and what `moekit.FusedMoE.destroy` frees; idempotent."""
         self._free()
         super().destroy()
 
     def _free(self) -> None:
         self._pushed.release("w13", "w2")
         self._own = None
-        self._show_storage()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedMoE:
-        # The parameters stay as the layer was composed.
-        held, self._parameters = self._parameters, {}
-        try:
-            super()._apply(fn, recurse)
-        finally:
-            self._parameters = held
-        return self
 
     def _save_to_state_dict(self, *args: Any, **keywords: Any) -> None:
-        """Save nothing: the parameters hold weights in moekit's layout, until they are packed."""
+        """Save nothing: the parameters are empty."""
 
     def _load_from_state_dict(
         self, state_dict: object, prefix: str, metadata: object, strict: bool, missing: list[str],

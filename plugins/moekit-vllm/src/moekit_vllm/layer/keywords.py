@@ -53,7 +53,7 @@ def activation_of(
         return _without_gate(activation)
     if isinstance(activation, str):
         known = RENAMED.get(activation, activation)
-        return vllm_activation(activation, **numbers) if numbers else known
+        return vllm_activation(activation, numbers) if numbers else known
     if numbers:
         raise InvalidProblem(
             f"activation={activation} and {', '.join(numbers)} are both given: set them in the "

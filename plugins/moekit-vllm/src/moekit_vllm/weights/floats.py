@@ -176,7 +176,7 @@ def _codes(layer: Any) -> str:
 
 
 def online(layer: Any, method: Any, kind: str) -> tuple[str, ExpertWeights]:
-    """Read a 16-bit checkpoint, and quantize one expert after the other, which bounds the memory.
+    """Read a 16-bit checkpoint, and quantize it.
 
     moekit quantizes by its reference arithmetic, to the same schemes. Under tensor parallelism vLLM
     (from 0.32 on) takes the scales of whole matrices, and moekit takes this rank's part's.
@@ -187,14 +187,5 @@ def online(layer: Any, method: Any, kind: str) -> tuple[str, ExpertWeights]:
     if getattr(method, "requantization_source", None) is not None:
         raise refusal("vLLM quantizes weights anew that the checkpoint has quantized")
     name = "int8_w8a16" if kind == "int8" else _fp8_scheme(method, kind)
-    _, weights = unquantized(layer, method)
-    parts = [
-        ExpertWeights(weights.w13[e : e + 1], weights.w2[e : e + 1])
-        .quantize(SCHEMES[_FP8.get(kind, name)])
-        .tensors()
-        for e in range(weights.num_experts)
-    ]
-    made = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    biases = {name: t for name, t in weights.tensors().items() if name.endswith("_bias")}
-    quantized = ExpertWeights(**made, **biases, interleaved=weights.interleaved)
-    return name, _each_row(quantized) if (kind, name) == ("tensor", _FP8["channel"]) else quantized
+    weights = unquantized(layer, method)[1].quantize(SCHEMES[_FP8.get(kind, name)])
+    return name, _each_row(weights) if (kind, name) == ("tensor", _FP8["channel"]) else weights

@@ -131,15 +131,11 @@ def _grouped(
         g_idx = None
     else:
         group = _group(layer, scales)
-        finer = next((size for size in _GROUPS if group % size == 0), 0)
+        if group not in _GROUPS:
+            raise refusal(f"moekit has int4 groups of {', '.join(map(str, _GROUPS))} (got {group})")
         if g_idx is not None and all(_in_order(each, group) for each in g_idx):
             g_idx = None
-        if not finer or (g_idx is not None and finer != group):
-            raise refusal(f"moekit has int4 groups of {', '.join(map(str, _GROUPS))} (got {group})")
-        kind = f"g{finer}"
-        if (times := group // finer) > 1:
-            scales = scales.map(lambda scale: scale.repeat_interleave(times, 2))
-            zeros = zeros and zeros.map(lambda zeros: zeros.repeat_interleave(times, 2))
+        kind = f"g{group}"
     kind += "_zp" * (zeros is not None) + "_act_order" * (g_idx is not None)
     weights = expert_weights(layer, codes, scale=scales, zero_points=zeros, g_idx=g_idx)
     return f"int4_w4a16_{kind}", weights
