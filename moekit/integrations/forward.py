@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moekit.errors import MoekitError, Unsupported
-from moekit.integrations.packed_layer import ATTRIBUTE, Layer
+from moekit.integrations.packed_layer import ATTRIBUTE, Form, Layer
 from moekit.runtime.operators import Operators
 
 # Whether dynamo evaluates functions of modules while it compiles; torch 2.11 does not.
@@ -38,7 +38,10 @@ def experts_forward(
         inputs = (hidden_states, top_k_weights, *self.parameters(recurse=False))
         needs_grad = [t for t in inputs if t.requires_grad]
     if hasattr(self, "parametrizations") or (needs_grad and not torch.compiler.is_exporting()):
-        return _differentiated(self, hidden_states, top_k_index, top_k_weights, weight_on_input)
+        made: Tensor = _differentiated(
+            self, hidden_states, top_k_index, top_k_weights, weight_on_input
+        )
+        return made
     if torch.compiler.is_compiling():
         known: nn.Module | int = self
         if torch.compiler.is_compiling() and not BINDS_MODULES:
@@ -66,7 +69,7 @@ def _prepare(known: nn.Module | int, dtype: torch.dtype, top_k: int, on_input: b
     """Pack a module, or the one of a layer's number, before compiled code captures a graph."""
     layer = Layer.numbered[known] if isinstance(known, int) else Layer.of(known)
     with suppress(MoekitError):  # the call raises it
-        layer.prepare(dtype, top_k, on_input)
+        layer.prepare(Form(dtype, top_k, on_input))
 
 
 def _run(

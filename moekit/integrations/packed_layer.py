@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,20 @@ class Options:
     free_original: bool = False
     graph_tokens: int = 16
     batch_invariant: bool = False
+
+
+class Form(NamedTuple):
+    """What a call is packed for, besides the module's parameters.
+
+    dtype: of the tokens. autocast: the dtype to compute in, if not the weights'.
+    training: the call has gradients.
+    """
+
+    dtype: torch.dtype
+    top_k: int
+    on_input: bool
+    autocast: torch.dtype | None = None
+    training: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,7 +158,7 @@ class Layer:
 
         replays: the call may replay a CUDA graph, which shares its output (see `Graphed`).
         """
-        packed = self.prepare(x.dtype, ids.shape[1], on_input)
+        packed = self.prepare(Form(x.dtype, ids.shape[1], on_input))
         call = packed.graphed if replays and packed.graphed is not None else packed.eager
         return call(x, ids, topk_weights)
 
@@ -156,56 +170,45 @@ class Layer:
         module, device = self._module(), x.device.type
         assert module is not None
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        state = _seen(module, autocast or x.dtype, ids.shape[1]), _trainable(module), autocast
-        if self._refused is None or self._refused[0] != state:
+        form = Form(x.dtype, ids.shape[1], on_input, autocast, training=True)
+        state, refused = (_seen(module, form), _trainable(module)), self._refused
+        if refused is None or refused[0] != state:
             try:
-                call = self._differentiable(module, x.dtype, autocast, ids.shape[1], on_input)
+                call = self._differentiable(module, form)
             except MoekitError as error:
-                self._refused = state, f"moekit cannot train {type(module).__name__}: {error}"
+                refused = state, f"moekit cannot train {type(module).__name__}: {error}"
+                self._refused = refused
             else:
                 return call(x, ids, topk_weights)
         with torch.no_grad():
             out = self.run(x, ids, topk_weights, on_input)
-        return _without_backward(self._refused[1], out, x, topk_weights, *_parameters(module))
+        return _without_backward(refused[1], out, x, topk_weights, *_parameters(module))
 
-    def _differentiable(
-        self,
-        module: nn.Module,
-        dtype: torch.dtype,
-        autocast: torch.dtype | None,
-        top_k: int,
-        on_input: bool,
-    ) -> Callable[..., Tensor]:
+    def _differentiable(self, module: nn.Module, form: Form) -> Callable[..., Tensor]:
         """Return what computes a call. Only frozen weights are packed."""
         if not _trainable(module):
-            return self.prepare(autocast or dtype, top_k, on_input, autocast, training=True).eager
-        weights = weights_of(module)
-        seen = (
-            autocast,
-            dtype,
-            top_k,
-            on_input,
-            [(t.shape, t.dtype, t.device) for t in weights.tensors().values()],
-        )
-        trained = self._trained
+            return self.prepare(form).eager
+        weights, trained = weights_of(module), self._trained
+        seen = form, [(t.shape, t.dtype, t.device) for t in weights.tensors().values()]
         if trained is None or trained.seen != seen:
             with _lock, torch.no_grad():
-                problem, found = read(module, dtype, top_k, self.options.quant, on_input)
+                problem, found = read(
+                    module, form.dtype, form.top_k, self.options.quant, form.on_input
+                )
                 if problem.quant.weight is not None:
                     raise WeightsError(
                         f"its parameters require a gradient, and weights in {problem.quant.name} "
                         "have none: freeze them (requires_grad_(False)), or train them unquantized"
                     )
-                kernel = self._kernel(problem, weights.w13.device, autocast, training=True)
+                kernel = self._kernel(problem, weights.w13.device, form)
                 trained = self._trained = Trained(seen, kernel, found.interleaved)
         if self.packed is not None:
             with _lock:
                 self._drop()  # which the next step of an optimizer would outdate
-        weights = converted(
-            replace(weights, interleaved=trained.interleaved), trained.kernel.problem
-        )
-        weights = weights.canonical(trained.kernel.problem)._map(Tensor.contiguous)
-        return partial(_compute, trained.kernel, weights, _has_sentinels(module, on_input))
+        kernel, problem = trained.kernel, trained.kernel.problem
+        weights = converted(replace(weights, interleaved=trained.interleaved), problem)
+        weights = weights.canonical(problem)._map(Tensor.contiguous)
+        return partial(_compute, kernel, weights, _has_sentinels(module, form.on_input))
 
     def _drop(self) -> None:
         packed, self.packed = self.packed, None
@@ -215,43 +218,27 @@ class Layer:
 
     # -- packing --------------------------------------------------------------------------------
 
-    def prepare(
-        self,
-        dtype: torch.dtype,
-        top_k: int,
-        on_input: bool,
-        autocast: torch.dtype | None = None,
-        training: bool = False,
-    ) -> Packed:
-        """Return the packed module; pack it unless its parameters are unchanged.
-
-        training: for a call with gradients to the inputs, in ``autocast`` if given.
-        """
+    def prepare(self, form: Form) -> Packed:
+        """Return the packed module; pack it unless its parameters are unchanged."""
         module, packed = self._module(), self.packed
         assert module is not None
-        if not _serves(packed, module, _seen(module, dtype, top_k), training):
+        if not _serves(packed, module, form):
             with _lock:
                 packed = self.packed  # another thread may have packed it while this one waited
-                if not _serves(packed, module, _seen(module, dtype, top_k), training):
+                if not _serves(packed, module, form):
                     packed = None
-                    packed = self._pack(module, dtype, top_k, on_input, autocast, training)
-                    self.packed, self.graph_safe = packed, not graphs.unsupported(packed.kernel)
+                    packed = self.packed = self._pack(module, form)
+                    self.graph_safe = not graphs.unsupported(packed.kernel)
         assert packed is not None
         return packed
 
-    def _kernel(
-        self,
-        problem: MoEProblem,
-        device: torch.device,
-        autocast: torch.dtype | None = None,
-        training: bool = False,
-    ) -> ModularKernel:
+    def _kernel(self, problem: MoEProblem, device: torch.device, form: Form) -> ModularKernel:
         """Return the kernel for a problem that `read` returned, which equal layers share."""
         options = self.options
         problem = problem.replace(
+            dtype=form.autocast or problem.dtype,
             batch_invariant=options.batch_invariant,
-            training=training,
-            dtype=autocast or problem.dtype,
+            training=form.training,
         )
         key = problem, device, *map(os.environ.get, SWITCHES)
         kernel = self._kernels.get(key)
@@ -262,19 +249,11 @@ class Layer:
                 logger.debug("moekit: small calls use no CUDA graphs: %s", "; ".join(reasons))
         return kernel
 
-    def _pack(
-        self,
-        module: nn.Module,
-        dtype: torch.dtype,
-        top_k: int,
-        on_input: bool,
-        autocast: torch.dtype | None,
-        training: bool,
-    ) -> Packed:
+    def _pack(self, module: nn.Module, form: Form) -> Packed:
         options = self.options
         with torch.inference_mode(False), torch.no_grad():
-            problem, weights = read(module, dtype, top_k, options.quant, on_input)
-            kernel = self._kernel(problem, weights.w13.device, autocast, training)
+            problem, weights = read(module, form.dtype, form.top_k, options.quant, form.on_input)
+            kernel = self._kernel(problem, weights.w13.device, form)
             self._drop()  # before packing, so that there is only one packed copy
             problem, weights = kernel.problem, converted(weights.detach(), kernel.problem)
             try:
@@ -285,11 +264,14 @@ class Layer:
             del weights
             if options.free_original:
                 _free(module, packed)
-        eager, graphed = partial(_compute, kernel, packed, _has_sentinels(module, on_input)), None
+        eager, graphed = (
+            partial(_compute, kernel, packed, _has_sentinels(module, form.on_input)),
+            None,
+        )
         if options.graph_tokens and not graphs.unsupported(kernel):
             graphed = graphs.Graphed(eager, options.graph_tokens)
         storages = [_weak(p.untyped_storage()) for p in _parameters(module)]
-        return Packed(_seen(module, dtype, top_k), storages, kernel, packed, eager, graphed)
+        return Packed(_seen(module, form), storages, kernel, packed, eager, graphed)
 
     def storages(self) -> tuple[dict[int, int], dict[int, int]]:
         """Return bytes by storage, of the parameters and of the packed weights."""
@@ -299,18 +281,18 @@ class Layer:
         return _storages(_parameters(module)), _storages(packed)
 
 
-def _serves(
-    packed: Packed | None, module: nn.Module, seen: tuple[Any, ...], training: bool
-) -> bool:
-    """Return whether a packed module serves a call with these parameters."""
+def _serves(packed: Packed | None, module: nn.Module, form: Form) -> bool:
+    """Return whether a packed module serves a call."""
+    seen = _seen(module, form)
     if packed is None or packed.seen[1:] != seen[1:]:
         return False
     trains = packed.kernel.problem.training
-    if packed.seen[0] == seen[0] and trains == training:
+    if packed.seen[0] == seen[0] and trains == form.training:
         return True
     # Inputs are converted where nothing else can be packed. In train mode, calls without
     # gradients (of checkpointed layers) do not replace what the next one with gradients needs.
-    return trains >= training and (_freed(module) or (trains > training and module.training))
+    keeps = trains > form.training and module.training
+    return keeps or (trains >= form.training and _freed(module))
 
 
 def _has_sentinels(module: nn.Module, on_input: bool) -> bool:
@@ -377,9 +359,9 @@ def _tensors(weights: PackedWeights) -> list[Tensor]:
     return [*weights.experts.values(), *weights.shared.values()]
 
 
-def _seen(module: nn.Module, dtype: torch.dtype, top_k: int) -> tuple[Any, ...]:
+def _seen(module: nn.Module, form: Form) -> tuple[Any, ...]:
     """Return a value that changes if a parameter is replaced, moved, reallocated or written."""
-    seen: list[Any] = [dtype, top_k]
+    seen: list[Any] = [(form.dtype, form.autocast), form.top_k]
     for p in _parameters(module):
         version = 0 if p.is_inference() else p._version
         # A view of the same memory is another parameter.
