@@ -78,7 +78,7 @@ def weights_of(module: nn.Module) -> ExpertWeights:
 
 
 def converted(weights: ExpertWeights, problem: MoEProblem) -> ExpertWeights:
-    """Return the weights in the problem's dtype and scheme. Those of transformers keep theirs."""
+    """Return the weights in the problem's dtype and scheme, unless transformers quantized them."""
     if weights.w13_scale is not None:
         return weights
     if problem.quant.weight is None:
