@@ -61,12 +61,13 @@ def losses(
         "qwen3_moe", vocab_size=256, hidden_size=96, moe_intermediate_size=64, num_experts=16,
         num_experts_per_tok=4, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         head_dim=24, norm_topk_prob=True, tie_word_embeddings=True,
+        output_router_logits=True, router_aux_loss_coef=0.02,  # else a few experts get all tokens
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, experts_implementation=how).train()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1 + change * torch.randn_like(parameter))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     rate = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
     generator, made = torch.Generator().manual_seed(1), []
     for _ in tqdm(range(steps), desc=f"{how} {dtype}", unit="step", disable=None):
