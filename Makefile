@@ -22,6 +22,7 @@ PYTEST := -n $(WORKERS) --dist worksteal tests examples plugins
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/hf_generate.py
+	$(BIN)/python examples/finetune.py
 
 test: $(VENV)/.dev
 	$(CACHING) $(BIN)/python -m pytest $(PYTEST) --durations=20

@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import moekit.integrations.transformers
 
-ROWS, LENGTH = 8, 64
+ROWS, LENGTH = 4, 64
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -56,8 +56,8 @@ def install(
             layer. Both variables are read whenever a layer is packed.
         quant: Quantize unquantized weights to this scheme when packing.
         free_original: If packing copies weights, drop the parameters that they were copied from.
-            These become meta tensors, so the model cannot be saved, moved, trained or run by another
-            implementation.
+            These become meta tensors, so the model cannot be saved, moved, trained or run by
+            another implementation.
         graph_tokens: On CUDA, replay eager calls of at most this many tokens as CUDA graphs from
             the third call of a size on, if the backends allow it; 0 for none.
             `moekit.runtime.graphs.Graphed` documents what this requires of code on other streams.

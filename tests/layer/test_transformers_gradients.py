@@ -11,6 +11,8 @@ from test_transformers_every_module import EXPERTS, HIDDEN, REFUSED, classes, ma
 from test_transformers_layer import installed  # noqa: F401 (an autouse fixture)
 from torch import Tensor, nn
 
+from moekit.errors import Unsupported
+
 pytest.importorskip("transformers", reason="transformers is not installed: pip install moekit[hf]")
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -20,10 +22,8 @@ Gradients = dict[str, Tensor]
 def inputs(module: Any, dtype: torch.dtype = FP32, tokens: int = 9, top_k: int = 2) -> list[Tensor]:
     """Return x, ids, the router's weights and the gradient of the output. One expert is idle."""
     generator = torch.Generator().manual_seed(tokens)
-    experts, hidden = (
-        getattr(module, "total_experts", EXPERTS),
-        getattr(module, "hidden_dim", HIDDEN),
-    )
+    experts = getattr(module, "total_experts", EXPERTS)
+    hidden = getattr(module, "hidden_dim", HIDDEN)
     ids = torch.rand(tokens, experts - 1, generator=generator).topk(top_k).indices + 1
     x, grad = torch.randn(2, tokens, hidden, generator=generator).to(dtype)
     weights = torch.rand(tokens, top_k, generator=generator).to(dtype)
@@ -68,7 +68,6 @@ def test_every_module_in_fp32() -> None:
         found[cls.__name__] = worst(
             gradients(module, "moekit", *args), gradients(module, "eager", *args)
         )
-    print(found)
     assert max(found.values()) < 2e-5
     assert len(found) > 20
 
@@ -85,6 +84,14 @@ def test_every_module_in_bf16() -> None:
         for name, want in exact.items():
             assert ours[name].dtype == BF16
             found[cls.__name__, name] = error(ours[name], want), error(theirs[name], want)
-    print(max(found.values()), max(b for a, b in found.values()))
     bad = {k: v for k, v in found.items() if v[0] > 1.3 * v[1] + 2e-3}
     assert not bad
+
+
+def test_modules_that_moekit_cannot_run_are_refused_before_the_backward() -> None:
+    refused = [cls for cls in classes() if cls.__name__ in REFUSED]
+    for cls in refused:
+        module = made(cls).requires_grad_()
+        module.config._experts_implementation = "moekit"
+        with pytest.raises(Unsupported, match=f"moekit cannot run {cls.__name__}: "):
+            module(*inputs(module)[:3])

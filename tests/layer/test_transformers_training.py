@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -381,8 +382,13 @@ def test_learning_as_with_eager_experts(dtype: str, first: float, apart: float) 
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT calls an old name of transformers
-def test_the_example_trains(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("adapters", [True, False])
+def test_the_example_trains(
+    adapters: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = ROOT / "examples" / "finetune.py"
+    if not adapters:
+        monkeypatch.setitem(sys.modules, "peft", None)  # as if it were not installed
     assert runpy.run_path(str(path))["main"](["--steps", "4"]) == 0
     said = capsys.readouterr().out
     assert "experts that moved: 0" in said and "experts that moved: 3" in said
