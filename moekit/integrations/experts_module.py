@@ -29,10 +29,11 @@ _NON_GATED = ("silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul", "relu2")
 def read(
     module: nn.Module, dtype: torch.dtype, top_k: int, quant: QuantScheme, on_input: bool
 ) -> tuple[MoEProblem, ExpertWeights]:
-    """Return the module's problem, and its weights in the problem's layout, as views if possible.
+    """Return the module's problem, and its weights as views if possible, for `converted`.
 
-    The problem has the input's ``dtype`` if the weights are quantized already; otherwise ``quant``
-    quantizes them. on_input: the router weight scales the token instead of the result.
+    The problem has the input's ``dtype`` if the weights are quantized already; otherwise it has
+    the weights' dtype and the scheme ``quant``. on_input: the router weight scales the token
+    instead of the result.
 
     Raises:
         Unsupported: moekit cannot compute the module; the error names its class.
@@ -65,10 +66,25 @@ def read(
         raise _unsupported(module, already)
     if stored:
         return problem.replace(quant=_stored_scheme(module, weights)), weights
-    if quant.weight is None:
-        return problem, weights
-    weights = weights.canonical(problem)  # blocks of scales need gate and up as halves
-    return problem.replace(quant=quant), weights.quantize(quant)
+    return problem.replace(quant=quant), weights
+
+
+def weights_of(module: nn.Module) -> ExpertWeights:
+    """Return the weights as they are now, through which gradients flow to the parameters.
+
+    `read` knows whether gate and up alternate.
+    """
+    return _weights(module)[0]
+
+
+def converted(weights: ExpertWeights, problem: MoEProblem) -> ExpertWeights:
+    """Return the weights in the problem's dtype and scheme, unless transformers quantized them."""
+    if weights.w13_scale is not None:
+        return weights
+    if problem.quant.weight is None:
+        return weights._map(lambda t: t.to(problem.dtype))
+    # Blocks of scales need gate and up as halves.
+    return weights.canonical(problem.replace(quant="none")).quantize(problem.quant)
 
 
 def _unsupported(module: nn.Module, reason: str) -> Unsupported:
@@ -77,9 +93,9 @@ def _unsupported(module: nn.Module, reason: str) -> Unsupported:
 
 def _weights(module: nn.Module) -> tuple[ExpertWeights, bool]:
     """Return the parameters as w13 (E, 2I or I, H) and w2 (E, H, I), and if there is a gate."""
-    if "v1" in module._parameters:
+    if hasattr(module, "v1"):
         return _dbrx_weights(module), True
-    gated = module._parameters.get("gate_up_proj") is not None
+    gated = getattr(module, "gate_up_proj", None) is not None
     first = "gate_up_proj" if gated else "up_proj"
     found = _parameters(module, first, "down_proj")
     w13, w2 = found[first], found["down_proj"]
@@ -119,8 +135,9 @@ def _dbrx_weights(module: Any) -> ExpertWeights:
 
 
 def _parameters(module: nn.Module, *names: str) -> dict[str, Tensor]:
-    """Return the detached parameters by name; refuse other ones, and ones without data."""
-    found = dict(module.named_parameters(recurse=False))
+    """Return the parameters by name; refuse other ones, and ones without data."""
+    found: dict[str, Tensor] = dict(module.named_parameters(recurse=False))
+    found |= {name: getattr(module, name) for name in getattr(module, "parametrizations", ())}
     known = {f"{name}{part}" for name in names for part in ("", "_bias", "_scale_inv")}
     if not set(names) <= set(found):
         raise _unsupported(
@@ -145,7 +162,7 @@ def _parameters(module: nn.Module, *names: str) -> dict[str, Tensor]:
                 "install(free_original=True): load the model again, or give it weights with "
                 "load_state_dict(..., assign=True)"
             )
-    return {name: p.detach() for name, p in found.items()}
+    return found
 
 
 def _stored_scheme(module: Any, weights: ExpertWeights) -> str:
@@ -176,7 +193,7 @@ def _activation(module: nn.Module, gated: bool) -> tuple[Activation, bool]:
     h = torch.randn(96, 64, generator=generator, dtype=torch.float32, device="cpu")
     h[32:64] *= 4 * max(limits, default=8.0)
     h[64:] *= 1000.0
-    h = h.to(next(module.parameters(recurse=False)).device)
+    h = h.to(next(module.parameters()).device)
     with torch.no_grad():
         want = _between(module, gated)(h)
     for candidate in _candidates(gated, limits, alphas):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moekit.errors import MoekitError, Unsupported
-from moekit.integrations.packed_layer import ATTRIBUTE, Layer
+from moekit.integrations.packed_layer import ATTRIBUTE, Form, Layer
 from moekit.runtime.operators import Operators
 
 # Whether dynamo evaluates functions of modules while it compiles; torch 2.11 does not.
@@ -26,6 +27,8 @@ def experts_forward(
 ) -> Tensor:
     """Compute the experts: hidden_states (T, H), ids and weights (T, K) -> (T, H).
 
+    Where a gradient is required, torch.compile breaks its graph here.
+
     Raises:
         Unsupported: moekit cannot run the module, or it is compiled before it ran once.
         WeightsError: The module has no weights.
@@ -34,7 +37,12 @@ def experts_forward(
     if torch.is_grad_enabled():
         inputs = (hidden_states, top_k_weights, *self.parameters(recurse=False))
         needs_grad = [t for t in inputs if t.requires_grad]
-    if needs_grad or torch.compiler.is_compiling():
+    if hasattr(self, "parametrizations") or (needs_grad and not torch.compiler.is_exporting()):
+        made: Tensor = _differentiated(
+            self, hidden_states, top_k_index, top_k_weights, weight_on_input
+        )
+        return made
+    if torch.compiler.is_compiling():
         known: nn.Module | int = self
         if torch.compiler.is_compiling() and not BINDS_MODULES:
             if getattr(self, ATTRIBUTE, None) is None:
@@ -51,12 +59,17 @@ def experts_forward(
     return layer.run(hidden_states, top_k_index, top_k_weights, weight_on_input, replays=True)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _differentiated(module: nn.Module, *args: Any) -> Tensor:
+    return Layer.of(module).differentiate(*args)
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _prepare(known: nn.Module | int, dtype: torch.dtype, top_k: int, on_input: bool) -> None:
     """Pack a module, or the one of a layer's number, before compiled code captures a graph."""
     layer = Layer.numbered[known] if isinstance(known, int) else Layer.of(known)
     with suppress(MoekitError):  # the call raises it
-        layer.prepare(dtype, top_k, on_input)
+        layer.prepare(Form(dtype, top_k, on_input))
 
 
 def _run(
@@ -67,9 +80,9 @@ def _run(
     number: int,
     on_input: bool,
 ) -> Tensor:
-    """Run a layer as one operator, for torch.compile, and to refuse gradients.
+    """Run a layer as one operator, for torch.compile and torch.export.
 
-    number: the Layer's. needs_grad: tensors that would receive the gradient.
+    number: the Layer's. needs_grad: tensors to which an exported program has no gradients.
     """
     return Layer.numbered[number].run(x, ids, topk_weights, on_input)
 
@@ -77,6 +90,5 @@ def _run(
 _operators = Operators.of(
     "transformers_experts",
     _run,
-    "train with model.set_experts_implementation('eager'), and run moekit under "
-    "torch.inference_mode() or torch.no_grad()",
+    "train the model itself, and export it under torch.no_grad()",
 )

@@ -8,9 +8,9 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moekit.contract import PackedWeights, Routing
-from moekit.errors import WeightsError
-from moekit.integrations.experts_module import read
+from moekit.errors import MoekitError, Unsupported, WeightsError
+from moekit.integrations.experts_module import converted, read, weights_of
 from moekit.kernel import ModularKernel
+from moekit.problem import MoEProblem
 from moekit.problem.quant import QuantScheme, scheme
 from moekit.runtime import graphs
 from moekit.selection.select import SWITCHES, compose
@@ -47,6 +48,20 @@ class Options:
     batch_invariant: bool = False
 
 
+class Form(NamedTuple):
+    """What a call is packed for, besides the module's parameters.
+
+    dtype: of the tokens. autocast: the dtype to compute in, if not the weights'.
+    training: the call has gradients.
+    """
+
+    dtype: torch.dtype
+    top_k: int
+    on_input: bool
+    autocast: torch.dtype | None = None
+    training: bool = False
+
+
 @dataclass(frozen=True)
 class Packed:
     """A packed module. A call keeps its Packed even if another thread repacks."""
@@ -57,6 +72,15 @@ class Packed:
     weights: PackedWeights
     eager: Callable[..., Tensor]  # computes a call
     graphed: graphs.Graphed | None  # the same, and replays small calls as CUDA graphs
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a module with trainable weights needs besides their values."""
+
+    seen: tuple[Any, ...]  # what the kernel was chosen for
+    kernel: ModularKernel
+    interleaved: bool  # gate and up alternate
 
 
 class Layer:
@@ -70,6 +94,8 @@ class Layer:
     def __init__(self, module: nn.Module) -> None:
         self.number = next(self._count)
         self.packed: Packed | None = None
+        self._trained: Trained | None = None
+        self._refused: tuple[Any, str] | None = None  # a state without gradients, and the reason
         # Whether calls can be captured in a CUDA graph: a plain value, which dynamo guards.
         self.graph_safe = False
         self._module = weakref.ref(module)
@@ -77,8 +103,9 @@ class Layer:
 
     @property
     def kernel(self) -> ModularKernel | None:
-        """The kernel, if the module is packed."""
-        return None if self.packed is None else self.packed.kernel
+        """The kernel, if the module has run."""
+        used = self.packed or self._trained
+        return None if used is None else used.kernel
 
     def __deepcopy__(self, memo: Any) -> None:
         return None
@@ -99,9 +126,9 @@ class Layer:
 
     @classmethod
     def find(cls, model: nn.Module) -> dict[str, Layer]:
-        """Return the packed layers of ``model`` by their modules' names."""
+        """Return the layers of ``model`` that have run by their modules' names."""
         found = {name: vars(m).get(ATTRIBUTE) for name, m in model.named_modules()}
-        return {name: x for name, x in found.items() if x is not None and x.packed is not None}
+        return {name: x for name, x in found.items() if x is not None and x.kernel is not None}
 
     @classmethod
     def forget(cls, layers: Iterable[Layer] | None = None) -> None:
@@ -120,6 +147,7 @@ class Layer:
                 )
             for layer in chosen:
                 layer._drop()
+                layer._trained = layer._refused = None
             if layers is None:
                 cls._kernels.clear()
 
@@ -130,9 +158,57 @@ class Layer:
 
         replays: the call may replay a CUDA graph, which shares its output (see `Graphed`).
         """
-        packed = self.prepare(x.dtype, ids.shape[1], on_input)
+        packed = self.prepare(Form(x.dtype, ids.shape[1], on_input))
         call = packed.graphed if replays and packed.graphed is not None else packed.eager
         return call(x, ids, topk_weights)
+
+    def differentiate(self, x: Tensor, ids: Tensor, topk_weights: Tensor, on_input: bool) -> Tensor:
+        """Compute a call with gradients to the inputs and to parameters that require one.
+
+        Where moekit has no gradients, the call is computed and its backward raises the reason.
+        """
+        module, device = self._module(), x.device.type
+        assert module is not None
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        form = Form(x.dtype, ids.shape[1], on_input, autocast, training=True)
+        state, refused = (_seen(module, form), _trainable(module)), self._refused
+        if refused is None or refused[0] != state:
+            try:
+                call = self._differentiable(module, form)
+            except MoekitError as error:
+                refused = state, f"moekit cannot train {type(module).__name__}: {error}"
+                self._refused = refused
+            else:
+                return call(x, ids, topk_weights)
+        with torch.no_grad():
+            out = self.run(x, ids, topk_weights, on_input)
+        return _without_backward(refused[1], out, x, topk_weights, *_parameters(module))
+
+    def _differentiable(self, module: nn.Module, form: Form) -> Callable[..., Tensor]:
+        """Return what computes a call. Only frozen weights are packed."""
+        if not _trainable(module):
+            return self.prepare(form).eager
+        weights, trained = weights_of(module), self._trained
+        seen = form, [(t.shape, t.dtype, t.device) for t in weights.tensors().values()]
+        if trained is None or trained.seen != seen:
+            with _lock, torch.no_grad():
+                problem, found = read(
+                    module, form.dtype, form.top_k, self.options.quant, form.on_input
+                )
+                if problem.quant.weight is not None:
+                    raise WeightsError(
+                        f"its parameters require a gradient, and weights in {problem.quant.name} "
+                        "have none: freeze them (requires_grad_(False)), or train them unquantized"
+                    )
+                kernel = self._kernel(problem, weights.w13.device, form)
+                trained = self._trained = Trained(seen, kernel, found.interleaved)
+        if self.packed is not None:
+            with _lock:
+                self._drop()  # which the next step of an optimizer would outdate
+        kernel, problem = trained.kernel, trained.kernel.problem
+        weights = converted(replace(weights, interleaved=trained.interleaved), problem)
+        weights = weights.canonical(problem)._map(Tensor.contiguous)
+        return partial(_compute, kernel, weights, _has_sentinels(module, form.on_input))
 
     def _drop(self) -> None:
         packed, self.packed = self.packed, None
@@ -142,36 +218,44 @@ class Layer:
 
     # -- packing --------------------------------------------------------------------------------
 
-    def prepare(self, dtype: torch.dtype, top_k: int, on_input: bool) -> Packed:
+    def prepare(self, form: Form) -> Packed:
         """Return the packed module; pack it unless its parameters are unchanged."""
         module, packed = self._module(), self.packed
         assert module is not None
-        if packed is None or packed.seen != _seen(module, dtype, top_k):
+        if not _serves(packed, module, form):
             with _lock:
                 packed = self.packed  # another thread may have packed it while this one waited
-                seen, freed = _seen(module, dtype, top_k), _freed(module)
-                if freed and packed is not None and packed.seen[1:] == seen[1:]:
-                    return packed  # which converts inputs of another dtype
-                if packed is None or packed.seen != seen:
-                    if not freed:  # there is nothing to pack again, and packing says so
-                        self._drop()  # before packing, so that there is only one packed copy
-                    del packed
-                    packed = self.packed = self._pack(module, dtype, top_k, on_input)
+                if not _serves(packed, module, form):
+                    packed = None
+                    packed = self.packed = self._pack(module, form)
                     self.graph_safe = not graphs.unsupported(packed.kernel)
+        assert packed is not None
         return packed
 
-    def _pack(self, module: nn.Module, dtype: torch.dtype, top_k: int, on_input: bool) -> Packed:
+    def _kernel(self, problem: MoEProblem, device: torch.device, form: Form) -> ModularKernel:
+        """Return the kernel for a problem that `read` returned, which equal layers share."""
+        options = self.options
+        problem = problem.replace(
+            dtype=form.autocast or problem.dtype,
+            batch_invariant=options.batch_invariant,
+            training=form.training,
+        )
+        key = problem, device, *map(os.environ.get, SWITCHES)
+        kernel = self._kernels.get(key)
+        if kernel is None:
+            kernel = compose(problem, options.dispatcher, options.experts)
+            self._kernels[key] = kernel
+            if options.graph_tokens and (reasons := graphs.unsupported(kernel)):
+                logger.debug("moekit: small calls use no CUDA graphs: %s", "; ".join(reasons))
+        return kernel
+
+    def _pack(self, module: nn.Module, form: Form) -> Packed:
         options = self.options
         with torch.inference_mode(False), torch.no_grad():
-            problem, weights = read(module, dtype, top_k, options.quant, on_input)
-            problem = problem.replace(batch_invariant=options.batch_invariant)
-            key = problem, weights.w13.device, *map(os.environ.get, SWITCHES)
-            kernel = self._kernels.get(key)
-            if kernel is None:
-                kernel = compose(problem, options.dispatcher, options.experts)
-                self._kernels[key] = kernel
-                if options.graph_tokens and (reasons := graphs.unsupported(kernel)):
-                    logger.debug("moekit: small calls use no CUDA graphs: %s", "; ".join(reasons))
+            problem, weights = read(module, form.dtype, form.top_k, options.quant, form.on_input)
+            kernel = self._kernel(problem, weights.w13.device, form)
+            self._drop()  # before packing, so that there is only one packed copy
+            problem, weights = kernel.problem, converted(weights.detach(), kernel.problem)
             try:
                 packed = kernel.pack(weights)
             except WeightsError as error:
@@ -180,26 +264,49 @@ class Layer:
             del weights
             if options.free_original:
                 _free(module, packed)
-        # transformers' expert parallelism gives experts of other ranks an id past the last one.
-        # Versions without the flag may do so whenever there are several ranks.
-        spread = dist.is_available() and dist.is_initialized()
-        sentinels = bool(getattr(module, "_is_expert_parallel", spread)) and not on_input
-        eager, graphed = partial(_compute, kernel, packed, sentinels), None
+        eager, graphed = (
+            partial(_compute, kernel, packed, _has_sentinels(module, form.on_input)),
+            None,
+        )
         if options.graph_tokens and not graphs.unsupported(kernel):
             graphed = graphs.Graphed(eager, options.graph_tokens)
         storages = [_weak(p.untyped_storage()) for p in _parameters(module)]
-        return Packed(_seen(module, dtype, top_k), storages, kernel, packed, eager, graphed)
+        return Packed(_seen(module, form), storages, kernel, packed, eager, graphed)
 
     def storages(self) -> tuple[dict[int, int], dict[int, int]]:
         """Return bytes by storage, of the parameters and of the packed weights."""
         module = self._module()
-        assert module is not None and self.packed is not None
-        return _storages(_parameters(module)), _storages(_tensors(self.packed.weights))
+        assert module is not None
+        packed = [] if self.packed is None else _tensors(self.packed.weights)
+        return _storages(_parameters(module)), _storages(packed)
+
+
+def _serves(packed: Packed | None, module: nn.Module, form: Form) -> bool:
+    """Return whether a packed module serves a call."""
+    seen = _seen(module, form)
+    if packed is None or packed.seen[1:] != seen[1:]:
+        return False
+    trains = packed.kernel.problem.training
+    if packed.seen[0] == seen[0] and trains == form.training:
+        return True
+    # Inputs are converted where nothing else can be packed. In train mode, calls without
+    # gradients (of checkpointed layers) do not replace what the next one with gradients needs.
+    keeps = trains > form.training and module.training
+    return keeps or (trains >= form.training and _freed(module))
+
+
+def _has_sentinels(module: nn.Module, on_input: bool) -> bool:
+    """Return whether transformers gives experts of other ranks an id past the last one.
+
+    Versions without the flag may do so whenever there are several ranks.
+    """
+    spread = dist.is_available() and dist.is_initialized()
+    return bool(getattr(module, "_is_expert_parallel", spread)) and not on_input
 
 
 def _compute(
     kernel: ModularKernel,
-    weights: PackedWeights,
+    weights: Any,
     sentinels: bool,
     x: Tensor,
     ids: Tensor,
@@ -208,6 +315,7 @@ def _compute(
 ) -> Tensor:
     """Return the module's output (T, H) in x's dtype.
 
+    weights: packed, or ExpertWeights for a kernel that trains.
     sentinels: ids past the last expert mean that this rank has no expert for the assignment.
     """
     problem = kernel.problem
@@ -226,13 +334,34 @@ def _parameters(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module._parameters.values() if p is not None]
 
 
+def _trainable(module: nn.Module) -> bool:
+    """Return whether a parameter requires a gradient, or is computed in each forward (LoRA)."""
+    return hasattr(module, "parametrizations") or any(p.requires_grad for p in _parameters(module))
+
+
+class _WithoutBackward(torch.autograd.Function):
+    """The output of a call that moekit cannot differentiate."""
+
+    @staticmethod
+    def forward(ctx: Any, reason: str, out: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.reason = reason
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise Unsupported(ctx.reason, [ctx.reason])
+
+
+_without_backward: Callable[..., Tensor] = _WithoutBackward.apply  # which torch does not type
+
+
 def _tensors(weights: PackedWeights) -> list[Tensor]:
     return [*weights.experts.values(), *weights.shared.values()]
 
 
-def _seen(module: nn.Module, dtype: torch.dtype, top_k: int) -> tuple[Any, ...]:
+def _seen(module: nn.Module, form: Form) -> tuple[Any, ...]:
     """Return a value that changes if a parameter is replaced, moved, reallocated or written."""
-    seen: list[Any] = [dtype, top_k]
+    seen: list[Any] = [(form.dtype, form.autocast), form.top_k]
     for p in _parameters(module):
         version = 0 if p.is_inference() else p._version
         # A view of the same memory is another parameter.

@@ -10,8 +10,11 @@ change later (by load_state_dict, ``to``, an optimizer or a new parameter) are p
 next call. torch does not record writes through ``parameter.data`` or to parameters made in
 inference mode, and a CUDA graph that replays checks nothing: call `repack` after such changes.
 
-There is no backward pass: layers run with gradients enabled, but ``backward()`` raises. Under
-torch.compile a layer is one operator.
+Where gradients are enabled and something requires one, a layer reads its parameters in each call,
+and gradients flow to them, the tokens and the router weights. Frozen experts stay packed, also
+quantized ones. Where there is no gradient (quantized weights, batch invariance), the call runs and
+``backward()`` raises the reason. Under torch.compile a layer is one operator; with gradients it
+breaks the graph.
 """
 
 from __future__ import annotations
@@ -53,13 +56,13 @@ def install(
             layer. Both variables are read whenever a layer is packed.
         quant: Quantize unquantized weights to this scheme when packing.
         free_original: If packing copies weights, drop the parameters that they were copied from.
-            These become meta tensors, so the model cannot be saved, moved or run by another
-            implementation.
+            These become meta tensors, so the model cannot be saved, moved, trained or run by
+            another implementation.
         graph_tokens: On CUDA, replay eager calls of at most this many tokens as CUDA graphs from
             the third call of a size on, if the backends allow it; 0 for none.
             `moekit.runtime.graphs.Graphed` documents what this requires of code on other streams.
         batch_invariant: The experts give a token the same bits in every call, as `MoEProblem`
-            promises. The model's other modules are not included.
+            promises. The model's other modules are not included. Such calls have no backward.
 
     Raises:
         MoekitError: The installed transformers has no experts interface.
