@@ -23,7 +23,7 @@ from moekit.checkpoint.schema import (
     WEIGHT_ON_INPUT,
     check_understood,
 )
-from moekit.checkpoint.schemes import no_scheme, scheme_for
+from moekit.checkpoint.schemes import scheme_for, scheme_of
 from moekit.checkpoint.share import layer_formats, several
 from moekit.checkpoint.tensors import named
 from moekit.errors import WeightsError
@@ -74,7 +74,6 @@ class Detected:
     Attributes:
         names: What the checkpoint calls the experts' tensors.
         groups: The layers with routed experts, by what they have in common.
-        format, scheme, activation: The first group's.
     """
 
     model_type: str
@@ -88,18 +87,6 @@ class Detected:
     def layers(self) -> tuple[int, ...]:
         """The layers with routed experts."""
         return tuple(sorted(layer for group in self.groups for layer in group.layers))
-
-    @property
-    def format(self) -> Format:
-        return self.groups[0].formats[0]
-
-    @property
-    def scheme(self) -> str | None:
-        return self.groups[0].scheme
-
-    @property
-    def activation(self) -> Activation:
-        return self.groups[0].activation
 
     def __str__(self) -> str:
         lines = [f"{self.model_type or 'model'}, {str(self.dtype).removeprefix('torch.')}"]
@@ -214,9 +201,7 @@ def problem_from_config(
         tp_size = problem.parallel.tp_size
         if len(first.formats) > 1:
             raise WeightsError(f"{several(first.stored)}; load them with dequantize=True")
-        scheme = scheme_for(first.formats[0], first.intermediate_size, tp_size)
-        if scheme is None:
-            raise WeightsError(no_scheme(first.formats[0], first.intermediate_size, tp_size))
+        scheme = scheme_of(first.formats[0], None, first.intermediate_size, tp_size)
         return problem.replace(quant=scheme)
 
 

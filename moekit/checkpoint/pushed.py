@@ -92,9 +92,8 @@ class PushedExperts:
             self._share.dequantize = True
         wanted = self._share.wanted(sorted(set(self._share.experts)))
         self._wanted = dict.fromkeys(stored.name for stored in wanted)
-        # Whether weights are placed as they come, without their scales or order.
-        ordered = problem.parallel.tp_size == 1 or "g_idx" not in format.parts
-        self._direct = not format.dtype or (ordered and not dequantize)
+        # Whether weights are placed as they come, without their scales.
+        self._direct = not (format.dtype and dequantize)
         # Where each weight goes, for all replicas of its expert.
         self._sites: dict[str, list[tuple[int, str, Piece]]] = defaultdict(list)
         for slot, which in itertools.product(range(len(local)), ("w13", "w2")):
@@ -289,7 +288,7 @@ class PushedExperts:
             if self._direct and one.part is self.format.weight:
                 self._hold(name, one.tensor.detach())
                 for site in self._sites[name]:
-                    reader.place(*site, None)
+                    reader.place(*site)
                 del self._held.entries[name]
             else:
                 self._hold(name, one.tensor.detach().to("cpu", copy=True))
@@ -308,7 +307,7 @@ class PushedExperts:
                 reader.expert(slot)
             else:
                 for which in ("w13", "w2"):
-                    reader.finish(slot, which, None)
+                    reader.finish(slot, which)
         inputs = self.format.parts.get("input_scale", BIAS).suffix
         for name in [name for name in self._held.entries if not name.endswith(f".{inputs}")]:
             del self._held.entries[name]

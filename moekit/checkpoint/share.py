@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from moekit.checkpoint.files import Checkpoint
 from moekit.checkpoint.names import ExpertNames, layers_in, names_in, no_experts
-from moekit.checkpoint.schemes import cuts_groups, mismatch, neuron_ranges, scheme_for
+from moekit.checkpoint.schemes import misfit, neuron_ranges
 from moekit.checkpoint.tensors import Tensors
 from moekit.errors import WeightsError
 from moekit.formats.format import BIAS, Format, Part, filled, stored
-from moekit.formats.method import Matrix
+from moekit.formats.method import PLAIN, Matrix, Plain
 from moekit.formats.methods import format_of, method_of
-from moekit.formats.plain import Plain, plain
 from moekit.problem import MoEProblem
 
 _Key = tuple[str, int]  # the weight's template, and the expert; 0 for a stack of all
@@ -41,7 +40,7 @@ class LayerFormats:
         for (template, expert), format in self._of.items():
             if not any(format is other or format == other for other, _ in found):
                 found.append((format, filled(template, layer, expert)))
-        self.distinct = tuple(format for format, _ in found) or (plain(),)
+        self.distinct = tuple(format for format, _ in found) or (PLAIN,)
         each = sorted(f"{format} in {name}" for format, name in found)
         self.text = " and ".join(each) if len(each) > 1 else str(self.distinct[0])
 
@@ -125,25 +124,13 @@ def _tensors(checkpoint: Checkpoint, names: ExpertNames, layer: int) -> dict[_Ke
     held: dict[_Key, _Held] = defaultdict(dict)
     for template in filter(None, (names.gate_up, names.gate, names.up, names.down)):
         before, each, after = template.replace("{layer}", str(layer)).partition("{expert}")
-        stem = (after if each else before).removesuffix("weight")
-        joins = "" if stem.endswith(".") else "_"
+        stem = re.escape((before + "{expert}" + after if each else before).removesuffix("weight"))
+        number = stem.replace(r"\{expert\}", "(0|[1-9][0-9]*)") if each else f"(){stem}"
+        pattern = re.compile(number + ("(.+)" if stem.endswith(".") else "(?:_(.+))?"), re.DOTALL)
         for name in checkpoint.names(before.removesuffix("weight")):
-            expert, rest = 0, name.removeprefix(before) if each else name
-            if each:
-                number = rest.partition(".")[0]
-                if not number.isdecimal() or (len(number) > 1 and number[0] == "0"):
-                    continue
-                expert, rest = int(number), rest.removeprefix(number)
-            if not rest.startswith(stem):
-                continue
-            suffix = rest.removeprefix(stem)
-            if joins:
-                suffix = (
-                    "weight" if not suffix else suffix.removeprefix(joins) * (suffix[0] == joins)
-                )
-            if suffix and suffix != "bias":
+            if (match := pattern.fullmatch(name)) and match[2] != "bias":
                 shape = checkpoint.shape(name)
-                held[template, expert][suffix] = (
+                held[template, int(match[1] or 0)][match[2] or "weight"] = (
                     shape if each else shape[1:],
                     checkpoint.dtype(name),
                 )
@@ -183,8 +170,6 @@ class Piece:
         room: Rows of w13 or columns of w2 that it occupies there, padded with zeros.
         at: Its first row there.
         left: Its first column there.
-        base, per_neuron: Neuron j of w13 is the ``per_neuron`` rows from
-            ``base + per_neuron * j`` on.
     """
 
     template: str
@@ -197,13 +182,6 @@ class Piece:
     room: int
     at: int = 0
     left: int = 0
-    base: int = 0
-    per_neuron: int = 1
-
-    def rows_of(self, neurons: Tensor) -> Tensor:
-        """Return the stored rows of ``neurons`` of w13."""
-        first = self.base + self.per_neuron * neurons
-        return (first[:, None] + torch.arange(self.per_neuron, device="cpu")).flatten()
 
 
 class Stored(NamedTuple):
@@ -279,8 +257,7 @@ class Share:
             for run in self.neurons:
                 rows = range(base + per * run.start, base + per * run.stop)
                 room = per * self._room(run)
-                piece = Piece(*called, n, H, rows, range(H), run, room, at)
-                pieces.append(replace(piece, base=base, per_neuron=per))
+                pieces.append(Piece(*called, n, H, rows, range(H), run, room, at))
                 at += room
         return tuple(pieces)
 
@@ -368,23 +345,14 @@ class Share:
         instead = ["quant='none' and dequantize=True"] if format.dtype else []
         if len(self.formats.distinct) > 1:
             return f"{several(self.formats.text)}; use {instead[0]}"
-        if why := mismatch(format, scheme):
-            other = scheme_for(format, inner, tp)
-            instead = [f"quant={other!r}"] * bool(other) + instead
-            return (
-                f"the experts are stored as {format}, which does not fit quant={scheme.name!r}: "
-                f"{why}; use {' or '.join(instead)}"
-            )
+        if why := misfit(format, scheme, inner, tp):
+            return why
         if self.static and "input_scale" not in format.parts:
             return f"the checkpoint has no scales of activations, which {scheme.name} needs"
         weight = scheme.weight
-        if weight is not None and cuts_groups(format, weight, inner, tp):
-            other = scheme_for(format, inner, tp)
-            instead = [f"quant={other!r}"] * bool(other) + ["expert parallelism", *instead]
-            return (
-                f"tp_size={tp} leaves {inner // tp} columns of w2 to a rank, which cuts "
-                f"{weight.dtype} groups of {weight.group[1]}; use {' or '.join(instead)}"
-            )
+        block = 1 if weight is None or format.group[0] < 0 else max(weight.group[0], 1)
+        if any(piece.neurons and piece.rows.start % block for piece in self.w13):
+            return f"gate and up have rows in one block of {block}; use {instead[0]}"
         return ""
 
     def _tensor_faults(self) -> list[str]:

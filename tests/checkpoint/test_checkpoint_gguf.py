@@ -137,7 +137,7 @@ def test_blocks_that_a_scheme_holds(
     kind: str, scheme: str, parallel: ParallelConfig, rng: Any, tmp_path: Path
 ) -> None:
     path, tensors = write(tmp_path, rng, (kind,) * 3)
-    assert detect(path).scheme == scheme
+    assert detect(path).groups[0].scheme == scheme
     problem = problem_from_config(path, parallel=parallel)
     assert problem.quant.name == scheme
     weights = load_experts(path, None, 0, problem)
@@ -219,7 +219,7 @@ def test_gpt_oss(rng: Any, tmp_path: Path) -> None:
 
 def test_grok_has_ggmls_gelu(rng: Any, tmp_path: Path) -> None:
     path, _ = write(tmp_path, rng, MIXED, arch="grok")
-    assert detect(path).activation.name == "gelu_tanh"
+    assert detect(path).groups[0].activation.name == "gelu_tanh"
 
 
 # -- wrong uses --------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def test_grok_has_ggmls_gelu(rng: Any, tmp_path: Path) -> None:
 
 def test_blocks_without_a_scheme_say_what_to_do(rng: Any, tmp_path: Path) -> None:
     path, _ = write(tmp_path, rng, MIXED)
-    assert detect(path).scheme is None
+    assert detect(path).groups[0].scheme is None
     with pytest.raises(
         WeightsError, match="GGUF Q4_K in blk.*gate.* and GGUF Q6_K in .*down.*no scheme"
     ):

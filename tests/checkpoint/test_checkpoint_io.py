@@ -1,12 +1,10 @@
-"""Reading: any slice, only the needed bytes, progress, files that change."""
+"""Reading: any slice, only the needed bytes, files that change."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import random
-import re
-import sys
 import threading
 from pathlib import Path
 
@@ -16,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moekit import ParallelConfig
-from moekit.checkpoint import Checkpoint, load_experts, load_layers, problem_from_config
+from moekit.checkpoint import Checkpoint, load_experts, problem_from_config
 from moekit.errors import WeightsError
 
 
@@ -98,32 +96,6 @@ def test_the_number_of_threads_is_restored(tmp_path: Path) -> None:
         assert (torch.get_num_threads(), seen) == (3, [3])
     finally:
         torch.set_num_threads(before)
-
-
-class TestProgress:
-    def test_a_bar(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-        files.write(tmp_path, files.bf16, E=4, layers=2)
-        problem = problem_from_config(tmp_path, device="cpu")
-        list(load_layers(tmp_path, None, [0, 1], problem, progress=True))
-        out, err = capsys.readouterr()
-        assert not out and re.search(r"loading: 100%.* 8/8 ", err.split("\r")[-1])
-
-    @pytest.mark.parametrize("without", ["terminal", "tqdm", "flag", "time"])
-    def test_no_bar(
-        self,
-        without: str,
-        capsys: pytest.CaptureFixture[str],
-        monkeypatch: pytest.MonkeyPatch,
-        tmp_path: Path,
-    ) -> None:
-        monkeypatch.setattr("sys.stderr.isatty", lambda: without != "terminal")
-        if without == "tqdm":
-            monkeypatch.setitem(sys.modules, "tqdm", None)
-        files.write(tmp_path, files.bf16, E=4)
-        shown = {"tqdm": True, "flag": False}.get(without)
-        problem = problem_from_config(tmp_path, device="cpu")
-        load_experts(tmp_path, None, 0, problem, progress=shown)
-        assert capsys.readouterr().err == ""
 
 
 def test_files_that_change(tmp_path: Path) -> None:

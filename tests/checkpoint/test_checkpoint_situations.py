@@ -214,7 +214,7 @@ def test_activations_by_their_fields(
     fields: dict[str, Any], activation: moekit.Activation, tmp_path: Path
 ) -> None:
     path = write(tmp_path, experts(bf16)[0], config(**fields))
-    assert detect(path).activation == activation
+    assert detect(path).groups[0].activation == activation
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_modelopts_config_groups_say_what_activations_are(
     group = dict(targets=["Linear"], weights=weights, input_activations=inputs)
     said = dict(quant_method="modelopt", quant_algo="NVFP4", config_groups={"group_0": group})
     path = write(tmp_path, experts(nvfp4)[0], config(quantization_config=said))
-    assert detect(path).scheme == scheme
+    assert detect(path).groups[0].scheme == scheme
 
 
 @pytest.mark.parametrize("entry", ["model.layers.0", "model.layers.0.", "mlp.experts"])
