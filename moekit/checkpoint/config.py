@@ -74,6 +74,7 @@ class Detected:
     Attributes:
         names: What the checkpoint calls the experts' tensors.
         groups: The layers with routed experts, by what they have in common.
+        format, scheme, activation: The first group's.
     """
 
     model_type: str
@@ -87,6 +88,18 @@ class Detected:
     def layers(self) -> tuple[int, ...]:
         """The layers with routed experts."""
         return tuple(sorted(layer for group in self.groups for layer in group.layers))
+
+    @property
+    def format(self) -> Format:
+        return self.groups[0].formats[0]
+
+    @property
+    def scheme(self) -> str | None:
+        return self.groups[0].scheme
+
+    @property
+    def activation(self) -> Activation:
+        return self.groups[0].activation
 
     def __str__(self) -> str:
         lines = [f"{self.model_type or 'model'}, {str(self.dtype).removeprefix('torch.')}"]
