@@ -11,7 +11,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -281,45 +280,6 @@ def test_bad_arguments(only, capsys: pytest.CaptureFixture[str], args: str) -> N
 
 # -- files that the system refuses to read or write ------------------------------------------------
 
-PROBLEM = "explain --num-experts 8 --top-k 2 --hidden-size 64 --intermediate-size 64".split()
-dev_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux")
-
-
-def refused(argv: Sequence[str], stdout: str, **environ: str) -> str:
-    """Return standard error of a command that exits with 2 and without a traceback."""
-    with open(stdout, "w") as out:
-        done = subprocess.run(
-            [sys.executable, "-m", "moekit", *argv],
-            stdout=out,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "", **environ},
-            timeout=120,
-        )
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
-    return done.stderr
-
-
-@dev_full
-@pytest.mark.parametrize(
-    ("argv", "unbuffered"),
-    [
-        pytest.param(argv, unbuffered, marks=[pytest.mark.full] * (unbuffered != usual))
-        for argv, usual in (
-            (["plugins", "--json"], ""),
-            (PROBLEM, "1"),
-            (["bench", "--list-shapes"], ""),
-        )
-        for unbuffered in ("", "1")
-    ],
-)
-def test_standard_output_on_a_full_disk(argv: list[str], unbuffered: str) -> None:
-    """For each command buffered or unbuffered; the other combinations are full."""
-    said = refused(argv, "/dev/full", PYTHONUNBUFFERED=unbuffered)
-    assert "standard output" in said and "(No space left on device)" in said
-    assert "on a disk that is not full" in said
-
 
 @pytest.mark.parametrize(
     ("folder", "why"), [("x" * 300, "File name too long"), ("file/below", "Not a directory")]
@@ -336,13 +296,11 @@ def test_explain_a_model_that_cannot_be_read(folder: str, why: str, tmp_path: Pa
     ("error", "said"),
     [
         (PermissionError(13, "Permission denied", "/a/b"), "/a/b cannot be read or written (Perm"),
-        (FileNotFoundError(2, "No usable temporary directory"), "temporary file cannot be read or"),
         (BlockingIOError(11, "Resource temporarily unavailable"), None),
-        (OSError("it is no regular file"), None),
     ],
 )
 def test_errors_of_files_and_others(
-    error: OSError, said: str | None, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+    error: OSError, said: str | None, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error that is no user's keeps its traceback."""
 
@@ -350,10 +308,8 @@ def test_errors_of_files_and_others(
         raise error
 
     monkeypatch.setattr(commands, "run", fail)
-    with open(tmp_path / "out", "w") as out:
-        monkeypatch.setattr(sys, "stdout", out)
-        if said is None:
-            with pytest.raises(type(error)):
-                main(["other"])
-        else:
-            assert main(["other"]) == 2 and said in capsys.readouterr().err
+    if said is None:
+        with pytest.raises(type(error)):
+            main(["other"])
+    else:
+        assert main(["other"]) == 2 and said in capsys.readouterr().err
