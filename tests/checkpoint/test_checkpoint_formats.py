@@ -73,7 +73,8 @@ def test_detected(name: str, layer) -> None:
     found = detect(made.path)
     (group,) = found.groups
     assert (group.scheme, found.layers, found.model_type) == (case.scheme, (0,), "qwen3_moe")
-    assert (group.num_experts, group.hidden_size, group.intermediate_size) == (4, 128, 256)
+    p = group.problem
+    assert (p.num_experts, p.hidden_size, p.intermediate_size) == (4, 128, 256)
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if CASES[n].scheme and "act-order" not in n])

@@ -164,8 +164,9 @@ def test_unquantized(kind: str, rng: Any, tmp_path: Path) -> None:
 def test_layouts(layout: str, rng: Any, tmp_path: Path) -> None:
     path, tensors = write(tmp_path, rng, MIXED, layout=layout, layers=(1,))
     found = detect(path)
-    assert (found.layers, found.groups[0].num_experts, found.groups[0].top_k) == ((1,), E, 2)
-    assert (found.groups[0].hidden_size, found.groups[0].intermediate_size) == (H, I)
+    p = found.groups[0].problem
+    assert (found.layers, p.num_experts, p.top_k) == ((1,), E, 2)
+    assert (p.hidden_size, p.intermediate_size) == (H, I)
     problem = problem_from_config(path, dequantize=True, dtype=torch.float32)
     weights = load_experts(path, None, 1, problem, dequantize=True)
     w13, w2 = full(tensors, 1)
@@ -219,7 +220,7 @@ def test_gpt_oss(rng: Any, tmp_path: Path) -> None:
 
 def test_grok_has_ggmls_gelu(rng: Any, tmp_path: Path) -> None:
     path, _ = write(tmp_path, rng, MIXED, arch="grok")
-    assert detect(path).groups[0].activation.name == "gelu_tanh"
+    assert detect(path).groups[0].problem.activation.name == "gelu_tanh"
 
 
 # -- wrong uses --------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ def test_one_tensor_for_all_experts(model_type: str, prefix: str, tmp_path: Path
     check(tmp_path, back13[:, :I], back13[:, I:], back2)
     found = detect(tmp_path)
     assert found.groups[0].scheme == "none"
-    assert found.apply_router_weight_on_input == (model_type == "llama4_text")
+    assert found.groups[0].problem.apply_router_weight_on_input == (model_type == "llama4_text")
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -153,7 +153,7 @@ def test_gpt_oss(gpt_oss: tuple[Path, dict[str, Tensor]]) -> None:
     """Quarters of 5 groups of 32 are a group and 8 columns of the last one each."""
     path, values = gpt_oss
     found = detect(path)
-    assert (found.groups[0].scheme, found.groups[0].activation.name) == ("mxfp4_w4a16", "swigluoai")
+    assert (found.scheme, found.activation.name) == ("mxfp4_w4a16", "swigluoai")
     gate_up, down = values["gate_up_proj"], values["down_proj"]
     bias = values["gate_up_proj_bias"]
     for tp_size in (1, 2, 4):
@@ -266,7 +266,7 @@ def test_experts_without_a_gate(tmp_path: Path) -> None:
         config("nemotron_h") | dict(hidden_act=None, mlp_hidden_act="relu2", num_hidden_layers=2),
     )
     found = detect(tmp_path)
-    assert (found.groups[0].activation.name, found.layers) == ("relu2", (1,))
+    assert (found.groups[0].problem.activation.name, found.layers) == ("relu2", (1,))
     parallel = ParallelConfig(tp_size=2, tp_rank=1)
     problem = problem_from_config(tmp_path, parallel=parallel, device="cpu")
     weights = load_experts(tmp_path, None, 1, problem)
@@ -411,10 +411,9 @@ def test_saved_by_transformers(model_type: str, tmp_path: Path) -> None:
     said = transformers.AutoConfig.for_model(model_type, **{**SMALL, **MODELS[model_type]})
     model = transformers.AutoModelForCausalLM.from_config(said, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path)
-    found = detect(tmp_path)
     problem = problem_from_config(tmp_path, device="cpu")
     weights = load_experts(tmp_path, None, 1, problem)
-    assert found.groups[0].num_experts == 4 and found.dtype == torch.bfloat16
+    assert problem.num_experts == 4 and problem.dtype == torch.bfloat16
     canonical = weights.canonical(problem)
     for name, loaded in (("gate_up_proj", canonical.w13), ("down_proj", canonical.w2)):
         (p,) = (

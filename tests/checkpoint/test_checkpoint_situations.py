@@ -161,7 +161,7 @@ def test_activations_by_their_fields(
     fields: dict[str, Any], activation: moekit.Activation, tmp_path: Path
 ) -> None:
     path = write(tmp_path, experts(files.bf16)[0], config(**fields))
-    assert detect(path).groups[0].activation == activation
+    assert detect(path).groups[0].problem.activation == activation
 
 
 @pytest.mark.parametrize(
