@@ -216,14 +216,15 @@ def test_a_reader_that_has_had_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "closed", "code", "said"),
     [
-        ("-W error::ResourceWarning -m moekit plugins", (1,), 0, ""),
+        ("-W error::ResourceWarning -m moekit plugins", (), 0, ""),
+        ("-m moekit plugins", (1,), 0, ""),
         ("-O -m moekit check torch", (), 2, "so no test could fail: run `check` without"),
     ],
 )
 def test_python_started_otherwise(
     options: str, closed: tuple[int, ...], code: int, said: str
 ) -> None:
-    """With warnings as errors and stdout closed, and without assertions."""
+    """With warnings as errors, with stdout closed, and without assertions."""
     done = subprocess.run(
         [sys.executable, *options.split()],
         preexec_fn=lambda: [os.close(number) for number in closed],
