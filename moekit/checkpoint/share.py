@@ -44,11 +44,6 @@ class LayerFormats:
         each = sorted(f"{format} in {name}" for format, name in found)
         self.text = " and ".join(each) if len(each) > 1 else str(self.distinct[0])
 
-    @classmethod
-    def all(cls, format: Format) -> LayerFormats:
-        """Return the formats of a layer whose matrices all have ``format``."""
-        return cls({("", 0): format})
-
     def of(self, template: str, expert: int) -> Format:
         """Return a matrix's format; of one that is missing, the others'."""
         key = (template, expert if "{expert}" in template else 0)
@@ -222,7 +217,7 @@ class Share:
         self.experts, self.dequantize = list(experts), dequantize
         self.names = names_in(checkpoint, names, layer)
         if format:
-            self.formats = LayerFormats.all(format)
+            self.formats = LayerFormats({("", 0): format})
         else:
             assert isinstance(checkpoint, Checkpoint)
             H, I = problem.hidden_size, problem.intermediate_size
@@ -257,19 +252,18 @@ class Share:
             for run in self.neurons:
                 rows = range(base + per * run.start, base + per * run.stop)
                 room = per * self._room(run)
-                pieces.append(Piece(*called, n, H, rows, range(H), run, room, at))
+                pieces.append(Piece(*called, n, H, rows, range(H), run, room, at=at))
                 at += room
         return tuple(pieces)
 
     def _w2(self) -> tuple[Piece, ...]:
         H, I = self.problem.hidden_size, self.problem.intermediate_size
         called = self.names.down, self.names.down_bias
-        pieces, left = [], 0
-        for run in self.neurons:
-            room = self._room(run)
-            pieces.append(Piece(*called, H, I, range(H), run, run, room, left=left))
-            left += room
-        return tuple(pieces)
+        rooms = [self._room(run) for run in self.neurons]
+        return tuple(
+            Piece(*called, H, I, range(H), run, run, room, left=sum(rooms[:index]))
+            for index, (run, room) in enumerate(zip(self.neurons, rooms, strict=True))
+        )
 
     def _room(self, run: range) -> int:
         """Return the room of a run; a rank's only run is padded to the rank's share."""
