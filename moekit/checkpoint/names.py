@@ -257,25 +257,19 @@ def _spellings(names: ExpertNames) -> list[ExpertNames]:
 def _of_gguf(checkpoint: Tensors, layer: int | None) -> ExpertNames:
     """Return what a GGUF model calls the experts' tensors in ``layer``; None: in the first one.
 
-    They are one tensor for all experts, with gate and up in halves or apart, or in old files one
-    tensor for each expert (llama.cpp's gguf-py/gguf/constants.py, TENSOR_NAMES).
+    Gate and up are in halves of one tensor or apart (llama.cpp's gguf-py/gguf/constants.py,
+    TENSOR_NAMES).
     """
+    stem = "blk.{layer}.ffn_"
     at = layer
     if at is None:
-        downs = ("blk.{layer}.ffn_down_exps.", "blk.{layer}.ffn_down.{expert}.")
-        at = min((n for down in downs for _, n in _sites(checkpoint, down)), default=0)
-    each = bool(checkpoint.names(f"blk.{at}.ffn_down.0."))
-
-    def called(which: str, kind: str) -> str:
-        middle = f"ffn_{which}.{{expert}}" if each else f"ffn_{which}_exps"
-        template = f"blk.{{layer}}.{middle}.{kind}"
-        name = template.replace("{layer}", str(at)).replace("{expert}", "0")
-        return template if name in checkpoint or (kind, which) == ("weight", "down") else ""
-
-    fused = bool(called("gate_up", "weight"))
-    roles = ("gate_up", "down") if fused else ("gate", "up", "down")
-    found = {role: called(role, "weight") for role in roles}
-    if not fused and not found["up"]:
-        found["up"] = called("down", "weight").replace("ffn_down", "ffn_up")  # reported as missing
-    found |= {f"{role}_bias": called(role, "bias") for role in roles}
+        at = min((n for _, n in _sites(checkpoint, f"{stem}down_exps.weight")), default=0)
+    fused = f"{stem}gate_up_exps.weight".format(layer=at) in checkpoint
+    found = {"down": f"{stem}down_exps.weight"}
+    for role in ("gate_up", "down") if fused else ("gate", "up", "down"):
+        for kind, ending in (("weight", ""), ("bias", "_bias")):
+            name = f"{stem}{role}_exps.{kind}"
+            # Without an up projection, it is reported as missing.
+            if name.format(layer=at) in checkpoint or (role, kind) == ("up", "weight"):
+                found[role + ending] = name
     return ExpertNames(**found)  # type: ignore[arg-type]
