@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,6 +73,7 @@ def _read(
     inputs = any("input_scale" in t or "activation_scale" in t for t in held.values())
     config = checkpoint.quantization
     transposed = _transposed(names, held)
+    method = str(config.get("quant_method") or "").lower()
     # Most matrices of a layer differ in their names alone.
     alike: dict[Any, Format | None] = {}
     found = {}
@@ -86,15 +87,12 @@ def _read(
             name=name, tensors=tensors, n=n, k=k, block=block, inputs=inputs,
             transposed=transposed,
         )  # fmt: skip
-        if block or Plain().read(matrix):
-            said: Mapping[str, Any] = {}
-        else:
-            said = _fields(config, name.removesuffix(".weight"))
-        method = str(config.get("quant_method") or "").lower()
+        if not block and not Plain().read(matrix):
+            matrix = replace(matrix, config=_fields(config, name.removesuffix(".weight")))
+        said = matrix.config
         key = (n, k, block, tuple(tensors.items()), repr(said) if said is not config else "")
         if key not in alike:
-            full = Matrix(**{**vars(matrix), "config": said, "method": method})
-            format = format_of(full)
+            format = format_of(replace(matrix, method=method))
             alike[key] = format.flipped() if format and transposed else format
         if (known := alike[key]) is not None:  # otherwise the load reports its dtype
             found[template, expert] = known

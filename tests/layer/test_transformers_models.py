@@ -169,17 +169,6 @@ def test_static_cache(load: Load, device: str) -> None:
     assert torch.equal(generated(moekit, cache_implementation="static"), generated(eager))
 
 
-def test_other_implementations_are_untouched(load: Load) -> None:
-    for name in ("gpt_oss", "llama4"):
-        model = load(name, FP32, "eager", "cpu")
-        want = logits(model)
-        for how in ("moekit", "eager"):
-            model.set_experts_implementation(how)
-            assert errors(logits(model), want).max() < 1e-4
-            assert bool(integration.kernels(model)) == (how == "moekit")
-            integration.repack(model)
-
-
 def test_example_generates_equal_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     path = Path(__file__).parents[2] / "examples" / "hf_generate.py"
     assert runpy.run_path(str(path))["main"](["--tokens", "6"]) == 0

@@ -14,15 +14,20 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from fake_plugins import Fakes, offers, only_named
 from json_keys import actual, documented
+from tuned_tables import PROBLEM, make_table, write_table
 
 import moekit
 from moekit.cli import commands
 from moekit.cli.main import main
 
 SIZES = "--num-experts 256 --top-k 8 --hidden-size 7168 --intermediate-size 2048".split()
-VENDORS = ("triton", "deep_ep", "deep_gemm", "flashinfer", "pplx_kernels", "vllm", "transformers")
+VENDORS = (
+    "cutlass", "deep_ep", "deep_gemm", "flashinfer", "kt_kernel", "kt_kernel_ext", "pplx_kernels",
+    "quack", "transformers", "triton", "tvm_ffi", "vllm",
+)  # fmt: skip
 NEEDY = ", requires=('json', 'no_such_lib'), install_hint='pip install no-such-lib'"
 
 
@@ -238,28 +243,43 @@ def test_python_started_otherwise(
 
 
 def test_few_imports_and_no_vendors(tmp_path: Path) -> None:
-    """No vendor library is imported, and few modules besides torch: the CLI starts at once."""
+    """Listing, asking for reasons and choosing by a table import no vendor's library.
+
+    They import few modules besides torch: the CLI starts at once.
+    """
     for vendor in VENDORS:
         (tmp_path / f"{vendor}.py").touch()
+    h200 = PROBLEM.replace(
+        dtype=torch.bfloat16, device=moekit.DeviceSpec("cuda", (9, 0), "NVIDIA H200")
+    )
+    names = ("torch", "triton", "deepgemm", "cutlass", "marlin", "acme")
+    tables = tmp_path / "tuned"
+    write_table(tables / "x.json", make_table({name: (1, 1) for name in names}, h200))
+    measured = "--num-experts 4 --top-k 2 --hidden-size 64 --intermediate-size 48".split()
     code = f"""
 import sys, torch
 before = set(sys.modules)
 from moekit.cli.main import main
 main(["plugins"])
-main(["explain", *{SIZES}, "--quant", "fp8_block", "--device", "sm90"])
+for quant in ("none", "fp8_block", "fp8_tensor", "int8_w8a16", "int4_w4a8_g128"):
+    main(["explain", *{SIZES}, "--quant", quant, "--device", "sm90", "--ep", "2"])
+main(["explain", *{measured}, "--device", "sm90"])
 new = [name for name in sys.modules if name not in before]
-slow = [name for name in ("transformers", "triton", "torch._dynamo") if name in new]
+slow = [name for name in ("torch._dynamo", "moekit_kernels") if name in new]
+slow += [name for name in new if name.startswith("moekit_") and name.endswith(".experts")]
 print(len(new), slow + [v for v in {VENDORS} if v in sys.modules], file=sys.stderr)
 """
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("MOEKIT")}
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": path},
+        env={**environ, "PYTHONPATH": path, "MOEKIT_TUNED": str(tables)},
         capture_output=True,
         text=True,
         timeout=600,
     )
     assert done.returncode == 0, done.stderr
+    assert "by measurement" in done.stdout
     count, imported = done.stderr.strip().splitlines()[-1].split(" ", 1)
     assert imported == "[]"
     assert int(count) < 400, f"{count} modules besides torch's"
