@@ -27,7 +27,7 @@ from moekit.checkpoint.schemes import scheme_for, scheme_of
 from moekit.checkpoint.share import layer_formats, several
 from moekit.checkpoint.tensors import named
 from moekit.errors import WeightsError
-from moekit.formats.format import Format
+from moekit.formats.format import Format, filled, stored
 from moekit.problem import DTYPES, MoEProblem, ParallelConfig
 from moekit.problem.activation import Activation
 from moekit.untrusted.arguments import shown
@@ -138,17 +138,17 @@ def _detect(
     for each in layers if layer is None else (layer,):
         sizes = _sizes(config, each, given)
         hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
-        stored = layer_formats(checkpoint, probe, each, hidden, inner)
+        found = layer_formats(checkpoint, probe, each, hidden, inner)
         made = LayerGroup(
             layers=(each,),
-            stored=stored.text,
-            formats=stored.distinct,
-            scheme=scheme_for(stored.distinct[0], inner) if len(stored.distinct) == 1 else None,
+            stored=found.text,
+            formats=found.distinct,
+            scheme=scheme_for(found.distinct[0], inner) if len(found.distinct) == 1 else None,
             problem=MoEProblem(
                 **sizes,
                 activation=_activation(config, each, given),
                 dtype=_dtype(config, checkpoint.config),
-                has_bias=bool(probe.down_bias),
+                has_bias=filled(stored(probe.down, "bias"), each, 0) in checkpoint,
                 apply_router_weight_on_input=on_input,
                 device="cpu",
             ),
@@ -195,8 +195,8 @@ def problem_from_config(
         first, *others = found.groups
         problem, *differ = (g.problem.replace(**{"device": None, **given}) for g in found.groups)
         plain = dequantize or "quant" in given
-        stored = [] if plain else [each for each in others if each.formats != first.formats]
-        if stored or any(each != problem for each in differ):
+        mixed = not plain and any(each.formats != first.formats for each in others)
+        if mixed or any(each != problem for each in differ):
             raise WeightsError(
                 "layers differ, and a problem describes one: pass layer=... (or dequantize=True, "
                 "where only formats differ): " + "; ".join(map(str, found.groups))
@@ -241,7 +241,7 @@ def model_type_of(checkpoint: Checkpoint) -> str:
     return text_config(checkpoint).get("model_type") or ""
 
 
-def _sizes(config: Mapping[str, Any], layer: int, given: Mapping[str, Any]) -> dict[str, int]:
+def _sizes(config: Mapping[str, Any], layer: int, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sizes of a layer's experts."""
     keys = dict(hidden_size=HIDDEN, intermediate_size=INNER, num_experts=EXPERTS, top_k=TOP_K)
     return {

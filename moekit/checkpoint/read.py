@@ -89,8 +89,8 @@ class Reader:
         if self.format.dtype and not self.share.dequantize:
             self._scale(slot, which)
         along_n = pieces if which == "w13" else pieces[:1]  # the pieces of w2 have the same rows
-        if biases := [self._bias(piece, expert) for piece in along_n if piece.bias]:
-            bias = torch.cat(biases)
+        if self.share.problem.has_bias:
+            bias = torch.cat([self._bias(piece, expert) for piece in along_n])
             if not is_finite(bias):
                 layer = self.share.layer
                 self.faults.append(f"layer {layer}'s {which}_bias holds values that are not finite")

@@ -157,7 +157,6 @@ class Piece:
 
     Args:
         template: The matrix's name.
-        bias: Its bias's name, or "".
         rows, columns: The part.
         neurons: Its neurons, of all I.
         room: Rows of w13 or columns of w2 that it occupies there, padded with zeros.
@@ -166,7 +165,6 @@ class Piece:
     """
 
     template: str
-    bias: str
     n: int
     k: int
     rows: range
@@ -234,32 +232,30 @@ class Share:
 
     def _w13(self) -> tuple[Piece, ...]:
         names, H, I = self.names, self.problem.hidden_size, self.problem.intermediate_size
-        gate, up = (names.gate, names.gate_bias), (names.up, names.up_bias)
-        both = (names.gate_up, names.gate_up_bias)
-        # (names, rows, the first one, rows per neuron)
+        both = names.gate_up
+        # (name, rows, the first one, rows per neuron)
         if names.up and names.gate:
-            stored = [(gate, I, 0, 1), (up, I, 0, 1)]
+            stored = [(names.gate, I, 0, 1), (names.up, I, 0, 1)]
         elif names.up or not self.problem.activation.gated:
-            stored = [(up if names.up else both, I, 0, 1)]
+            stored = [(names.up or both, I, 0, 1)]
         elif names.interleaved:
             stored = [(both, 2 * I, 0, 2)]
         else:
             stored = [(both, 2 * I, 0, 1), (both, 2 * I, I, 1)]
         pieces, at = [], 0
-        for called, n, base, per in stored:
+        for name, n, base, per in stored:
             for run in self.neurons:
                 rows = range(base + per * run.start, base + per * run.stop)
                 room = per * self._room(run)
-                pieces.append(Piece(*called, n, H, rows, range(H), run, room, at=at))
+                pieces.append(Piece(name, n, H, rows, range(H), run, room, at=at))
                 at += room
         return tuple(pieces)
 
     def _w2(self) -> tuple[Piece, ...]:
         H, I = self.problem.hidden_size, self.problem.intermediate_size
-        called = self.names.down, self.names.down_bias
         rooms = [self._room(run) for run in self.neurons]
         return tuple(
-            Piece(*called, H, I, range(H), run, run, room, left=sum(rooms[:index]))
+            Piece(self.names.down, H, I, range(H), run, run, room, left=sum(rooms[:index]))
             for index, (run, room) in enumerate(zip(self.neurons, rooms, strict=True))
         )
 
@@ -286,18 +282,15 @@ class Share:
         """Return the roles of the stored tensors that the piece's matrix needs."""
         parts = self.formats.of(piece.template, expert).parts
         roles = [role for role in parts if role != "input_scale" or self.static]
-        return [*roles, "bias"] if piece.bias else roles
+        return [*roles, "bias"] if self.problem.has_bias else roles
 
     def locate(self, piece: Piece, role: str, expert: int) -> Stored:
         """Return which tensor holds a part of the piece's matrix."""
-        if role == "bias":
-            template, part = piece.bias, BIAS
-            name = self.name(template, expert)
-        else:
-            template, part = piece.template, self.formats.of(piece.template, expert).parts[role]
-            name = self.name(template, expert, part.suffix)
+        parts = self.formats.of(piece.template, expert).parts
+        part = BIAS if role == "bias" else parts[role]
+        name = self.name(piece.template, expert, part.suffix)
         shape = part.shape(piece.n, piece.k)
-        if "{expert}" in template:
+        if "{expert}" in piece.template:
             return Stored(part, name, [], shape)
         stack = (self.problem.num_experts, *shape)
         return Stored(part, name, [slice(expert, expert + 1)], stack)
