@@ -327,9 +327,9 @@ class Share:
             if scheme.weight is None:
                 return ""
             return f"dequantize=True needs a problem with quant='none' (got {scheme.name!r})"
-        instead = ["quant='none' and dequantize=True"] if format.dtype else []
+        instead = "use quant='none' and dequantize=True"
         if len(self.formats.distinct) > 1:
-            return f"{several(self.formats.text)}; use {instead[0]}"
+            return f"{several(self.formats.text)}; {instead}"
         if why := misfit(format, scheme, inner, tp):
             return why
         if self.static and "input_scale" not in format.parts:
@@ -337,7 +337,7 @@ class Share:
         weight = scheme.weight
         block = 1 if weight is None or format.group[0] < 0 else max(weight.group[0], 1)
         if any(piece.neurons and piece.rows.start % block for piece in self.w13):
-            return f"gate and up have rows in one block of {block}; use {instead[0]}"
+            return f"gate and up have rows in one block of {block}; {instead}"
         return ""
 
     def _tensor_faults(self) -> list[str]:

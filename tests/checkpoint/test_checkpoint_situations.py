@@ -155,6 +155,7 @@ def test_swigluoai_of_any_model(tmp_path: Path) -> None:
         (dict(hidden_act=..., hidden_activation="gelu"), moekit.Activation("gelu")),
         (dict(mlp_hidden_act="relu2"), moekit.Activation("relu2")),
         (dict(mlp_gate_softcap=0.0), moekit.Activation("silu")),
+        (dict(experts_per_token=K), moekit.Activation("silu")),  # gpt-oss has both spellings
     ],
 )  # fmt: skip
 def test_activations_by_their_fields(
@@ -170,6 +171,7 @@ def test_activations_by_their_fields(
         (dict(mlp_gate_softcap=4.0), "mlp_gate_softcap=4.0.*pass activation=", "activation"),
         (dict(swiglu_beta=1.5), "swiglu_beta=1.5.*pass activation=", "activation"),
         (dict(expert_act_fn="relu"), "expert_act_fn='relu'.*pass activation=", "activation"),
+        (dict(expert_group_act="x"), "expert_group_act='x'.*pass activation=", "activation"),
         (dict(hidden_act="gelu", swiglu_limit=7.0), "'gelu' with .*swiglu_limit=7", "activation"),
         (dict(swiglu_alpha=1.5), "swiglu_alpha=1.5 and swiglu_limit=None", "activation"),
         (
@@ -334,20 +336,30 @@ def test_all_ranks_say_the_same_of_a_missing_input_scale(tmp_path: Path) -> None
     assert said[0] == said[1]
 
 
-@pytest.mark.parametrize("other", ["down_proj", "expert"])
+@pytest.mark.parametrize("other", ["down_proj", "expert", "plain"])
 def test_bits_that_differ(other: str, tmp_path: Path) -> None:
     count = iter(range(100))
 
     def make(matrix: Tensor) -> files.Packed:
-        wide = len(matrix) == H if other == "down_proj" else next(count) % E == 3
-        return (files.gptq_int8 if wide else files.gptq(32))(matrix)
+        odd = (
+            next(count) % E == 3
+            if other == "expert"
+            else len(matrix) == (I if other == "plain" else H)
+        )
+        eight = files.bf16 if other == "plain" else files.gptq_int8
+        return (eight if odd else files.gptq(32))(matrix)
 
     tensors, values = experts(make)
     said = dict(quant_method="gptq", bits=4, group_size=32, sym=True, desc_act=False)
     path = write(tmp_path, tensors, config(quantization_config=said))
     check(path, values, dequantize=True)
-    with pytest.raises(WeightsError, match=r"int4, .*gate_proj.* and GPTQ \(int8, .*dequantize"):
+    with pytest.raises(
+        WeightsError, match=r"GPTQ \(int4, .*_proj.* and (GPTQ \(int8, |unquant).*dequantize"
+    ):
         problem_from_config(path, device="cpu")
+    problem = problem_from_config(path, quant="none", device="cpu")
+    with pytest.raises(WeightsError, match="several formats; use quant='none' and dequantize=True"):
+        load_experts(path, None, 0, problem)
 
 
 def test_layers_of_two_schemes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
