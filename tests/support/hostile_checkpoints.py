@@ -420,9 +420,11 @@ def _tensors() -> Iterator[Case]:
         for name in names:
             stem = name.rpartition(".")[0] if base != "gpt_oss" else f"{STEM}.down_proj"
             for what, how in _RESHAPED.items():
-                # The part that is examined first decides the form of all others.
-                first = (base, what) == ("fp8_static", "with 9 dims")
-                words = (STEM if first else stem,)
+                # The part that is examined first decides the form of all others, and the bias of
+                # down whether there are biases.
+                decides = (base, what) == ("fp8_static", "with 9 dims")
+                decides = decides or (name.endswith("bias") and what == "missing")
+                words = (STEM if decides else stem,)
                 yield Case(f"{base}: {name} is {what}", base, tensor(name, how), words)
     nans = {"bf16": (_NAN, _INF, -_INF), "fp8": (0x7F, 0xFF)}
     for base, at, value in [(b, at, v) for b in nans for at in (0, 5000, -1) for v in nans[b]]:
