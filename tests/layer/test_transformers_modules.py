@@ -274,7 +274,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_activations_are_recognized_by_their_numbers(kind: str) -> None:
-    """test_transformers_every_module.py has those of transformers' own modules."""
+    """test_transformers_every_module.py compares the modules of transformers."""
     module = Odd()
     module.act_fn = ACTIVATIONS[kind]  # type: ignore[method-assign]
     experts_forward(module, *inputs())
