@@ -98,24 +98,26 @@ def test_the_number_of_threads_is_restored(tmp_path: Path) -> None:
         torch.set_num_threads(before)
 
 
-def test_files_that_change(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["replaced", "written", "truncated"])
+def test_files_that_change(how: str, tmp_path: Path) -> None:
     """A layer is read only if its files are still the ones that were opened."""
-    file = tmp_path / "model.safetensors"
-    said = f"{file}: replaced or written to after its header was read"
-    save_file({"a": torch.ones(64, 64)}, file)
-    with Checkpoint(file) as checkpoint:
-        checkpoint.check_unchanged()
-        other = file.with_suffix(".part")
-        save_file({"b": torch.zeros(64, 64)}, other)
-        other.replace(file)  # as downloads do
-        with pytest.raises(WeightsError, match=said):
-            checkpoint.check_unchanged()
-    with Checkpoint(file) as checkpoint:
-        with file.open("r+b") as stream:
-            stream.seek(-100, os.SEEK_END)
-            stream.write(b"\1" * 100)
-        with pytest.raises(WeightsError, match=said):
-            checkpoint.check_unchanged()
+    files.write(tmp_path, files.bf16, E=2, H=64, I=64, shards=1)
+    problem, (file,) = problem_from_config(tmp_path, device="cpu"), tmp_path.glob("*.safetensors")
+    with Checkpoint(tmp_path) as checkpoint:
+        load_experts(checkpoint, None, 0, problem)
+        if how == "replaced":
+            other = file.with_suffix(".part")
+            save_file({"b": torch.zeros(640, 640)}, other)
+            other.replace(file)  # as downloads do
+        elif how == "written":
+            with file.open("r+b") as stream:
+                stream.seek(-100, os.SEEK_END)
+                stream.write(b"\1" * 100)
+        else:
+            os.truncate(file, file.stat().st_size // 2)
+        said = "truncated" if how == "truncated" else "replaced or written to"
+        with pytest.raises(WeightsError, match=f"{file}: {said} after its header was read"):
+            load_experts(checkpoint, None, 0, problem)
         file.unlink()
         with pytest.raises(WeightsError, match=f"{file}: cannot be opened"):
-            checkpoint.check_unchanged()
+            load_experts(checkpoint, None, 0, problem)

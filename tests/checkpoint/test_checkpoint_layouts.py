@@ -239,18 +239,6 @@ def test_fp4_of_a_matrix_of_zeros(tmp_path: Path) -> None:
         load_experts(tmp_path, None, 0, quantized)
 
 
-def test_other_schemes_must_fit_what_is_stored(tmp_path: Path) -> None:
-    config = dict(quant_method="modelopt", quant_algo="NVFP4")
-    path = files.write(tmp_path, files.nvfp4(modelopt=True), config, E=2, H=64, I=64).path
-    problem = problem_from_config(path, dequantize=True, device="cpu")
-    with pytest.raises(WeightsError, match="use quant='nvfp4' or quant='none' and dequantize=True"):
-        load_experts(path, None, 0, problem)
-    with pytest.raises(WeightsError, match="the scheme has float8_e8m0fnu scales"):
-        load_experts(path, None, 0, problem.replace(quant="mxfp4_w4a16"))
-    with pytest.raises(WeightsError, match="dequantize=True needs a problem with quant='none'"):
-        load_experts(path, None, 0, problem.replace(quant="fp8_block"), dequantize=True)
-
-
 def test_experts_without_a_gate(tmp_path: Path) -> None:
     """Nemotron-H: up and down, relu squared."""
     ups, downs, tensors = [], [], {}

@@ -397,35 +397,6 @@ def test_pushes_from_several_threads(name: str, layer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (
-            dict(quant_method="bitsandbytes"),
-            "the quant_method 'bitsandbytes', expected .* or fp8",
-        ),
-        (dict(quant_method="gptq", bits=3, group_size=32), "bits is 3, expected 4 or 8"),
-        (dict(quant_method="fp8", weight_block_size=128), "weight_block_size"),
-        (
-            dict(
-                quant_method="compressed-tensors",
-                config_groups={"g": {"weights": {"num_bits": 99}}},
-            ),
-            r"config\.config_groups\.g\.weights\.num_bits=99: it must be an integer",
-        ),
-        (
-            dict(quant_method="compressed-tensors", config_groups={"g": {"targets": ["a", 5]}}),
-            r"config\.config_groups\.g\.targets\.1=5: it must be a text",
-        ),
-        (ct(3), "weights of 3 bits of type 'int'"),
-        (dict(quant_method="modelopt", quant_algo="W4A8_AWQ"), "'W4A8_AWQ', expected FP8 or"),
-    ],
-)
-def test_configs_that_moekit_does_not_know(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(WeightsError, match=message):
-        declared_format(config, 128, 256)
-
-
-@pytest.mark.parametrize(
     "ignore",
     ["layers.3.mlp.experts", "layers.3.mlp.experts.0.w1", "re:.*3", "layers.3.mlp", "layers.3",
      r"re:layers\.3\..*experts\.\d+\.(gate|up|down)_proj$", "layers.3.*", "*.3.mlp.experts*",

@@ -10,6 +10,7 @@ from typing import Any
 import checkpoint_files as files
 import pytest
 import torch
+from checkpoint_cases import ct
 from torch import Tensor
 
 import moekit
@@ -170,6 +171,7 @@ def test_activations_by_their_fields(
     [
         (dict(mlp_gate_softcap=4.0), "mlp_gate_softcap=4.0.*pass activation=", "activation"),
         (dict(swiglu_beta=1.5), "swiglu_beta=1.5.*pass activation=", "activation"),
+        (dict(hidden_act="snake"), "activation 'snake', but moekit maps only silu", "activation"),
         (dict(expert_act_fn="relu"), "expert_act_fn='relu'.*pass activation=", "activation"),
         (dict(expert_group_act="x"), "expert_group_act='x'.*pass activation=", "activation"),
         (dict(hidden_act="gelu", swiglu_limit=7.0), "'gelu' with .*swiglu_limit=7", "activation"),
@@ -242,6 +244,16 @@ def test_awqs_entries_are_parts_of_names(entry: str) -> None:
     [
         (dict(quant_method="gptq", bits=4, group_size=32, rotation="hadamard"), "rotation is 'had"),
         (dict(quant_method="gptq", bits=4, pack_dtype="int8"), "pack_dtype is 'int8'"),
+        (dict(quant_method="bitsandbytes"), "the quant_method 'bitsandbytes', expected .* or fp8"),
+        (dict(quant_method="gptq", bits=3, group_size=32), "bits is 3, expected 4 or 8"),
+        (dict(quant_method="fp8", weight_block_size=128), "weight_block_size"),
+        (ct(99), r"config\.config_groups\.group_0\.weights\.num_bits=99: it must be an integer"),
+        (
+            dict(quant_method="compressed-tensors", config_groups={"g": {"targets": ["a", 5]}}),
+            r"config\.config_groups\.g\.targets\.1=5: it must be a text",
+        ),
+        (ct(3), "weights of 3 bits of type 'int'"),
+        (dict(quant_method="modelopt", quant_algo="W4A8_AWQ"), "'W4A8_AWQ', expected FP8 or"),
         (dict(quant_method="fp8", fmt="e5m2"), "fmt is 'e5m2', expected 'e4m3'"),
         (dict(quant_method="auto-round", bits=4, data_type="mx_fp"), "data_type is 'mx_fp'"),
         (dict(quant_method="auto-round", bits=4, act_bits=8), "act_bits is 8"),
