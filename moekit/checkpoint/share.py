@@ -116,11 +116,12 @@ def _tensors(checkpoint: Checkpoint, names: ExpertNames, layer: int) -> dict[_Ke
     """Return the (shape, dtype) of each tensor of each matrix, by suffix, without the experts."""
     held: dict[_Key, _Held] = defaultdict(dict)
     for template in filter(None, (names.gate_up, names.gate, names.up, names.down)):
-        before, each, after = template.replace("{layer}", str(layer)).partition("{expert}")
-        stem = re.escape((before + "{expert}" + after if each else before).removesuffix("weight"))
-        number = stem.replace(r"\{expert\}", "(0|[1-9][0-9]*)") if each else f"(){stem}"
-        pattern = re.compile(number + ("(.+)" if stem.endswith(".") else "(?:_(.+))?"), re.DOTALL)
-        for name in checkpoint.names(before.removesuffix("weight")):
+        called = template.replace("{layer}", str(layer))
+        prefix, each, _ = called.partition("{expert}")
+        stem = re.escape(called.removesuffix("weight"))
+        stem = stem.replace(r"\{expert\}", "(0|[1-9][0-9]{0,8})", 1) if each else f"(){stem}"
+        pattern = re.compile(stem + ("(.+)" if stem.endswith(".") else "(?:_(.+))?"), re.DOTALL)
+        for name in checkpoint.names(prefix.removesuffix("weight")):
             if (match := pattern.fullmatch(name)) and match[2] != "bias":
                 shape = checkpoint.shape(name)
                 held[template, int(match[1] or 0)][match[2] or "weight"] = (
