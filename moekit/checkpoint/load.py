@@ -44,8 +44,8 @@ def load_experts(
     Tensor parallelism keeps every stored number. Blocks of 128 x 128 are never cut: a rank holds
     whole blocks, the `MoEProblem.local_neurons`, padded with zeros. Groups of columns of w2 are cut
     into equal parts only; a rank may hold whole groups and a part of another one, because the order
-    of neurons makes no difference. What cannot be cut so, such as a w2 in act-order, is refused;
-    ``dequantize=True`` cuts anything.
+    of neurons makes no difference. A w2 in act-order is cut into whole groups. What cannot be cut
+    so is refused; ``dequantize=True`` cuts anything.
 
     Args:
         path: A file, a directory, or an open `Checkpoint`, which reads its headers only once.

@@ -93,8 +93,9 @@ class PushedExperts:
             self._share.dequantize = True
         wanted = self._share.wanted(sorted(set(self._share.experts)))
         self._wanted = dict.fromkeys(stored.name for stored in wanted)
-        # Whether weights are placed as they come, without their scales.
-        self._direct = not (format.dtype and dequantize)
+        # Whether weights are placed as they come, without their scales or order.
+        ordered = problem.parallel.tp_size == 1 or "g_idx" not in format.parts
+        self._direct = not format.dtype or (ordered and not dequantize)
         # Where each weight goes, for all replicas of its expert.
         self._sites: dict[str, list[tuple[int, str, Piece]]] = defaultdict(list)
         for slot, which in itertools.product(range(len(local)), ("w13", "w2")):

@@ -14,7 +14,7 @@ from moekit.checkpoint.schemes import firsts, scheme_for, sources
 from moekit.checkpoint.share import Piece, Share
 from moekit.formats.format import Format, Grid
 from moekit.formats.gguf import BlockFormat, dequantize
-from moekit.problem.quant import INT4_ZERO
+from moekit.problem.quant import INT4_ZERO, pack_int4, unpack_int4
 
 _CHUNK = 1 << 22  # values that are dequantized at a time
 _NOT_FINITE = "holds values that are not finite"
@@ -80,8 +80,12 @@ class Reader:
         out = matrix[piece.at : piece.at + len(piece.rows), left : left + width]
         if self.share.dequantize:
             self._dequantize(piece, expert, out)
+        elif which == "w2" and (picked := self._picked(piece, expert)) is not None:
+            whole = unpack_int4(self._weights(piece, expert, piece.rows, range(piece.k)))
+            out.copy_(pack_int4(whole[:, picked]))
         else:
-            out.copy_(self._weights(piece, expert, piece.rows, piece.columns))
+            rows, mine = self._rows(piece, expert)
+            out.copy_(self._weights(piece, expert, rows, piece.columns)[mine])
 
     def finish(self, slot: int, which: str) -> None:
         """Read what belongs to w13 or w2 of a physical expert after its pieces are placed."""
@@ -131,7 +135,8 @@ class Reader:
 
     def _bias(self, piece: Piece, expert: int) -> Tensor:
         """Read the bias of the piece's rows, padded with zeros."""
-        bias = self._entries(piece, "bias", expert, piece.rows, piece.columns)
+        rows, mine = self._rows(piece, expert)
+        bias = self._entries(piece, "bias", expert, rows, piece.columns)[mine]
         return F.pad(bias, (0, piece.room - len(bias))) if piece in self.share.w13 else bias
 
     # -- scales -------------------------------------------------------------------------------
@@ -167,13 +172,15 @@ class Reader:
             entries = [len(torch.unique(sources(extent, group))) for extent, group in extents]
             shape = [max(n, 1) for n in entries]
             return torch.ones(shape, dtype=torch.float32, device="cpu"), None
+        rows, mine = self._rows(piece, expert)
         factor = None
         if "global_scale" in format.parts:
             factor = self._entries(piece, "global_scale", expert, rows, columns).float()
         scale = format.core_scale(self._entries(piece, "scale", expert, rows, columns), factor)
         if not bool(torch.isfinite(scale).all()):
             self._fault(piece, "scale", expert, _NOT_FINITE)
-        return scale, self._zeros_of(piece, expert, rows, columns)
+        zeros = self._zeros_of(piece, expert, rows, columns)
+        return scale[mine], None if zeros is None else zeros[mine]
 
     def _zeros_of(self, piece: Piece, expert: int, rows: range, columns: range) -> Tensor | None:
         """Read zero points (rows, entries along K) uint8; None if the weights are symmetric."""
@@ -214,6 +221,27 @@ class Reader:
             return None
         return order
 
+    def _picked(self, piece: Piece, expert: int) -> Tensor | None:
+        """Return the stored rows of w13, or columns of w2, that the piece has in act-order.
+
+        The groups of w2 are scattered over all neurons. So a rank of tensor parallelism counts its
+        neurons in the order of their groups. None: `Piece.rows` and `Piece.columns` hold.
+        """
+        share, along_k = self.share, piece in self.share.w2
+        if share.dequantize or share.problem.parallel.tp_size == 1:
+            return None
+        if (order := self._order(share.w2[0], expert)) is None:
+            return None
+        extent, neurons = piece.columns if along_k else piece.rows, piece.neurons
+        per = len(extent) // len(neurons)  # 2 where rows of gate and up alternate
+        first = extent.start - per * neurons.start + per * order[neurons.start : neurons.stop]
+        return (first[:, None] + torch.arange(per, device="cpu")).flatten()
+
+    def _rows(self, piece: Piece, expert: int) -> tuple[range, Tensor | slice]:
+        """Return stored rows to read, and which of them are the piece's."""
+        picked = self._picked(piece, expert) if piece in self.share.w13 else None
+        return (piece.rows, slice(None)) if picked is None else (range(piece.n), picked)
+
     def _placed_g_idx(self, which: str, expert: int) -> Tensor:
         """Return each column's group in the problem's scheme, int32."""
         weight = self.share.problem.quant.weight
@@ -222,7 +250,10 @@ class Reader:
         groups = torch.arange(columns, dtype=torch.int32, device="cpu") // weight.group[1]
         # Gate and up have the same inputs, so they must have the same order.
         first, *others = {piece.template: piece for piece in self.share.of(which)}.values()
-        order, stored = self._order(first, expert), self._g_idx(first, expert)
+        # A rank of tensor parallelism has the columns of w2 sorted; see `_picked`.
+        sorts = which == "w2" and self.share.problem.parallel.tp_size > 1
+        order = None if sorts else self._order(first, expert)
+        stored = self._g_idx(first, expert)
         if others and not torch.equal(stored, self._g_idx(others[0], expert)):
             other = self.share.locate(others[0], "g_idx", expert).name
             what = f"and {other} differ, but both need the same order; use dequantize=True"

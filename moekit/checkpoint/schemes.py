@@ -117,13 +117,10 @@ def cuts_groups(
 ) -> bool:
     """Return whether a rank of tensor parallelism has two stored groups of w2 in one group.
 
-    Blocks of rows and columns are never cut; see `MoEProblem.local_neurons`. Groups in act-order
-    are scattered over all columns.
+    Blocks of rows and columns are never cut; see `MoEProblem.local_neurons`.
     """
     if weight is None or weight.group[0] != 1:
         return False
-    if weight.act_order:
-        return tp_size > 1
     return any(
         cuts_a_cell(
             neuron_ranges(intermediate_size, tp_size, rank, format.group, weight.group),

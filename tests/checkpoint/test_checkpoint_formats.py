@@ -104,22 +104,46 @@ def test_dequantized_at_load(name: str, layer) -> None:
                 assert torch.equal(have, want.to(dtype)), parallel
 
 
+def neurons(w13: Tensor, w2: Tensor) -> Tensor:
+    """Return (I, 2 H + H), each neuron's gate row, up row and down column, sorted."""
+    gate, up = w13.chunk(2)
+    return torch.unique(torch.cat([gate, up, w2.T], dim=1), dim=0)
+
+
+def assert_ranks_hold_all(shares: list[tuple[Tensor, Tensor]], made: files.Layer) -> None:
+    """Assert that the ranks' (w13, w2) hold every neuron once, in any order."""
+    for expert in range(len(made.gate)):
+        halves = [torch.cat([w13[expert].chunk(2)[half] for w13, _ in shares]) for half in (0, 1)]
+        w2 = torch.cat([w2[expert] for _, w2 in shares], dim=1)
+        want = neurons(torch.cat([made.gate[expert], made.up[expert]]), made.down[expert])
+        assert len(want) == made.gate.shape[1]
+        assert torch.equal(neurons(torch.cat(halves), w2), want)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("name", [n for n in CASES if "act-order" in n])
-def test_act_order_is_not_cut(name: str, layer) -> None:
-    """The groups of w2 are scattered over all neurons: one rank holds all, or dequantizes."""
-    made = layer(name)
-    problem = problem_from_config(made.path, device="cpu")
-    assert problem.quant.name == CASES[name].scheme
-    weights = load_experts(made.path, None, 0, problem)
-    assert weights.w13_g_idx is not None and weights.w2_g_idx is not None
-    assert all(map(torch.equal, values(weights, problem), shares(made, problem)))
-    parallel = ParallelConfig(tp_size=2)
-    with pytest.raises(WeightsError, match="tp_size=2 cuts its groups of 32 columns of w2; use ex"):
-        problem_from_config(made.path, parallel=parallel, device="cpu")
-    for quant in (problem.quant, "int4_w4a16_g32" + "_zp" * problem.quant.weight.zero_points):
-        problem = problem_from_config(made.path, parallel=parallel, quant=quant, device="cpu")
-        with pytest.raises(WeightsError, match="dequantize=True"):
-            load_experts(made.path, None, 0, problem)
+def test_act_order_is_cut_into_whole_groups(name: str, tp_size: int, layer, tmp_path: Path) -> None:
+    """The groups of w2 are scattered over all neurons, and a rank takes whole groups, with biases.
+
+    The bias of a row is the sum of its weights.
+    """
+    made, biases, whole = layer(name), {}, []
+    for expert in range(4):
+        for which, rows in (("gate", made.gate), ("up", made.up), ("down", made.down)):
+            stem = f"model.layers.0.mlp.experts.{expert}.{which}_proj"
+            biases[f"{stem}.bias"] = rows[expert].sum(1)
+    config = json.loads((made.path / "config.json").read_text())
+    files.save(tmp_path, made.tensors | biases, config)
+    for rank in range(tp_size):
+        parallel = ParallelConfig(tp_size=tp_size, tp_rank=rank)
+        problem = problem_from_config(tmp_path, parallel=parallel, device="cpu")
+        assert problem.quant.name == CASES[name].scheme
+        weights = load_experts(tmp_path, None, 0, problem)
+        assert weights.w13_g_idx is not None and (weights.w2_g_idx is None) == (tp_size > 1)
+        whole.append(values(weights, problem))
+        torch.testing.assert_close(weights.w13_bias, whole[-1][0].sum(2))
+        assert torch.equal(weights.w2_bias, made.down.sum(2))
+    assert_ranks_hold_all(whole, made)
 
 
 # -- blocks that a rank's share cuts ---------------------------------------------------------------
@@ -295,6 +319,19 @@ def test_4_bit_groups_are_refined(tmp_path: Path) -> None:
         assert sorted(seen) == list(range(384))
         names.append(problem.quant.name)
     assert names == ["int4_w4a16_g128_zp", "int4_w4a16_g128_zp", "int4_w4a16_g64_zp"]
+
+
+def test_act_order_and_groups_that_are_shared(tmp_path: Path) -> None:
+    """Quarters of 6 groups of 32 are one and a half groups of sorted columns."""
+    packer = files.gptq(32, zero_points=True, act_order=True)
+    config = GPTQ | dict(sym=False, desc_act=True)
+    made, whole = files.write(tmp_path, packer, config, E=2, H=64, I=192), []
+    for rank in range(4):
+        parallel = ParallelConfig(tp_size=4, tp_rank=rank)
+        problem = problem_from_config(tmp_path, parallel=parallel, device="cpu")
+        assert problem.quant.name == "int4_w4a16_g32_zp_act_order"
+        whole.append(values(load_experts(tmp_path, None, 0, problem), problem))
+    assert_ranks_hold_all(whole, made)
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if "act-order" in n])
