@@ -71,7 +71,7 @@ def main() -> float:
         folder = Path(scratch)
         whole = write(folder)
         found = detect(folder)
-        print(f"{found.model_type}: {found.format}, scheme {found.scheme}, layers {found.layers}")
+        print(found)
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         total = torch.zeros(TOKENS, HIDDEN)
         for rank in range(RANKS):

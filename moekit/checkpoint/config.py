@@ -23,11 +23,11 @@ from moekit.checkpoint.schema import (
     WEIGHT_ON_INPUT,
     check_understood,
 )
-from moekit.checkpoint.schemes import no_scheme, scheme_for
+from moekit.checkpoint.schemes import scheme_for, scheme_of
 from moekit.checkpoint.share import layer_formats, several
 from moekit.checkpoint.tensors import named
 from moekit.errors import WeightsError
-from moekit.formats.format import Format
+from moekit.formats.format import Format, filled, stored
 from moekit.problem import DTYPES, MoEProblem, ParallelConfig
 from moekit.problem.activation import Activation
 from moekit.untrusted.arguments import shown
@@ -44,26 +44,23 @@ class LayerGroup:
         scheme: The scheme of moekit that computes with the weights as they are stored and
             quantizes activations as the checkpoint intends. If None, there is no such scheme, and
             `load_experts` needs ``dequantize=True`` or a scheme that the caller names.
+        problem: The problem of their unquantized experts, on one CPU.
     """
 
     layers: tuple[int, ...] = field(compare=False)
     formats: tuple[Format, ...]
     stored: str = field(compare=False)
     scheme: str | None
-    num_experts: int
-    top_k: int
-    hidden_size: int
-    intermediate_size: int
-    activation: Activation
+    problem: MoEProblem
 
     def __str__(self) -> str:
-        a, runs = self.activation, _runs(self.layers)
-        limit = "" if a.limit is None else f" (limit {a.limit:g})"
+        p, runs = self.problem, _runs(self.layers)
+        limit = "" if p.activation.limit is None else f" (limit {p.activation.limit:g})"
         return (
             f"layers {runs}: {self.stored}, "
-            f"scheme {self.scheme or '(none: dequantize=True)'}, "
-            f"{self.num_experts} experts, top {self.top_k}, hidden {self.hidden_size}, "
-            f"intermediate {self.intermediate_size}, {a.name}{limit}"
+            f"scheme {self.scheme or '(none: dequantize=True)'}, {p.num_experts} experts, "
+            f"top {p.top_k}, hidden {p.hidden_size}, intermediate {p.intermediate_size}, "
+            f"{p.activation.name}{limit}"
         )
 
 
@@ -80,9 +77,6 @@ class Detected:
     model_type: str
     names: ExpertNames
     groups: tuple[LayerGroup, ...]
-    dtype: torch.dtype
-    has_bias: bool
-    apply_router_weight_on_input: bool
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -99,10 +93,10 @@ class Detected:
 
     @property
     def activation(self) -> Activation:
-        return self.groups[0].activation
+        return self.groups[0].problem.activation
 
     def __str__(self) -> str:
-        lines = [f"{self.model_type or 'model'}, {str(self.dtype).removeprefix('torch.')}"]
+        lines = [f"{self.model_type or 'model'}, {self.groups[0].problem.dtype_name}"]
         lines += [f"  experts: {self.names.down}"]
         return "\n".join([*lines, *(f"  {group}" for group in self.groups)])
 
@@ -139,18 +133,25 @@ def _detect(
     layers = tuple(n for n in layers if n < depth) or layers
     if not layers or (layer is not None and layer not in layers_in(checkpoint, probe)):
         raise WeightsError(no_experts(checkpoint, probe, layer or 0))
+    on_input = model_type == "llama4_text" or bool(config.get(WEIGHT_ON_INPUT))
     groups: list[LayerGroup] = []
     for each in layers if layer is None else (layer,):
         sizes = _sizes(config, each, given)
         hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
-        stored = layer_formats(checkpoint, probe, each, hidden, inner)
+        found = layer_formats(checkpoint, probe, each, hidden, inner)
         made = LayerGroup(
             layers=(each,),
-            stored=stored.text,
-            formats=stored.distinct,
-            scheme=scheme_for(stored.distinct[0], inner) if len(stored.distinct) == 1 else None,
-            activation=_activation(config, each, given),
-            **sizes,
+            stored=found.text,
+            formats=found.distinct,
+            scheme=scheme_for(found.distinct[0], inner) if len(found.distinct) == 1 else None,
+            problem=MoEProblem(
+                **sizes,
+                activation=_activation(config, each, given),
+                dtype=_dtype(config, checkpoint.config),
+                has_bias=filled(stored(probe.down, "bias"), each, 0) in checkpoint,
+                apply_router_weight_on_input=on_input,
+                device="cpu",
+            ),
         )
         if made in groups:
             made = groups.pop(groups.index(made))
@@ -160,10 +161,6 @@ def _detect(
         model_type=model_type,
         names=probe,
         groups=tuple(sorted(groups, key=lambda group: group.layers)),
-        dtype=_dtype(config, checkpoint.config),
-        has_bias=bool(probe.down_bias),
-        apply_router_weight_on_input=model_type == "llama4_text"
-        or bool(config.get(WEIGHT_ON_INPUT)),
     )
 
 
@@ -196,27 +193,20 @@ def problem_from_config(
     with named(checkpoint):
         found = _detect(checkpoint, names, layer, given)
         first, *others = found.groups
-        described = {**vars(found), **vars(first)}
-        described = {k: v for k, v in described.items() if k in MoEProblem.__dataclass_fields__}
-        problem = MoEProblem(**{**described, "quant": "none", **given})
-        # What differs between layers must be stated, or of no interest.
-        stated = {*given, "layers", "stored"}
-        if dequantize or "quant" in given:
-            stated |= {"formats", "scheme"}
-        if any(vars(other)[name] != v for other in others for name, v in vars(first).items()
-               if name not in stated):  # fmt: skip
+        problem, *differ = (g.problem.replace(**{"device": None, **given}) for g in found.groups)
+        plain = dequantize or "quant" in given
+        mixed = not plain and any(each.formats != first.formats for each in others)
+        if mixed or any(each != problem for each in differ):
             raise WeightsError(
                 "layers differ, and a problem describes one: pass layer=... (or dequantize=True, "
                 "where only formats differ): " + "; ".join(map(str, found.groups))
             )
-        if dequantize or "quant" in given:
+        if plain:
             return problem
         tp_size = problem.parallel.tp_size
         if len(first.formats) > 1:
             raise WeightsError(f"{several(first.stored)}; load them with dequantize=True")
-        scheme = scheme_for(first.formats[0], first.intermediate_size, tp_size)
-        if scheme is None:
-            raise WeightsError(no_scheme(first.formats[0], first.intermediate_size, tp_size))
+        scheme = scheme_of(first.formats[0], None, problem.intermediate_size, tp_size)
         return problem.replace(quant=scheme)
 
 
@@ -251,7 +241,7 @@ def model_type_of(checkpoint: Checkpoint) -> str:
     return text_config(checkpoint).get("model_type") or ""
 
 
-def _sizes(config: Mapping[str, Any], layer: int, given: Mapping[str, Any]) -> dict[str, int]:
+def _sizes(config: Mapping[str, Any], layer: int, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sizes of a layer's experts."""
     keys = dict(hidden_size=HIDDEN, intermediate_size=INNER, num_experts=EXPERTS, top_k=TOP_K)
     return {

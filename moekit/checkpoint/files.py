@@ -1,8 +1,8 @@
 """Give access to the tensors of safetensors and GGUF files, which their libraries read.
 
 Both libraries map files: a tensor is a view of its file until it is copied, so only the bytes that
-are needed are read. A process dies if another one truncates a mapped file, therefore every tensor
-is taken from a file only while that is still the one that was opened.
+are needed are read. A process dies if another one truncates a mapped file, therefore a layer is
+read only from files that are still the ones that were opened.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from moekit.checkpoint.schema import CONFIG, HF_QUANT_CONFIG
 from moekit.checkpoint.tensors import Entry, Tensors, listed
@@ -49,8 +48,7 @@ class Checkpoint(Tensors):
             is one. Of a split GGUF model, any of its files, or the directory.
 
     Raises:
-        WeightsError: Lists all files that are missing, truncated or of another format. Reading
-            raises it for a file that was replaced or written to after it was opened.
+        WeightsError: Lists all files that are missing, truncated or of another format.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -125,32 +123,19 @@ class Checkpoint(Tensors):
             if other is not entry:
                 self.duplicates.setdefault(name, [other.file]).append(file)
 
-    def _open(self, entry: Entry) -> Tensor:
-        if isinstance(entry.dtype, str):
-            raise WeightsError(
-                f"{entry.file}: a tensor has dtype {entry.dtype}, which torch {torch.__version__} "
-                "does not have"
-            )
-        self._check(entry.file)
-        return entry.open()
-
     def check_unchanged(self) -> None:
         """Raise WeightsError if a file was replaced or written to after it was opened."""
-        for file in self._versions:
-            self._check(file)
-
-    def _check(self, file: Path) -> None:
-        opened = self._versions[file]
-        try:
-            now = os.stat(file)
-        except OSError as error:
-            raise WeightsError(f"{file}: cannot be opened ({error})") from error
-        if _version(now) != _version(opened):
-            how = "truncated" if now.st_size < opened.st_size else "replaced or written to"
-            raise WeightsError(
-                f"{file}: {how} after its header was read; open the checkpoint again when nobody "
-                "writes to it"
-            )
+        for file, opened in self._versions.items():
+            try:
+                now = os.stat(file)
+            except OSError as error:
+                raise WeightsError(f"{file}: cannot be opened ({error})") from error
+            if _version(now) != _version(opened):
+                how = "truncated" if now.st_size < opened.st_size else "replaced or written to"
+                raise WeightsError(
+                    f"{file}: {how} after its header was read; open the checkpoint again when "
+                    "nobody writes to it"
+                )
 
     # -- configs -------------------------------------------------------------------------------
 

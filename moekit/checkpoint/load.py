@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from moekit.problem.weights import ExpertWeights, in_order
 
 THREADS = 8  # also with few cores: threads mostly wait for the disk
 _COUNTED = 10_000  # faults after which the search ends
-_TOLERANCE = 1e-5  # relative, between the input scales of gate and up
 
 
 def load_experts(
@@ -45,15 +44,15 @@ def load_experts(
     Tensor parallelism keeps every stored number. Blocks of 128 x 128 are never cut: a rank holds
     whole blocks, the `MoEProblem.local_neurons`, padded with zeros. Groups of columns of w2 are cut
     into equal parts only; a rank may hold whole groups and a part of another one, because the order
-    of neurons makes no difference. A w2 in act-order is cut into whole groups. Only where gate and
-    up are in one tensor and I is no multiple of 128, values are rounded again.
+    of neurons makes no difference. A w2 in act-order is cut into whole groups. What cannot be cut
+    so is refused; ``dequantize=True`` cuts anything.
 
     Args:
         path: A file, a directory, or an open `Checkpoint`, which reads its headers only once.
         names: An `ExpertNames`, a model type of `NAMES`, or None for config.json's model type.
         layer: The layer's number in the checkpoint.
         problem: The problem to load for.
-        options: ``experts``, ``dequantize`` and ``progress``, as in `load_layers`.
+        options: ``experts`` and ``dequantize``, as in `load_layers`.
 
     Returns:
         w13 (L, 2I, H) and w2 (L, H, I) with their scales and biases, in the problem's slices.
@@ -74,8 +73,6 @@ def load_layers(
     *,
     experts: Sequence[int] | None = None,
     dequantize: bool = False,
-    progress: bool | None = None,
-    reuse: bool = False,
 ) -> Iterator[tuple[int, ExpertWeights]]:
     """Yield (layer, weights) for each of ``layers``, each read when it is requested.
 
@@ -88,12 +85,6 @@ def load_layers(
             problem places them.
         dequantize: Convert weights of any known format to the problem's dtype. The problem's
             scheme must be "none".
-        progress: Show a bar. Default: if standard error is a terminal and loading takes over a
-            second. It needs tqdm.
-        reuse: Read every layer into the same memory, which saves the cost of new memory. Each
-            layer must have been copied to another device before the next one is requested.
-            (Packing on the CPU may copy nothing; all layers would then hold the last one's
-            weights.)
     """
     opened = nullcontext(path) if isinstance(path, Checkpoint) else Checkpoint(path)
     with opened as checkpoint:
@@ -103,27 +94,12 @@ def load_layers(
             shares = [Share(checkpoint, called, n, problem, local, dequantize) for n in layers]
             faults = (fault for share in shares for fault in share.faults())
             _raise(checkpoint, list(itertools.islice(faults, _COUNTED)))
-        out: dict[str, Tensor] = {}
-        with _pool() as pool, _bar(len(shares) * len(local), progress) as bar:
+        with _pool() as pool:
             for share in shares:
-                if not reuse or not out or out["w2"].dtype != _dtype(share):
-                    out = _destination(share)
-                weights = _load(share, out, pool, bar)
+                checkpoint.check_unchanged()
+                weights = _load(share, pool)
                 checkpoint.check_unchanged()
                 yield share.layer, weights
-
-
-def _bar(total: int, shown: bool | None) -> AbstractContextManager[Any]:
-    """Return a progress bar of experts, or None without tqdm."""
-    try:
-        from tqdm import tqdm  # type: ignore[import-untyped]
-    except ImportError:
-        return nullcontext()
-    hidden, delay = (None, 1.0) if shown is None else (not shown, 0.0)
-    bar: AbstractContextManager[Any] = tqdm(
-        total=total, desc="loading", unit=" experts", disable=hidden, delay=delay
-    )
-    return bar
 
 
 @contextmanager
@@ -150,7 +126,7 @@ def _destination(share: Share) -> dict[str, Tensor]:
             f"intermediate_size={p.intermediate_size}"
         )
     out = {name: torch.empty(each, dtype=dtype, device="cpu") for name, each in shapes.items()}
-    if share.padded:  # no layer writes to the padding, so it stays zero when memory is reused
+    if share.padded:
         for tensor in out.values():
             tensor.zero_()
     return out
@@ -166,17 +142,14 @@ def loaded_shapes(problem: MoEProblem) -> dict[str, tuple[int, int, int]]:
     }
 
 
-def _load(
-    share: Share, out: dict[str, Tensor], pool: ThreadPoolExecutor, bar: Any
-) -> ExpertWeights:
-    """Read the share's experts, in the order of the files, into ``out``."""
-    reader = Reader(share, out)
+def _load(share: Share, pool: ThreadPoolExecutor) -> ExpertWeights:
+    """Read the share's experts, in the order of the files."""
+    reader = Reader(share, _destination(share))
     slots = range(len(share.experts))
     in_file_order = sorted(slots, key=lambda slot: share.place(share.experts[slot]))
     try:
         for _ in pool.map(reader.expert, in_file_order):
-            if bar is not None:
-                bar.update()
+            pass
     except BaseException:
         pool.shutdown(cancel_futures=True)
         raise
@@ -253,16 +226,11 @@ def _input_scales(share: Share, faults: list[str]) -> dict[str, Tensor]:
             faults.append(f"{name} is {float(read[index]):g}, expected a finite number above 0")
         return read
 
-    w13 = [scales(template) for template in dict.fromkeys(p.template for p in share.w13)]
-    for other in w13[1:]:
-        apart = ((other - w13[0]).abs() > _TOLERANCE * w13[0]).nonzero().flatten().tolist()
-        for expert in apart:
-            gate, up = (share.name(t, expert, suffix) for t in (share.names.gate, share.names.up))
-            faults.append(
-                f"{gate} is {float(w13[0][expert]):g} and {up} {float(other[expert]):g}: they "
-                "must be equal, because gate and up have the same input"
-            )
-    return {"w13_input_scale": w13[0].max(), "w2_input_scale": scales(share.names.down).max()}
+    w13 = [scales(template).max() for template in dict.fromkeys(p.template for p in share.w13)]
+    return {
+        "w13_input_scale": torch.stack(w13).max(),
+        "w2_input_scale": scales(share.names.down).max(),
+    }
 
 
 def _raise(checkpoint: Tensors, faults: Sequence[str]) -> None:

@@ -22,16 +22,15 @@ class ExpertNames:
 
     The names are templates with ``{layer}`` and, where every expert has its own tensor,
     ``{expert}``. Tensors without ``{expert}`` have the experts in dim 0. All names are for
-    unquantized weights; the names of quantized ones follow from them. ``x.weight`` becomes
-    ``x.weight_scale``, ``x.qweight``, ``x.weight_packed`` and so on; a name with another ending,
-    ``x``, becomes ``x_scale_inv``, ``x_blocks`` and so on.
+    unquantized weights; the names of biases and of quantized weights follow from them. ``x.weight``
+    becomes ``x.bias``, ``x.weight_scale``, ``x.qweight`` and so on; a name with another ending,
+    ``x``, becomes ``x_bias``, ``x_scale_inv``, ``x_blocks`` and so on.
 
     Args:
         down: The down projection.
         gate: The gate projection; "" for experts without a gate.
         up: The up projection.
         gate_up: Both of them in one tensor, in place of ``gate`` and ``up``.
-        gate_bias, up_bias, gate_up_bias, down_bias: The biases.
         transposed: False for (out, in), as in a Linear; True for (in, out); None if the shapes
             decide.
         interleaved: Rows of ``gate_up`` alternate between gate and up instead of being halves.
@@ -44,10 +43,6 @@ class ExpertNames:
     gate: str = ""
     up: str = ""
     gate_up: str = ""
-    gate_bias: str = ""
-    up_bias: str = ""
-    gate_up_bias: str = ""
-    down_bias: str = ""
     transposed: bool | None = False
     interleaved: bool = False
 
@@ -122,11 +117,7 @@ NAMES: Mapping[str, ExpertNames] = MappingProxyType(
             "backbone.layers.{layer}.mixer.experts", "", "up_proj", "down_proj"
         ),
         "qwen3_vl_moe_text": _fused(f"{_MODEL}mlp.experts"),
-        "gpt_oss": replace(
-            _fused(f"{_MODEL}mlp.experts", transposed=True, interleaved=True),
-            gate_up_bias=f"{_MODEL}mlp.experts.gate_up_proj_bias",
-            down_bias=f"{_MODEL}mlp.experts.down_proj_bias",
-        ),
+        "gpt_oss": _fused(f"{_MODEL}mlp.experts", transposed=True, interleaved=True),
         "llama4_text": _fused(f"{_MODEL}feed_forward.experts", transposed=True),
     }
 )
@@ -257,25 +248,16 @@ def _spellings(names: ExpertNames) -> list[ExpertNames]:
 def _of_gguf(checkpoint: Tensors, layer: int | None) -> ExpertNames:
     """Return what a GGUF model calls the experts' tensors in ``layer``; None: in the first one.
 
-    They are one tensor for all experts, with gate and up in halves or apart, or in old files one
-    tensor for each expert (llama.cpp's gguf-py/gguf/constants.py, TENSOR_NAMES).
+    Gate and up are in halves of one tensor or apart (llama.cpp's gguf-py/gguf/constants.py,
+    TENSOR_NAMES).
     """
+    stem = "blk.{layer}.ffn_"
     at = layer
     if at is None:
-        downs = ("blk.{layer}.ffn_down_exps.", "blk.{layer}.ffn_down.{expert}.")
-        at = min((n for down in downs for _, n in _sites(checkpoint, down)), default=0)
-    each = bool(checkpoint.names(f"blk.{at}.ffn_down.0."))
-
-    def called(which: str, kind: str) -> str:
-        middle = f"ffn_{which}.{{expert}}" if each else f"ffn_{which}_exps"
-        template = f"blk.{{layer}}.{middle}.{kind}"
-        name = template.replace("{layer}", str(at)).replace("{expert}", "0")
-        return template if name in checkpoint or (kind, which) == ("weight", "down") else ""
-
-    fused = bool(called("gate_up", "weight"))
-    roles = ("gate_up", "down") if fused else ("gate", "up", "down")
-    found = {role: called(role, "weight") for role in roles}
-    if not fused and not found["up"]:
-        found["up"] = called("down", "weight").replace("ffn_down", "ffn_up")  # reported as missing
-    found |= {f"{role}_bias": called(role, "bias") for role in roles}
-    return ExpertNames(**found)  # type: ignore[arg-type]
+        at = min((n for _, n in _sites(checkpoint, f"{stem}down_exps.weight")), default=0)
+    fused = f"{stem}gate_up_exps.weight".format(layer=at) in checkpoint
+    roles = {role: f"{stem}{role}_exps.weight" for role in ("gate_up", "gate", "up", "down")}
+    if fused or roles["gate"].format(layer=at) not in checkpoint:
+        del roles["gate"]
+    del roles["up" if fused else "gate_up"]
+    return ExpertNames(**roles)  # type: ignore[arg-type]

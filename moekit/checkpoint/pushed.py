@@ -12,7 +12,6 @@ import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from numbers import Integral
 from typing import NamedTuple
 
@@ -20,12 +19,12 @@ import torch
 from torch import Tensor
 
 from moekit.checkpoint.load import collect, loaded_shapes, local_experts
-from moekit.checkpoint.names import ExpertNames, per_expert
+from moekit.checkpoint.names import per_expert
 from moekit.checkpoint.read import Reader
 from moekit.checkpoint.share import Piece, Share, fits
 from moekit.checkpoint.tensors import Entry, Tensors, listed
 from moekit.errors import WeightsError
-from moekit.formats.format import BIAS, Format, Part, stored
+from moekit.formats.format import BIAS, Format, Part
 from moekit.problem import MoEProblem
 from moekit.problem.weights import ExpertWeights
 from moekit.untrusted.arguments import shown
@@ -85,7 +84,9 @@ class PushedExperts:
         local = local_experts(problem, experts)
         self.device = torch.device(device)
         self._held = Tensors(name)
-        self._share = Share(self._held, _names(problem), 0, problem, local, dequantize, format)
+        gate, up = ("w1", "w3") if problem.activation.gated else ("", "w1")  # the shards
+        names = per_expert("experts", gate, up, "w2")
+        self._share = Share(self._held, names, 0, problem, local, dequantize, format)
         if wrong := self._share.setting_fault():
             raise WeightsError(f"{name}: {wrong}")
         if not format.dtype:  # convert to the problem's dtype, as engines do
@@ -289,7 +290,7 @@ class PushedExperts:
             if self._direct and one.part is self.format.weight:
                 self._hold(name, one.tensor.detach())
                 for site in self._sites[name]:
-                    reader.place(*site, None)
+                    reader.place(*site)
                 del self._held.entries[name]
             else:
                 self._hold(name, one.tensor.detach().to("cpu", copy=True))
@@ -308,7 +309,7 @@ class PushedExperts:
                 reader.expert(slot)
             else:
                 for which in ("w13", "w2"):
-                    reader.finish(slot, which, None)
+                    reader.finish(slot, which)
         inputs = self.format.parts.get("input_scale", BIAS).suffix
         for name in [name for name in self._held.entries if not name.endswith(f".{inputs}")]:
             del self._held.entries[name]
@@ -392,13 +393,3 @@ class PushedExperts:
             f"{what} of expert {expert} is {tuple(tensor.shape)}, expected {one} for one expert "
             f"or {many} for all{hint}"
         )
-
-
-def _names(problem: MoEProblem) -> ExpertNames:
-    """Return the names of pushed tensors, which are the shards'."""
-    gate, up = ("w1", "w3") if problem.activation.gated else ("", "w1")
-    names = per_expert("experts", gate, up, "w2")
-    if not problem.has_bias:
-        return names
-    biases = {f"{role}_bias": stored(name, "bias") for role, name in names.templates().items()}
-    return replace(names, **biases)  # type: ignore[arg-type]

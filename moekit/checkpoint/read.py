@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moekit.checkpoint.schemes import Regrid, requantize, scheme_for, sources
+from moekit.checkpoint.schemes import firsts, scheme_for, sources
 from moekit.checkpoint.share import Piece, Share
 from moekit.formats.format import Format, Grid
 from moekit.formats.gguf import BlockFormat, dequantize
@@ -37,14 +37,17 @@ class Reader:
         self.out = out
         self.extras: list[dict[str, Tensor]] = [{} for _ in share.experts]
         self.faults: list[str] = []
-        self._regrid: dict[str, Regrid] = {}
+        # The stored row and column of each scale of w13 and w2.
+        self._taken: dict[str, tuple[Tensor, Tensor]] = {}
         weight = share.problem.quant.weight
         if weight is not None and self.format.dtype:
-            for which, pieces in (("w13", share.w13), ("w2", share.w2)):
-                self._regrid[which] = self._joined(pieces, which == "w2", weight.group)
+            self._taken = {w: self._joined(share.of(w), w == "w2", weight.group) for w in out}
 
-    def _joined(self, pieces: Sequence[Piece], along_k: bool, group: Grid) -> Regrid:
-        """Return the regrid of joined pieces: along N for w13, along K for w2."""
+    def _joined(self, pieces: Sequence[Piece], along_k: bool, group: Grid) -> tuple[Tensor, Tensor]:
+        """Return the stored row and column of each scale per ``group`` of the joined pieces.
+
+        They are joined along N for w13, and along K for w2.
+        """
         first, joined = 0, []
         for piece in pieces:
             extent = piece.columns if along_k else piece.rows
@@ -55,30 +58,19 @@ class Reader:
             joined.append(entries + first)
             first = int(joined[-1][-1]) + 1
         if along_k:
-            return Regrid(sources(pieces[0].rows, self.format.group[0]), torch.cat(joined), group)
-        columns = sources(pieces[0].columns, self.format.group[1])
-        return Regrid(torch.cat(joined), columns, group)
+            rows, columns = sources(pieces[0].rows, self.format.group[0]), torch.cat(joined)
+        else:
+            rows, columns = torch.cat(joined), sources(pieces[0].columns, self.format.group[1])
+        return firsts(rows, group[0]), firsts(columns, group[1])
 
     def expert(self, slot: int) -> None:
         """Read everything of the physical expert ``slot`` of this rank."""
-        order = self.order(slot)
         for which in ("w13", "w2"):
             for piece in self.share.of(which):
-                self.place(slot, which, piece, order)
-            self.finish(slot, which, order)
+                self.place(slot, which, piece)
+            self.finish(slot, which)
 
-    def order(self, slot: int) -> Tensor | None:
-        """Return the order in which a rank of tensor parallelism takes the expert's neurons.
-
-        In act-order the groups of w2 are scattered over all neurons, and a rank takes whole groups.
-        None: the neurons are in order.
-        """
-        share = self.share
-        if share.problem.parallel.tp_size == 1 or share.dequantize:
-            return None
-        return self._order(share.w2[0], share.experts[slot])
-
-    def place(self, slot: int, which: str, piece: Piece, order: Tensor | None) -> None:
+    def place(self, slot: int, which: str, piece: Piece) -> None:
         """Read a piece into its rows and columns of w13 or w2 of a physical expert."""
         if not piece.neurons:
             return
@@ -88,24 +80,21 @@ class Reader:
         out = matrix[piece.at : piece.at + len(piece.rows), left : left + width]
         if self.share.dequantize:
             self._dequantize(piece, expert, out)
-        elif order is None:
-            out.copy_(self._weights(piece, expert, piece.rows, piece.columns))
+        elif which == "w2" and (picked := self._picked(piece, expert)) is not None:
+            whole = unpack_int4(self._weights(piece, expert, piece.rows, range(piece.k)))
+            out.copy_(pack_int4(whole[:, picked]))
         else:
-            whole = self._weights(piece, expert, range(piece.n), range(piece.k))
-            if (picked := self._picked(piece, order)) is not None:
-                out.copy_(whole[picked])
-            else:
-                neurons = order[piece.neurons.start : piece.neurons.stop]
-                out.copy_(pack_int4(unpack_int4(whole)[:, neurons]))
+            rows, mine = self._rows(piece, expert)
+            out.copy_(self._weights(piece, expert, rows, piece.columns)[mine])
 
-    def finish(self, slot: int, which: str, order: Tensor | None) -> None:
+    def finish(self, slot: int, which: str) -> None:
         """Read what belongs to w13 or w2 of a physical expert after its pieces are placed."""
         pieces, expert = self.share.of(which), self.share.experts[slot]
         if self.format.dtype and not self.share.dequantize:
-            self._scale(slot, which, order)
+            self._scale(slot, which)
         along_n = pieces if which == "w13" else pieces[:1]  # the pieces of w2 have the same rows
-        if biases := [self._bias(piece, expert, order) for piece in along_n if piece.bias]:
-            bias = torch.cat(biases)
+        if self.share.problem.has_bias:
+            bias = torch.cat([self._bias(piece, expert) for piece in along_n])
             if not is_finite(bias):
                 layer = self.share.layer
                 self.faults.append(f"layer {layer}'s {which}_bias holds values that are not finite")
@@ -130,12 +119,6 @@ class Reader:
         found = self.tensors.view(name, *which, *cuts, shape=shape).flatten(0, len(which))
         return found.mT if part.axes == "KN" else found
 
-    def _picked(self, piece: Piece, order: Tensor | None) -> Tensor | None:
-        """Return the stored rows of the neurons that are counted in ``order``; None: `rows`."""
-        if order is None or piece in self.share.w2:
-            return None
-        return piece.rows_of(order[piece.neurons.start : piece.neurons.stop])
-
     def _weights(self, piece: Piece, expert: int, rows: range, columns: range) -> Tensor:
         """Return rows and columns of a matrix as the core's tensor, a view if it is stored so."""
         part, format = self.share.locate(piece, "weight", expert).part, self._format(piece, expert)
@@ -150,48 +133,37 @@ class Reader:
             self._fault(piece, "weight", expert, _NOT_FINITE)
         return core
 
-    def _bias(self, piece: Piece, expert: int, order: Tensor | None) -> Tensor:
+    def _bias(self, piece: Piece, expert: int) -> Tensor:
         """Read the bias of the piece's rows, padded with zeros."""
-        picked = self._picked(piece, order)
-        rows = piece.rows if picked is None else range(piece.n)
-        bias = self._entries(piece, "bias", expert, rows, piece.columns)
-        if picked is not None:
-            bias = bias[picked]
+        rows, mine = self._rows(piece, expert)
+        bias = self._entries(piece, "bias", expert, rows, piece.columns)[mine]
         return F.pad(bias, (0, piece.room - len(bias))) if piece in self.share.w13 else bias
 
     # -- scales -------------------------------------------------------------------------------
 
-    def _scale(self, slot: int, which: str, order: Tensor | None) -> None:
-        """Read scales, zero points and g_idx of w13 or w2, for the groups of the problem's scheme.
-
-        If a group covers several stored scales, the weights are rounded to the largest of them.
-        """
+    def _scale(self, slot: int, which: str) -> None:
+        """Read scales, zero points and g_idx of w13 or w2, for the groups of the scheme."""
         weight, pieces = self.share.problem.quant.weight, self.share.of(which)
         assert weight is not None
         extras, expert = self.extras[slot], self.share.experts[slot]
-        scales, zeros = zip(*(self._scales_of(p, expert, order) for p in pieces), strict=True)
+        scales, zeros = zip(*(self._scales_of(piece, expert) for piece in pieces), strict=True)
         if weight.per_tensor:
             distinct = {p.template: scale.view(1) for p, scale in zip(pieces, scales, strict=True)}
             extras[f"{which}_scale"] = torch.cat(list(distinct.values()))
             return
-        dim, regrid = (0 if which == "w13" else 1), self._regrid[which]
-        stored = torch.cat(scales, dim)
-        extras[f"{which}_scale"] = new = regrid(stored)
-        if regrid.mixes:
-            requantize(self.out[which][slot], stored, regrid, new, weight)
+        dim, (rows, columns) = (0 if which == "w13" else 1), self._taken[which]
+        extras[f"{which}_scale"] = torch.cat(scales, dim)[rows][:, columns]
         if held := [each for each in zeros if each is not None]:
-            extras[f"{which}_zero_points"] = regrid(torch.cat(held, dim))
+            extras[f"{which}_zero_points"] = torch.cat(held, dim)[rows][:, columns]
         if "g_idx" in self.format.parts:
-            self._place_g_idx(slot, which, sorted_columns=which == "w2" and order is not None)
+            extras[f"{which}_g_idx"] = self._placed_g_idx(which, expert)
 
     def _scales_of(
-        self, piece: Piece, expert: int, order: Tensor | None = None, whole_k: bool = False
+        self, piece: Piece, expert: int, whole_k: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Read the scales (entries along N, along K) of a piece, and zero points (rows, along K).
 
-        Args:
-            order: If given, the piece's neurons are counted in it.
-            whole_k: Read the scales of all columns.
+        whole_k: read the scales of all columns.
         """
         format = self._format(piece, expert)
         rows, columns = piece.rows, range(piece.k) if whole_k else piece.columns
@@ -200,9 +172,7 @@ class Reader:
             entries = [len(torch.unique(sources(extent, group))) for extent, group in extents]
             shape = [max(n, 1) for n in entries]
             return torch.ones(shape, dtype=torch.float32, device="cpu"), None
-        picked = self._picked(piece, order)
-        if picked is not None:
-            rows = range(piece.n)
+        rows, mine = self._rows(piece, expert)
         factor = None
         if "global_scale" in format.parts:
             factor = self._entries(piece, "global_scale", expert, rows, columns).float()
@@ -210,9 +180,7 @@ class Reader:
         if not bool(torch.isfinite(scale).all()):
             self._fault(piece, "scale", expert, _NOT_FINITE)
         zeros = self._zeros_of(piece, expert, rows, columns)
-        if picked is not None:  # int4: each row has its own scales
-            scale, zeros = scale[picked], None if zeros is None else zeros[picked]
-        return scale, zeros
+        return scale[mine], None if zeros is None else zeros[mine]
 
     def _zeros_of(self, piece: Piece, expert: int, rows: range, columns: range) -> Tensor | None:
         """Read zero points (rows, entries along K) uint8; None if the weights are symmetric."""
@@ -253,18 +221,38 @@ class Reader:
             return None
         return order
 
-    def _place_g_idx(self, slot: int, which: str, *, sorted_columns: bool) -> None:
-        """Store each column's group in the problem's scheme."""
-        weight, expert = self.share.problem.quant.weight, self.share.experts[slot]
+    def _picked(self, piece: Piece, expert: int) -> Tensor | None:
+        """Return the stored rows of w13, or columns of w2, that the piece has in act-order.
+
+        The groups of w2 are scattered over all neurons. So a rank of tensor parallelism counts its
+        neurons in the order of their groups. None: `Piece.rows` and `Piece.columns` hold.
+        """
+        share, along_k = self.share, piece in self.share.w2
+        if share.dequantize or share.problem.parallel.tp_size == 1:
+            return None
+        if (order := self._order(share.w2[0], expert)) is None:
+            return None
+        extent, neurons = piece.columns if along_k else piece.rows, piece.neurons
+        per = len(extent) // len(neurons)  # 2 where rows of gate and up alternate
+        first = extent.start - per * neurons.start + per * order[neurons.start : neurons.stop]
+        return (first[:, None] + torch.arange(per, device="cpu")).flatten()
+
+    def _rows(self, piece: Piece, expert: int) -> tuple[range, Tensor | slice]:
+        """Return stored rows to read, and which of them are the piece's."""
+        picked = self._picked(piece, expert) if piece in self.share.w13 else None
+        return (piece.rows, slice(None)) if picked is None else (range(piece.n), picked)
+
+    def _placed_g_idx(self, which: str, expert: int) -> Tensor:
+        """Return each column's group in the problem's scheme, int32."""
+        weight = self.share.problem.quant.weight
         assert weight is not None
         columns = self.out[which].shape[2] * 2
-        g_idx = groups = torch.arange(columns, device="cpu") // weight.group[1]
+        groups = torch.arange(columns, dtype=torch.int32, device="cpu") // weight.group[1]
         # Gate and up have the same inputs, so they must have the same order.
         first, *others = {piece.template: piece for piece in self.share.of(which)}.values()
-        order = None if sorted_columns else self._order(first, expert)
-        if order is not None:
-            g_idx = torch.empty_like(groups)
-            g_idx[order] = groups
+        # A rank of tensor parallelism has the columns of w2 sorted; see `_picked`.
+        sorts = which == "w2" and self.share.problem.parallel.tp_size > 1
+        order = None if sorts else self._order(first, expert)
         stored = self._g_idx(first, expert)
         if others and not torch.equal(stored, self._g_idx(others[0], expert)):
             other = self.share.locate(others[0], "g_idx", expert).name
@@ -273,7 +261,9 @@ class Reader:
         elif order is not None and not weight.act_order:
             what = f"is in act-order; use {self._in_act_order()}"
             self._fault(first, "g_idx", expert, what)
-        self.extras[slot][f"{which}_g_idx"] = g_idx.int()
+        elif order is not None:
+            return torch.empty_like(groups).index_copy_(0, order, groups)
+        return groups
 
     def _in_act_order(self) -> str:
         """Return the arguments for weights whose groups turn out not to be in order."""

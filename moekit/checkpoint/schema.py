@@ -21,7 +21,10 @@ INNER = (
     "moe_intermediate_size", "expert_intermediate_size", "expert_ffn_hidden_size",
     "intermediate_size",
 )  # fmt: skip
-TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
+TOP_K = (
+    "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts",
+    "moe_topk", "moe_k",
+)  # fmt: skip
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 ACTIVATIONS = ("mlp_hidden_act", "hidden_act", "hidden_activation", "activation_function")
 WEIGHT_ON_INPUT = "moe_apply_router_weight_on_input"
@@ -63,23 +66,25 @@ for _ in range(2):
 
 HF_QUANT_CONFIG = record({"quantization": QUANTIZATION})
 
-# Names of fields that may change what an expert computes, unless they describe something else.
+# Fields that may change what an expert computes, unless they describe something else.
 _OF_EXPERTS = re.compile(
     "expert|moe|mlp|ffn|glu|latent|intermediate|softcap|clamp|clip|limit|(^|_)act(_|ivation|$)|"
     "hidden_size|hidden_dim"
 )
 _OF_OTHERS = re.compile(
-    # the router
-    "rout|norm_|renorm|group|capacity|policy|selection|expert_bias|zero_expert|logit|_factor$|"
-    # shared experts and dense layers
-    "share|dense_inter|intermediate_size_mlp|^ffn_hidden_size$|ffn_dim|mlp_ratio|mlp_bias|double_wide|"
+    # other modules: the router, shared experts, attention
+    "(moe_)?(n_|num_)?(router|routed|routing|shared?|mamba|vision|attn|attention|qk|rel|mtp)_.*|"
+    "(use_)?expert_bias|num_expert_group|expert_capacity|expert_selection_fn|second_expert_policy|"
+    "zero_expert_(num|type)|moe_(re)?norm.*|moe_.*capacity.*|enable_moe_fp32_combine|"
+    "final_logit_softcapping|time_step_limit|rms_norm_eps_moe_gate|"
+    # dense layers
+    "dense_intermediate_size|intermediate_size_mlp|ffn_hidden_size|(de|en)coder_ffn_dim|mlp_ratio|"
+    "mlp_bias|mlp_(alpha|beta)_factor|use_double_wide_mlp|hidden_size_per_layer_input|"
     # which layers have experts
-    "layers?(_|$)(?!config)|layer_|_freq|interval|period|sparse_step|(use|is|enable|num)_moe|"
-    "moe_(start|end)|mtp|"
-    # attention and other modules
-    "attn|attention|qkv|qk_|rel_|mamba|time_step|vision|"
+    "mlp_layer_types|mlp_only_layers|(interleave_)?moe_layer.*|expert_layer_(offset|period)|"
+    "(use|is|enable|num)_moe(_layers)?|moe_(start|end)_.*|"
     # training
-    "loss|dropout|initializer|ep_size"
+    ".*_loss(_.*)?|.*_dropout(_.*)?"
 )
 
 
@@ -110,5 +115,5 @@ def _changes_numbers(name: str, value: object) -> bool:
         each = [entry for entry in value.values() if isinstance(entry, dict)]
         return any(_changes_numbers(n, v) for entry in each for n, v in entry.items())
     return name == "per_layer_config" or bool(
-        _OF_EXPERTS.search(name) and not _OF_OTHERS.search(name)
+        _OF_EXPERTS.search(name) and not _OF_OTHERS.fullmatch(name)
     )

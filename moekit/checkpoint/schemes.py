@@ -2,9 +2,8 @@
 
 A rank's share may begin within a stored block, while its own blocks are counted from its first row
 and column. (`neuron_ranges` and `MoEProblem.local_neurons` avoid that where they can.) Along each
-axis, `sources` returns the stored entry of each position. A new entry that covers one stored entry
-takes its scale. One that covers several takes the largest of their scales, without signs, and 8-bit
-values under a smaller scale are rounded again.
+axis, `sources` returns the stored entry of each position. A new entry takes the scale of the stored
+entry that it is in; a share where it would cover several is refused.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from torch import Tensor
 from moekit.errors import WeightsError
 from moekit.formats.format import Format
 from moekit.problem.quant import SCHEMES, OperandQuant, QuantScheme
-
-_CHUNK = 256  # rows that are rounded at a time
 
 
 def refines(stored: tuple[int, int], group: tuple[int, int]) -> bool:
@@ -35,11 +32,18 @@ def sources(extent: range, group: int) -> Tensor:
     return positions // group - extent.start // group
 
 
+def firsts(entries: Tensor, group: int) -> Tensor:
+    """Return the entry at the first position of each ``group`` of positions; -1 for all of them."""
+    return entries[:: group if group > 0 else len(entries)]
+
+
 def cuts_a_cell(extents: Sequence[range], stored: int, group: int) -> bool:
     """Return whether a group of the joined ``extents`` covers several stored entries."""
-    first = [0 if stored < 0 else extent.start // stored for extent in extents]
-    entries = [sources(extent, stored) + n for extent, n in zip(extents, first, strict=True)]
-    return _mixed(_cells(torch.cat(entries), group))
+    positions = [torch.arange(extent.start, extent.stop, device="cpu") for extent in extents]
+    entries = torch.cat(positions) // (stored if stored > 0 else extents[-1].stop)
+    first = firsts(entries, group)
+    repeats = group if group > 0 else len(entries)
+    return not torch.equal(first.repeat_interleave(repeats)[: len(entries)], entries)
 
 
 def neuron_ranges(
@@ -60,68 +64,6 @@ def neuron_ranges(
     start = tp_size * whole * block + rank * rest
     runs = (range(rank * whole * block, (rank + 1) * whole * block), range(start, start + rest))
     return tuple(run for run in runs if run)
-
-
-class Regrid:
-    """Maps scales of stored entries to scales per ``group`` of an (n, k) matrix.
-
-    Args:
-        rows: (n,), the stored entry of each row.
-        columns: (k,), the stored entry of each column.
-        group: Rows and columns of a new entry; -1 for all of them.
-
-    Attributes:
-        mixes: Some new entries cover several stored ones.
-    """
-
-    def __init__(self, rows: Tensor, columns: Tensor, group: tuple[int, int]) -> None:
-        self.rows, self.columns = rows, columns
-        self._cells = tuple(_cells(s, g) for s, g in zip((rows, columns), group, strict=True))
-        self._mixed = tuple(_mixed(cells) for cells in self._cells)
-        self.mixes = any(self._mixed)
-
-    def __call__(self, stored: Tensor) -> Tensor:
-        """Return the new entries, each the largest of the ``stored`` (N, K) ones it covers."""
-        for dim, (cells, mixed) in enumerate(zip(self._cells, self._mixed, strict=True)):
-            if not mixed:
-                if len(cells) != stored.shape[dim]:  # otherwise they equal the stored ones
-                    stored = stored.index_select(dim, cells[:, 0])
-                continue
-            covered = stored.index_select(dim, cells.flatten())
-            stored = torch.unflatten(covered, dim, tuple(cells.shape)).abs().amax(dim + 1)
-        return stored
-
-
-def _cells(source: Tensor, group: int) -> Tensor:
-    """Return the stored entries that each new one covers, (new entries, group)."""
-    n = len(source)
-    group = n if group < 0 else min(group, n)
-    return torch.cat([source, source[-1:].expand(-n % group)]).view(-1, group)
-
-
-def _mixed(cells: Tensor) -> bool:
-    return bool((cells != cells[:, :1]).any())
-
-
-def requantize(
-    q: Tensor, stored: Tensor, regrid: Regrid, new_scale: Tensor, quant: OperandQuant
-) -> None:
-    """Round the 8-bit ``q`` (n, k) from its ``stored`` scales to ``new_scale``, in place.
-
-    Values whose scale does not change keep their bits.
-    """
-    new_rows, new_columns = (
-        sources(range(extent), group) for extent, group in zip(q.shape, quant.group, strict=True)
-    )
-    for start in range(0, len(q), _CHUNK):
-        part = slice(start, start + _CHUNK)
-        old = stored[regrid.rows[part]][:, regrid.columns]
-        new = new_scale[new_rows[part]][:, new_columns]
-        if torch.equal(old, new):
-            continue
-        ratio = torch.where(new == 0, 0, old / new).to(q.device)
-        values = (q[part].float() * ratio).clamp_(-quant.qmax, quant.qmax)
-        q[part] = (values.round_() if quant.dtype == "int8" else values).to(q.dtype)
 
 
 def scheme_for(format: Format, intermediate_size: int, tp_size: int = 1) -> str | None:
@@ -189,7 +131,43 @@ def cuts_groups(
     )
 
 
-def no_scheme(format: Format, intermediate_size: int, tp_size: int) -> str:
+def misfit(format: Format, scheme: QuantScheme, intermediate_size: int, tp_size: int) -> str:
+    """Return why ``scheme`` cannot hold weights in ``format``, and what to use; "" if it can."""
+    weight = scheme.weight
+    other = scheme_for(format, intermediate_size, tp_size)
+    instead = [f"quant={other!r}"] * bool(other)
+    plain = ["quant='none' and dequantize=True"] if format.dtype else []
+    if why := mismatch(format, scheme):
+        why = f"the experts are stored as {format}, which does not fit quant={scheme.name!r}: {why}"
+    elif cuts_groups(format, weight, intermediate_size, tp_size):
+        assert weight is not None
+        why = (
+            f"tp_size={tp_size} leaves {intermediate_size // tp_size} columns of w2 to a rank, "
+            f"which cuts {weight.dtype} groups of {weight.group[1]}"
+        )
+        instead.append("expert parallelism")
+    return why and f"{why}; use {' or '.join(instead + plain)}"
+
+
+def scheme_of(
+    format: Format, quant: QuantScheme | None, intermediate_size: int, tp_size: int = 1
+) -> QuantScheme:
+    """Return ``quant`` if it computes with weights in ``format``; by default, the best one.
+
+    Raises:
+        WeightsError: ``quant`` does not, or moekit has no scheme for the format.
+    """
+    if quant is None:
+        name = scheme_for(format, intermediate_size, tp_size)
+        if name is None:
+            raise WeightsError(_no_scheme(format, intermediate_size, tp_size))
+        return SCHEMES[name]
+    if mismatch(format, quant):
+        raise WeightsError(misfit(format, quant, intermediate_size, tp_size))
+    return quant
+
+
+def _no_scheme(format: Format, intermediate_size: int, tp_size: int) -> str:
     """Say why no scheme computes with the stored weights, and what to do."""
     instead = "load them with dequantize=True"
     if scheme_for(format, intermediate_size) is not None:
@@ -205,24 +183,3 @@ def no_scheme(format: Format, intermediate_size: int, tp_size: int) -> str:
     else:
         why = "moekit has no scheme for them"
     return f"the experts are stored as {format}: {why}; {instead}"
-
-
-def scheme_of(
-    format: Format, quant: QuantScheme | None, intermediate_size: int, tp_size: int = 1
-) -> QuantScheme:
-    """Return ``quant`` if it computes with weights in ``format``; by default, the best one.
-
-    Raises:
-        WeightsError: ``quant`` does not, or moekit has no scheme for the format.
-    """
-    if quant is None:
-        name = scheme_for(format, intermediate_size, tp_size)
-        if name is None:
-            raise WeightsError(no_scheme(format, intermediate_size, tp_size))
-        return SCHEMES[name]
-    if why := mismatch(format, quant):
-        raise WeightsError(
-            f"the experts are stored as {format}, which does not fit quant={quant.name!r}: {why}; "
-            "leave quant out, or pass dequantize=True"
-        )
-    return quant

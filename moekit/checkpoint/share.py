@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,17 +11,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from moekit.checkpoint.files import Checkpoint
 from moekit.checkpoint.names import ExpertNames, layers_in, names_in, no_experts
-from moekit.checkpoint.schemes import cuts_groups, mismatch, neuron_ranges, scheme_for
+from moekit.checkpoint.schemes import misfit, neuron_ranges
 from moekit.checkpoint.tensors import Tensors
 from moekit.errors import WeightsError
 from moekit.formats.format import BIAS, Format, Part, filled, stored
-from moekit.formats.method import Matrix
+from moekit.formats.method import PLAIN, Matrix, Plain
 from moekit.formats.methods import format_of, method_of
-from moekit.formats.plain import Plain, plain
 from moekit.problem import MoEProblem
 
 _Key = tuple[str, int]  # the weight's template, and the expert; 0 for a stack of all
@@ -41,14 +40,9 @@ class LayerFormats:
         for (template, expert), format in self._of.items():
             if not any(format is other or format == other for other, _ in found):
                 found.append((format, filled(template, layer, expert)))
-        self.distinct = tuple(format for format, _ in found) or (plain(),)
+        self.distinct = tuple(format for format, _ in found) or (PLAIN,)
         each = sorted(f"{format} in {name}" for format, name in found)
         self.text = " and ".join(each) if len(each) > 1 else str(self.distinct[0])
-
-    @classmethod
-    def all(cls, format: Format) -> LayerFormats:
-        """Return the formats of a layer whose matrices all have ``format``."""
-        return cls({("", 0): format})
 
     def of(self, template: str, expert: int) -> Format:
         """Return a matrix's format; of one that is missing, the others'."""
@@ -79,6 +73,7 @@ def _read(
     inputs = any("input_scale" in t or "activation_scale" in t for t in held.values())
     config = checkpoint.quantization
     transposed = _transposed(names, held)
+    method = str(config.get("quant_method") or "").lower()
     # Most matrices of a layer differ in their names alone.
     alike: dict[Any, Format | None] = {}
     found = {}
@@ -92,15 +87,12 @@ def _read(
             name=name, tensors=tensors, n=n, k=k, block=block, inputs=inputs,
             transposed=transposed,
         )  # fmt: skip
-        if block or Plain().read(matrix):
-            said: Mapping[str, Any] = {}
-        else:
-            said = _fields(config, name.removesuffix(".weight"))
-        method = str(config.get("quant_method") or "").lower()
+        if not block and not Plain().read(matrix):
+            matrix = replace(matrix, config=_fields(config, name.removesuffix(".weight")))
+        said = matrix.config
         key = (n, k, block, tuple(tensors.items()), repr(said) if said is not config else "")
         if key not in alike:
-            full = Matrix(**{**vars(matrix), "config": said, "method": method})
-            format = format_of(full)
+            format = format_of(replace(matrix, method=method))
             alike[key] = format.flipped() if format and transposed else format
         if (known := alike[key]) is not None:  # otherwise the load reports its dtype
             found[template, expert] = known
@@ -124,26 +116,15 @@ def _tensors(checkpoint: Checkpoint, names: ExpertNames, layer: int) -> dict[_Ke
     """Return the (shape, dtype) of each tensor of each matrix, by suffix, without the experts."""
     held: dict[_Key, _Held] = defaultdict(dict)
     for template in filter(None, (names.gate_up, names.gate, names.up, names.down)):
-        before, each, after = template.replace("{layer}", str(layer)).partition("{expert}")
-        stem = (after if each else before).removesuffix("weight")
-        joins = "" if stem.endswith(".") else "_"
-        for name in checkpoint.names(before.removesuffix("weight")):
-            expert, rest = 0, name.removeprefix(before) if each else name
-            if each:
-                number = rest.partition(".")[0]
-                if not number.isdecimal() or (len(number) > 1 and number[0] == "0"):
-                    continue
-                expert, rest = int(number), rest.removeprefix(number)
-            if not rest.startswith(stem):
-                continue
-            suffix = rest.removeprefix(stem)
-            if joins:
-                suffix = (
-                    "weight" if not suffix else suffix.removeprefix(joins) * (suffix[0] == joins)
-                )
-            if suffix and suffix != "bias":
+        called = template.replace("{layer}", str(layer))
+        prefix, each, _ = called.partition("{expert}")
+        stem = re.escape(called.removesuffix("weight"))
+        stem = stem.replace(r"\{expert\}", "(0|[1-9][0-9]{0,8})", 1) if each else f"(){stem}"
+        pattern = re.compile(stem + ("(.+)" if stem.endswith(".") else "(?:_(.+))?"), re.DOTALL)
+        for name in checkpoint.names(prefix.removesuffix("weight")):
+            if (match := pattern.fullmatch(name)) and match[2] != "bias":
                 shape = checkpoint.shape(name)
-                held[template, expert][suffix] = (
+                held[template, int(match[1] or 0)][match[2] or "weight"] = (
                     shape if each else shape[1:],
                     checkpoint.dtype(name),
                 )
@@ -177,18 +158,14 @@ class Piece:
 
     Args:
         template: The matrix's name.
-        bias: Its bias's name, or "".
         rows, columns: The part.
         neurons: Its neurons, of all I.
         room: Rows of w13 or columns of w2 that it occupies there, padded with zeros.
         at: Its first row there.
         left: Its first column there.
-        base, per_neuron: Neuron j of w13 is the ``per_neuron`` rows from
-            ``base + per_neuron * j`` on.
     """
 
     template: str
-    bias: str
     n: int
     k: int
     rows: range
@@ -197,13 +174,6 @@ class Piece:
     room: int
     at: int = 0
     left: int = 0
-    base: int = 0
-    per_neuron: int = 1
-
-    def rows_of(self, neurons: Tensor) -> Tensor:
-        """Return the stored rows of ``neurons`` of w13."""
-        first = self.base + self.per_neuron * neurons
-        return (first[:, None] + torch.arange(self.per_neuron, device="cpu")).flatten()
 
 
 class Stored(NamedTuple):
@@ -244,7 +214,7 @@ class Share:
         self.experts, self.dequantize = list(experts), dequantize
         self.names = names_in(checkpoint, names, layer)
         if format:
-            self.formats = LayerFormats.all(format)
+            self.formats = LayerFormats({("", 0): format})
         else:
             assert isinstance(checkpoint, Checkpoint)
             H, I = problem.hidden_size, problem.intermediate_size
@@ -263,36 +233,32 @@ class Share:
 
     def _w13(self) -> tuple[Piece, ...]:
         names, H, I = self.names, self.problem.hidden_size, self.problem.intermediate_size
-        gate, up = (names.gate, names.gate_bias), (names.up, names.up_bias)
-        both = (names.gate_up, names.gate_up_bias)
-        # (names, rows, the first one, rows per neuron)
+        both = names.gate_up
+        # (name, rows, the first one, rows per neuron)
         if names.up and names.gate:
-            stored = [(gate, I, 0, 1), (up, I, 0, 1)]
+            stored = [(names.gate, I, 0, 1), (names.up, I, 0, 1)]
         elif names.up or not self.problem.activation.gated:
-            stored = [(up if names.up else both, I, 0, 1)]
+            stored = [(names.up or both, I, 0, 1)]
         elif names.interleaved:
             stored = [(both, 2 * I, 0, 2)]
         else:
             stored = [(both, 2 * I, 0, 1), (both, 2 * I, I, 1)]
         pieces, at = [], 0
-        for called, n, base, per in stored:
+        for name, n, base, per in stored:
             for run in self.neurons:
                 rows = range(base + per * run.start, base + per * run.stop)
                 room = per * self._room(run)
-                piece = Piece(*called, n, H, rows, range(H), run, room, at)
-                pieces.append(replace(piece, base=base, per_neuron=per))
+                pieces.append(Piece(name, n, H, rows, range(H), run, room, at=at))
                 at += room
         return tuple(pieces)
 
     def _w2(self) -> tuple[Piece, ...]:
         H, I = self.problem.hidden_size, self.problem.intermediate_size
-        called = self.names.down, self.names.down_bias
-        pieces, left = [], 0
-        for run in self.neurons:
-            room = self._room(run)
-            pieces.append(Piece(*called, H, I, range(H), run, run, room, left=left))
-            left += room
-        return tuple(pieces)
+        rooms = [self._room(run) for run in self.neurons]
+        return tuple(
+            Piece(self.names.down, H, I, range(H), run, run, room, left=sum(rooms[:index]))
+            for index, (run, room) in enumerate(zip(self.neurons, rooms, strict=True))
+        )
 
     def _room(self, run: range) -> int:
         """Return the room of a run; a rank's only run is padded to the rank's share."""
@@ -317,18 +283,15 @@ class Share:
         """Return the roles of the stored tensors that the piece's matrix needs."""
         parts = self.formats.of(piece.template, expert).parts
         roles = [role for role in parts if role != "input_scale" or self.static]
-        return [*roles, "bias"] if piece.bias else roles
+        return [*roles, "bias"] if self.problem.has_bias else roles
 
     def locate(self, piece: Piece, role: str, expert: int) -> Stored:
         """Return which tensor holds a part of the piece's matrix."""
-        if role == "bias":
-            template, part = piece.bias, BIAS
-            name = self.name(template, expert)
-        else:
-            template, part = piece.template, self.formats.of(piece.template, expert).parts[role]
-            name = self.name(template, expert, part.suffix)
+        parts = self.formats.of(piece.template, expert).parts
+        part = BIAS if role == "bias" else parts[role]
+        name = self.name(piece.template, expert, part.suffix)
         shape = part.shape(piece.n, piece.k)
-        if "{expert}" in template:
+        if "{expert}" in piece.template:
             return Stored(part, name, [], shape)
         stack = (self.problem.num_experts, *shape)
         return Stored(part, name, [slice(expert, expert + 1)], stack)
@@ -365,26 +328,17 @@ class Share:
             if scheme.weight is None:
                 return ""
             return f"dequantize=True needs a problem with quant='none' (got {scheme.name!r})"
-        instead = ["quant='none' and dequantize=True"] if format.dtype else []
+        instead = "use quant='none' and dequantize=True"
         if len(self.formats.distinct) > 1:
-            return f"{several(self.formats.text)}; use {instead[0]}"
-        if why := mismatch(format, scheme):
-            other = scheme_for(format, inner, tp)
-            instead = [f"quant={other!r}"] * bool(other) + instead
-            return (
-                f"the experts are stored as {format}, which does not fit quant={scheme.name!r}: "
-                f"{why}; use {' or '.join(instead)}"
-            )
+            return f"{several(self.formats.text)}; {instead}"
+        if why := misfit(format, scheme, inner, tp):
+            return why
         if self.static and "input_scale" not in format.parts:
             return f"the checkpoint has no scales of activations, which {scheme.name} needs"
         weight = scheme.weight
-        if weight is not None and cuts_groups(format, weight, inner, tp):
-            other = scheme_for(format, inner, tp)
-            instead = [f"quant={other!r}"] * bool(other) + ["expert parallelism", *instead]
-            return (
-                f"tp_size={tp} leaves {inner // tp} columns of w2 to a rank, which cuts "
-                f"{weight.dtype} groups of {weight.group[1]}; use {' or '.join(instead)}"
-            )
+        block = 1 if weight is None or format.group[0] < 0 else max(weight.group[0], 1)
+        if any(piece.neurons and piece.rows.start % block for piece in self.w13):
+            return f"gate and up have rows in one block of {block}; {instead}"
         return ""
 
     def _tensor_faults(self) -> list[str]:

@@ -76,7 +76,7 @@ class Tensors:
 
     def view(self, name: str, *parts: slice, shape: Sequence[int] | None = None) -> Tensor:
         """Return a part of a tensor without copying it. Do not change it; see `read`."""
-        whole = self._open(self.entries[name])
+        whole = self.entries[name].open()
         part = (whole if shape is None else whole.reshape(tuple(shape)))[parts]
         with self._lock:
             self.bytes_read += part.nbytes
@@ -89,14 +89,8 @@ class Tensors:
             name: The tensor's name.
             parts: One slice for each leading dimension.
             shape: View the tensor in this shape, of as many elements, before slicing it.
-
-        Raises:
-            WeightsError: The file changed, or torch has no such dtype.
         """
         return self.view(name, *parts, shape=shape).clone(memory_format=torch.contiguous_format)
-
-    def _open(self, entry: Entry) -> Tensor:
-        return entry.open()
 
 
 def listed(faults: Sequence[str]) -> str:

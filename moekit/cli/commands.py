@@ -2,22 +2,19 @@
 
 A package declares an entry point of group ``moekit.commands``: the name is the command, the value
 a function ``main(argv: Sequence[str]) -> int`` as ``"package.module:main"``. The module is imported
-when the command is called. ``--help`` shows the first line of its docstring, read from the source.
+when the command is called.
 """
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from moekit.contract.specs import find_module
 from moekit.discovery.entry_points import Source, entry_points
 from moekit.discovery.packages import REPOSITORY
 from moekit.errors import MoekitError
 from moekit.untrusted.arguments import shown
-from moekit.untrusted.code import Fault, contained, printable
+from moekit.untrusted.code import Fault, contained
 
 GROUP = "moekit.commands"
 KNOWN = {name: package for package in REPOSITORY for name in package.commands}
@@ -36,8 +33,10 @@ def installed(group: str = GROUP) -> Mapping[str, Source]:
 
 def helps() -> Mapping[str, str]:
     """Return one line for each command, installed or known; imports none of them."""
-    missing = {name: f"({_missing(name)})" for name in KNOWN}
-    return missing | {name: _help(source) for name, source in installed().items()}
+    found = {name: f"a command of {source.distribution}" for name, source in installed().items()}
+    for name, package in KNOWN.items():
+        found[name] = package.commands[name] if name in found else f"({_missing(name)})"
+    return found
 
 
 def run(name: str, argv: Sequence[str]) -> int | None:
@@ -71,18 +70,3 @@ def load(source: Source, what: str) -> Callable[..., Any]:
 
 def _missing(name: str) -> str:
     return f"{name} is a command of {KNOWN[name].name}: {KNOWN[name].install}"
-
-
-def _help(source: Source) -> str:
-    """Return the first line of the docstring of the command's module, without the command."""
-    try:
-        with contained():
-            module = find_module(source.value.partition(":")[0].strip())
-            if module is None or module.origin is None:
-                raise FileNotFoundError(source.value)
-            tree = ast.parse(Path(module.origin).read_bytes())
-            line = (ast.get_docstring(tree) or "").partition("\n")[0]
-    except Fault:
-        line = ""
-    text = line.partition(": ")[2] if "python -m moekit" in line else line
-    return printable(text.rstrip("."), 100) or f"a command of {source.distribution}"

@@ -8,7 +8,6 @@ the ``--json`` output.
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib
 import importlib.util
 import os
@@ -16,7 +15,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
 from functools import partial
-from typing import TextIO
 
 import moekit
 from moekit.cli import commands, explain, plugins
@@ -48,31 +46,19 @@ def main(argv: Sequence[str] | None = None, *, owns_stdout: bool = False) -> int
     except MoekitError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader, `head` for example, has had enough
+        # Otherwise Python writes what is left again, and complains, when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), args.out.fileno())
+        return 0
     except OSError as error:
-        return _file_error(error, args.out)
-
-
-# Errors of writing to standard output or a temporary file; they do not name it.
-_UNNAMED = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EBADF, errno.ENOENT)
-
-
-def _file_error(error: OSError, out: TextIO) -> int:
-    """Say which file the system refuses, and return the exit code. Raises an error of no file."""
-    file = error.filename
-    if file is None:
-        if error.errno not in _UNNAMED:
-            raise error
-        if not out.closed:  # else Python writes what is left again, and complains, when it exits
-            os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
-        if error.errno == errno.EPIPE:  # the reader, `head` for example, has had enough
-            return 0
-        file = "standard output or a temporary file"
-    print(
-        f"error: {file} cannot be read or written ({error.strerror}): choose a file or folder that "
-        "exists and is yours, on a disk that is not full",
-        file=sys.stderr,
-    )
-    return 2
+        if error.filename is None:
+            raise
+        print(
+            f"error: {error.filename} cannot be read or written ({error.strerror}): choose a file "
+            "or folder that exists and is yours",
+            file=sys.stderr,
+        )
+        return 2
 
 
 def _open_streams() -> None:

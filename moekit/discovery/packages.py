@@ -5,8 +5,8 @@ This is data only: what an installed package can do is declared by its own specs
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from moekit.contract.specs import importable
@@ -17,7 +17,7 @@ from moekit.problem import MoEProblem
 class Package:
     """A package in the repository's folder ``plugins``.
 
-    dispatchers, experts, commands: the names that it offers.
+    dispatchers, experts: the names that it offers. commands: what each is for.
     devices, schemes: what these are made for; schemes are patterns.
     needs: other packages of the repository that it imports.
     """
@@ -25,7 +25,7 @@ class Package:
     name: str
     dispatchers: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
-    commands: tuple[str, ...] = ()
+    commands: Mapping[str, str] = field(default_factory=dict)
     devices: tuple[str, ...] = ()
     schemes: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
@@ -103,7 +103,13 @@ REPOSITORY = (
         devices=("cuda==9.0",),
     ),
     Package("moekit-pplx", dispatchers=("pplx",), devices=("cuda>=9.0",)),
-    Package("moekit-bench", commands=("bench", "tune")),
+    Package(
+        "moekit-bench",
+        commands={
+            "bench": "time experts, dispatchers (--dispatch) or whole layers (--layers)",
+            "tune": "measure what `compose` chooses from, or what its choice loses",
+        },
+    ),
 )  # fmt: skip
 
 

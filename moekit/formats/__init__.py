@@ -2,7 +2,7 @@
 
     format      `Format` and its `Part`s: the tensors of a matrix, and their conversion
     method      what a format looks at, and the protocol that it implements
-    plain, eight_bits, gptq, compressed_tensors, modelopt, quark, fp4, gguf
+    eight_bits, gptq, compressed_tensors, modelopt, fp4, gguf
                 the formats
     methods     all of them, the fields of a config, and the format that a config declares
 

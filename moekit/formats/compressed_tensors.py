@@ -10,9 +10,9 @@ import torch
 
 from moekit.errors import WeightsError
 from moekit.formats.eight_bits import FP8, eight_bits, eight_bits_of, is_eight_bits
-from moekit.formats.format import FLOATS, WORDS, Format, Grid, Part
+from moekit.formats.format import Format, Grid
 from moekit.formats.fp4 import pairs
-from moekit.formats.method import Matrix, Method, Tensors, matches, tensors_of
+from moekit.formats.method import Matrix, Method, Tensors, matches, tensors_of, words
 from moekit.problem.quant import OperandQuant
 from moekit.untrusted.arguments import shown
 
@@ -80,7 +80,7 @@ class CompressedTensors(Method):
         elif kind == "int" and bits in (4, 8):
             zeros = said.get("symmetric") is False
             order = said.get("actorder") in ("group", "GROUP", True)
-            made = words(bits, grid[1], None, zero_points=zeros, act_order=order)
+            made = integers(bits, grid[1], None, zero_points=zeros, act_order=order)
         else:
             raise WeightsError(
                 f"quantization_config describes weights of {shown(bits)} bits of type "
@@ -106,32 +106,22 @@ def _packed(matrix: Matrix, weights: Mapping[str, Any], activation: OperandQuant
         )
     said = -1 if weights.get("strategy") == "channel" else weights.get("group_size")
     group, order = matrix.group(groups, said), matrix.has("weight_g_idx")
-    return words(bits, group, activation, zero_points=zero_points, act_order=order)
+    return integers(bits, group, activation, zero_points=zero_points, act_order=order)
 
 
-def words(
+def integers(
     bits: int, group: int, activation: OperandQuant | None, *, zero_points: bool, act_order: bool
 ) -> Format:
-    """Return the format of packed integers.
-
-    weight_packed (N, K / 8), weight_scale (N, G), weight_zero_point (N / 8, G), weight_g_idx (K,).
-    weight_shape holds (N, K), which config.json says.
-    """
-    parts = {
-        "weight": Part("weight_packed", WORDS, (1, 32 // bits)),
-        "scale": Part("weight_scale", FLOATS, (1, group)),
-    }
-    if zero_points:
-        parts["zeros"] = Part("weight_zero_point", WORDS, (8, group))
-    if act_order:
-        parts["g_idx"] = Part("weight_g_idx", WORDS, axes="K")
-    return Format(
-        name="compressed-tensors pack-quantized",
-        dtype=f"int{bits}",
+    """Return the format of packed integers. weight_shape holds (N, K), which config.json says."""
+    names = "weight_zero_point" * zero_points, "weight_g_idx" * act_order
+    return words(
+        "compressed-tensors pack-quantized",
+        bits,
+        group,
+        ("weight_packed", "weight_scale", *names),
         zero_points=zero_points,
         act_order=act_order,
         activation=activation,
-        parts=parts,
         ignored=("weight_shape", "weight_g_idx", "input_scale"),
     )
 

@@ -1,7 +1,7 @@
 """fp8 and int8 with scales in the layout of the weight, as several quantizers write them.
 
 Called fp8 in transformers' and DeepSeek's configs (``weight``, ``weight_scale_inv``), fbgemm_fp8,
-and fp8 or int8 by compressed-tensors, ModelOpt and Quark (``weight``, ``weight_scale``).
+and fp8 or int8 by compressed-tensors and ModelOpt (``weight``, ``weight_scale``).
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Part:
 
 
 BIAS = Part("bias", FLOATS, axes="N", fixed=True)
-"""The bias of a matrix in any format; `ExpertNames` has names of its own for it."""
+"""The bias of a matrix in any format."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from moekit.errors import WeightsError
-from moekit.formats.format import FLOATS, WORDS, Format, Grid, Part
-from moekit.formats.method import Matrix, Method, Tensors, matches, skipped, tensors_of
+from moekit.formats.format import Format
+from moekit.formats.method import Matrix, Method, Tensors, matches, skipped, tensors_of, words
 from moekit.problem.int4 import AWQ_ORDER
 from moekit.untrusted.arguments import shown
 
@@ -56,19 +55,8 @@ def _awq_of(matrix: Matrix) -> Format:
 
 def _awq(group: int, zero_points: bool = True) -> Format:
     """Return AWQ's: qweight (K, N / 8), qzeros (G, N / 8), scales (G, N)."""
-    parts = _words((8, 1), group, zeros=zero_points)
-    return Format(name="AWQ", dtype="int4", zero_points=zero_points, parts=parts, order=AWQ_ORDER)
-
-
-def _words(unit: Grid, group: int, *, zeros: bool) -> dict[str, Part]:
-    """Return the parts of a matrix that is stored (in, out); a word holds ``unit`` values."""
-    made = {
-        "weight": Part("qweight", WORDS, unit, "KN", fixed=True),
-        "scale": Part("scales", FLOATS, (1, group), "KN", fixed=True),
-    }
-    if zeros:
-        made["zeros"] = Part("qzeros", WORDS, (8, group), "KN", fixed=True)
-    return made
+    names = ("qweight", "scales", "qzeros" * zero_points, "")
+    return words("AWQ", 4, group, names, (8, 1), zero_points=zero_points, order=AWQ_ORDER)
 
 
 # What is added to stored zero points, by the name of the packing.
@@ -202,9 +190,13 @@ def _gptq_of(matrix: Matrix, zero_offset: int) -> Format:
     ordered = bool(config.get("desc_act")) and not config.get("static_groups")
     has = matrix.has("g_idx")
     g_idx = config.get("desc_act") is not False and (ordered or has) and group > 0
-    found = _gptq(bits, group, g_idx)
-    return replace(
-        found, zero_points=not symmetric, zero_offset=zero_offset, act_order=g_idx and ordered
+    return _gptq(
+        bits,
+        group,
+        g_idx,
+        zero_points=not symmetric,
+        zero_offset=zero_offset,
+        act_order=g_idx and ordered,
     )
 
 
@@ -217,9 +209,7 @@ def _declared(config: Mapping[str, Any], n: int, k: int) -> Tensors:
     return {"qzeros": ((), torch.int32), **tensors_of(made, n, k)}  # also of 8-bit weights
 
 
-def _gptq(bits: int, group: int, g_idx: bool) -> Format:
+def _gptq(bits: int, group: int, g_idx: bool, **more: Any) -> Format:
     """Return GPTQ's: qweight (K / 8, N), qzeros (G, N / 8), scales (G, N), maybe g_idx (K,)."""
-    parts = _words((1, 32 // bits), group, zeros=bits == 4)
-    if g_idx:
-        parts["g_idx"] = Part("g_idx", WORDS, axes="K")
-    return Format(name="GPTQ", dtype=f"int{bits}", parts=parts, ignored=("qzeros", "g_idx"))
+    names = ("qweight", "scales", "qzeros" * (bits == 4), "g_idx" * g_idx)
+    return words("GPTQ", bits, group, names, (1, 32 // bits), ignored=("qzeros", "g_idx"), **more)

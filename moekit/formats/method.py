@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import ceil
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from moekit.errors import WeightsError
-from moekit.formats.format import Format, stored
+from moekit.formats.format import FLOATS, WORDS, Format, Grid, Part, stored
 from moekit.untrusted.arguments import shown
 
 BLOCKS = (128, 64, 32, 16, 256)  # sizes of groups and blocks, the likeliest first
@@ -131,6 +131,41 @@ class Method(ABC):
                     f"understand for {self.names[0]}: if it does not change the experts' numbers, "
                     "remove it from the config; else convert the checkpoint"
                 )
+
+
+class Plain(Method):
+    """A weight in bf16, fp16 or fp32. A matrix without tensors counts as one: it is reported."""
+
+    def read(self, matrix: Matrix) -> Format | None:
+        plain = not matrix.tensors or (matrix.has("weight") and matrix.dtype("weight") in FLOATS)
+        return PLAIN if plain else None
+
+
+PLAIN = Format(name="unquantized", parts={"weight": Part("weight", FLOATS)})
+
+
+def words(
+    name: str, bits: int, group: int, suffixes: Sequence[str], unit: Grid | None = None, **more: Any
+) -> Format:
+    """Return a format of integers in words of 32 bits.
+
+    Args:
+        suffixes: Of the weight, scales (N, G), zero points (N / 8, G) and g_idx (K,); "" for none.
+        unit: Rows and columns in a word of a matrix that is stored (in, out). Default: the matrix
+            is stored (out, in), and words hold columns.
+        more: Further fields of the format.
+    """
+    weight, scale, zeros, g_idx = suffixes
+    axes, fixed = ("NK", False) if unit is None else ("KN", True)
+    parts = {
+        "weight": Part(weight, WORDS, unit or (1, 32 // bits), axes, fixed=fixed),
+        "scale": Part(scale, FLOATS, (1, group), axes, fixed=fixed),
+    }
+    if zeros:
+        parts["zeros"] = Part(zeros, WORDS, (8, group), axes, fixed=fixed)
+    if g_idx:
+        parts["g_idx"] = Part(g_idx, WORDS, axes="K")
+    return Format(name=name, dtype=f"int{bits}", parts=parts, **more)
 
 
 def tensors_of(format: Format, n: int, k: int) -> Tensors:

@@ -18,16 +18,14 @@ from moekit.formats.format import Format
 from moekit.formats.fp4 import Mxfp4
 from moekit.formats.gguf import Gguf
 from moekit.formats.gptq import AutoRound, Awq, Gptq
-from moekit.formats.method import Matrix, Method, skipped
+from moekit.formats.method import PLAIN, Matrix, Method, Plain, skipped
 from moekit.formats.modelopt import ModelOpt
-from moekit.formats.plain import Plain, plain
-from moekit.formats.quark import Quark
 from moekit.problem.quant import QuantScheme
 from moekit.untrusted.arguments import FLAG, Kind, accept, either, size
 from moekit.untrusted.json_kinds import items, record, table, text
 
 METHODS: tuple[Method, ...] = (
-    Gguf(), Plain(), CompressedTensors(), ModelOpt(), Quark(), AutoRound(), Gptq(), Awq(), Mxfp4(),
+    Gguf(), Plain(), CompressedTensors(), ModelOpt(), AutoRound(), Gptq(), Awq(), Mxfp4(),
     Fp8(),
 )  # fmt: skip
 _BY_NAME = {name: method for method in METHODS for name in method.names}
@@ -39,8 +37,6 @@ _OPERAND = record({
     "num_bits": size(1, 64), "type": _TEXT, "strategy": _TEXT, "group_size": _GROUP,
     "block_structure": either(_BLOCK, _TEXT), "dynamic": either(FLAG, _TEXT),
 })  # fmt: skip
-_SPEC = record({"dtype": _TEXT, "qscheme": _TEXT, "group_size": _GROUP, "is_dynamic": FLAG})
-_QUARK = record({"weight": _SPEC, "input_tensors": _SPEC})
 _TARGETS = items(_TEXT, 0, _MOST)
 _CONFIG_GROUP = record({
     "targets": _TARGETS, "weights": _OPERAND, "input_activations": _OPERAND, "format": _TEXT,
@@ -63,8 +59,6 @@ QUANTIZATION: Kind = record(
         "sparsity_config": record({"format": _TEXT}),
         **dict.fromkeys(("dynamic", "extra_config"), table(record(_INTEGERS), most=_MOST)),
         "quantized_layers": table(record({"quant_algo": _TEXT, "group_size": _GROUP}), most=_MOST),
-        "layer_quant_config": table(_QUARK, most=_MOST),
-        "global_quant_config": _QUARK,
     }
 )  # fmt: skip
 
@@ -128,13 +122,13 @@ def declared_format(
         WeightsError: moekit does not know the method, or the config contradicts itself.
     """
     if config is None:
-        return plain()
+        return PLAIN
     name = "quantization_config"
     config = dict(config)
     accept({name: QUANTIZATION}, {name: config}, WeightsError)
     config["quant_method"] = str(config.get("quant_method") or "").lower()
     if any(entry.startswith(f"{module}.") for entry in skipped(config)):
-        return plain()
+        return PLAIN
     if (method := method_of(config)) is None:
         named = config["quant_method"]
         found = f"the quant_method {named!r}" if named else "no quant_method"
@@ -149,7 +143,7 @@ def declared_format(
             "one layer has one format: load the experts from files with dequantize=True"
         )
     if fields is None or method.of_module(config, module) is None:
-        return plain()
+        return PLAIN
     n, k = hidden_size, intermediate_size
     tensors = method.declare(fields, called[2], n, k)
     down = Matrix(
@@ -169,10 +163,10 @@ def format_of_scheme(scheme: QuantScheme) -> Format:
     """
     weight, activation = scheme.weight, scheme.activation
     if weight is None:
-        return plain()
+        return PLAIN
     rows, columns = weight.group
     if weight.dtype == "int4":
-        return compressed_tensors.words(
+        return compressed_tensors.integers(
             4, columns, activation, zero_points=weight.zero_points, act_order=weight.act_order
         )
     if weight.packed:

@@ -191,7 +191,6 @@ class FusedMoE(nn.Module):
         *,
         names: ExpertNames | None = None,
         dequantize: bool = False,
-        progress: bool | None = None,
         **arguments: Any,
     ) -> FusedMoE:
         """Construct a layer as a checkpoint describes it, and load its experts.
@@ -210,7 +209,6 @@ class FusedMoE(nn.Module):
             layer: The layer's number in the checkpoint.
             names: What the tensors are called, as in `detect`.
             dequantize: Convert the weights to the model's dtype.
-            progress: As in `load_experts`.
             arguments: Arguments of the constructor, which replace what the checkpoint says.
 
         Raises:
@@ -223,7 +221,7 @@ class FusedMoE(nn.Module):
         tp_size = parallelism.config().tp_size
         found = layer_arguments(path, layer, names, dequantize, tp_size, arguments)
         made = cls(**{**found, **arguments})
-        made.load_checkpoint(path, names, layer, dequantize=dequantize, progress=progress)
+        made.load_checkpoint(path, names, layer, dequantize=dequantize)
         return made
 
     # -- weights ----------------------------------------------------------------------------

@@ -36,6 +36,7 @@ PACKED = {
     "act-order": (files.gptq(32, act_order=True), GPTQ),
     "ct": (files.pack_quantized(64), None),
     "awq": (files.awq(32), dict(quant_method="awq")),
+    "nvfp4": (files.nvfp4(modelopt=True), dict(quant_method="modelopt", quant_algo="NVFP4")),
 }
 
 
@@ -97,20 +98,6 @@ def test_no_config(made: dict[str, files.Layer], tmp_path: Path) -> None:
         detect(path)
 
 
-def test_truncated_while_open(made: dict[str, files.Layer], tmp_path: Path) -> None:
-    path = tmp_path / "model"
-    shutil.copytree(made["bf16"].path, path)
-    problem = problem_from_config(path, device="cpu")
-    sliced = problem.replace(parallel=ParallelConfig(tp_size=4))
-    with Checkpoint(path) as checkpoint:
-        for file in path.glob("*.safetensors"):
-            with file.open("r+b") as stream:
-                stream.truncate(file.stat().st_size // 2)
-        for asked in (problem, sliced):
-            with pytest.raises(WeightsError, match="truncated after its header was read"):
-                load_experts(checkpoint, None, 0, asked)
-
-
 # -- tensors ---------------------------------------------------------------------------------------
 
 
@@ -159,11 +146,6 @@ def put(name: str, value: Callable[[Tensor], Tensor]) -> Change:
 @pytest.mark.parametrize(
     ("format", "change", "said"),
     [
-        (
-            "fp8",
-            put("3.up_proj.input_scale", lambda t: t * 2),
-            "3.gate_proj.input_scale is 0.03 and .*3.up_proj.input_scale 0.06: they must be equal",
-        ),
         (
             "fp8",
             put("3.down_proj.input_scale", lambda t: t * float("inf")),
@@ -266,6 +248,8 @@ def test_formats_that_are_not_supported(
             "stored as unquantized, .*does not fit quant='fp8_block'.*float8_e4m3fn.*quant='none'",
         ),
         ("fp8", "int8_w8a16", "the scheme has int8 weights; use quant='fp8_tensor_static' or"),
+        ("nvfp4", "none", "use quant='nvfp4' or quant='none' and dequantize=True"),
+        ("nvfp4", "mxfp4_w4a16", "the scheme has float8_e8m0fnu scales"),
         ("gptq", "int4_w4a16_g32_zp", "the scheme has zero points"),
         ("awq", "int4_w4a16_g32", "the scheme has no zero points"),
         ("gptq", "int4_w4a16_g64", r"the scheme has one scale per \(1, 64\)"),
@@ -289,6 +273,9 @@ def test_schemes_that_do_not_fit(
     problem = problem_from_config(path, quant=scheme, device="cpu")
     with pytest.raises(WeightsError, match=said):
         load_experts(path, None, 0, problem)
+    if problem.quant.weight is not None:
+        with pytest.raises(WeightsError, match="dequantize=True needs a problem with quant='none'"):
+            load_experts(path, None, 0, problem, dequantize=True)
 
 
 def test_weights_may_be_used_with_other_activations(made: dict[str, files.Layer]) -> None:
@@ -330,16 +317,6 @@ def test_sizes_that_do_not_divide(made: dict[str, files.Layer]) -> None:
         config = json.loads((path / "config.json").read_text())
         del config["hidden_size"]
         (path / "config.json").write_text(json.dumps(config))
-        detect(path)
-
-
-def test_an_unknown_activation(changed) -> None:
-    path = changed("bf16", nothing)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | dict(hidden_act="snake")))
-    with pytest.raises(
-        WeightsError, match="names the activation 'snake', but moekit maps only silu"
-    ):
         detect(path)
 
 

@@ -47,10 +47,7 @@ def full(tensors: dict, layer: int = 0) -> tuple[Tensor, Tensor]:
     """Return w13 (E, 2I, H) and w2 (E, H, I) in fp32, by the gguf library."""
     made = {}
     for role in ("gate", "up", "gate_up", "down"):
-        each = [tensors.get(f"blk.{layer}.ffn_{role}.{e}.weight") for e in range(E)]
-        if all(each):
-            made[role] = np.stack([files.values(*one) for one in each])
-        elif found := tensors.get(f"blk.{layer}.ffn_{role}_exps.weight"):
+        if found := tensors.get(f"blk.{layer}.ffn_{role}_exps.weight"):
             made[role] = files.values(*found)
     tensor = {role: torch.from_numpy(data.astype(np.float32)) for role, data in made.items()}
     w13 = tensor["gate_up"] if "gate_up" in tensor else torch.cat([tensor["gate"], tensor["up"]], 1)
@@ -109,19 +106,11 @@ RANKS = [
 )
 def test_dequantized(types: Any, parallel: ParallelConfig, rng: Any, tmp_path: Path) -> None:
     path, tensors = write(tmp_path, rng, types)
-    problem = problem_from_config(path, dequantize=True, parallel=parallel, dtype=torch.float32)
-    found = load_experts(path, None, 0, problem, dequantize=True)
-    w13, w2 = expected(full(tensors), problem)
-    assert torch.equal(found.w13, w13) and torch.equal(found.w2, w2)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_dequantized_is_rounded_once(dtype: torch.dtype, rng: Any, tmp_path: Path) -> None:
-    path, tensors = write(tmp_path, rng, MIXED)
-    problem = problem_from_config(path, dequantize=True, dtype=dtype)
-    found = load_experts(path, None, 0, problem, dequantize=True)
-    w13, w2 = full(tensors)
-    assert torch.equal(found.w13, w13.to(dtype)) and torch.equal(found.w2, w2.to(dtype))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):  # rounded once
+        problem = problem_from_config(path, dequantize=True, parallel=parallel, dtype=dtype)
+        found = load_experts(path, None, 0, problem, dequantize=True)
+        w13, w2 = expected(full(tensors), problem)
+        assert torch.equal(found.w13, w13.to(dtype)) and torch.equal(found.w2, w2.to(dtype))
 
 
 @pytest.mark.parametrize("parallel", RANKS, ids=lambda p: f"ep{p.ep_size}tp{p.tp_size}")
@@ -137,7 +126,7 @@ def test_blocks_that_a_scheme_holds(
     kind: str, scheme: str, parallel: ParallelConfig, rng: Any, tmp_path: Path
 ) -> None:
     path, tensors = write(tmp_path, rng, (kind,) * 3)
-    assert detect(path).scheme == scheme
+    assert detect(path).groups[0].scheme == scheme
     problem = problem_from_config(path, parallel=parallel)
     assert problem.quant.name == scheme
     weights = load_experts(path, None, 0, problem)
@@ -160,26 +149,16 @@ def test_unquantized(kind: str, rng: Any, tmp_path: Path) -> None:
     assert torch.equal(found.w13.float(), w13) and torch.equal(found.w2.float(), w2)
 
 
-@pytest.mark.parametrize("layout", ["fused", "each"])
-def test_layouts(layout: str, rng: Any, tmp_path: Path) -> None:
-    path, tensors = write(tmp_path, rng, MIXED, layout=layout, layers=(1,))
+def test_gate_and_up_in_one_tensor(rng: Any, tmp_path: Path) -> None:
+    path, tensors = write(tmp_path, rng, MIXED, fused=True, layers=(1,))
     found = detect(path)
-    assert (found.layers, found.groups[0].num_experts, found.groups[0].top_k) == ((1,), E, 2)
-    assert (found.groups[0].hidden_size, found.groups[0].intermediate_size) == (H, I)
+    p = found.groups[0].problem
+    assert (found.layers, p.num_experts, p.top_k) == ((1,), E, 2)
+    assert (p.hidden_size, p.intermediate_size) == (H, I)
     problem = problem_from_config(path, dequantize=True, dtype=torch.float32)
     weights = load_experts(path, None, 1, problem, dequantize=True)
     w13, w2 = full(tensors, 1)
     assert torch.equal(weights.w13, w13) and torch.equal(weights.w2, w2)
-
-
-def test_experts_of_different_types(rng: Any, tmp_path: Path) -> None:
-    path, tensors = write(tmp_path, rng, MIXED, layout="each")
-    other = files.blocks(rng, (H, I), "Q8_0")
-    tensors["blk.0.ffn_down.2.weight"] = other, "Q8_0"
-    files.write(path, tensors, **FIELDS)
-    problem = problem_from_config(path, dequantize=True, dtype=torch.float32)
-    weights = load_experts(path, None, 0, problem, dequantize=True)
-    assert torch.equal(weights.w2, full(tensors)[1])
 
 
 def test_a_split_model_by_any_file_or_its_folder(rng: Any, tmp_path: Path) -> None:
@@ -219,7 +198,7 @@ def test_gpt_oss(rng: Any, tmp_path: Path) -> None:
 
 def test_grok_has_ggmls_gelu(rng: Any, tmp_path: Path) -> None:
     path, _ = write(tmp_path, rng, MIXED, arch="grok")
-    assert detect(path).activation.name == "gelu_tanh"
+    assert detect(path).groups[0].problem.activation.name == "gelu_tanh"
 
 
 # -- wrong uses --------------------------------------------------------------------------------
@@ -227,7 +206,7 @@ def test_grok_has_ggmls_gelu(rng: Any, tmp_path: Path) -> None:
 
 def test_blocks_without_a_scheme_say_what_to_do(rng: Any, tmp_path: Path) -> None:
     path, _ = write(tmp_path, rng, MIXED)
-    assert detect(path).scheme is None
+    assert detect(path).groups[0].scheme is None
     with pytest.raises(
         WeightsError, match="GGUF Q4_K in blk.*gate.* and GGUF Q6_K in .*down.*no scheme"
     ):

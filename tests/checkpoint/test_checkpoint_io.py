@@ -1,12 +1,10 @@
-"""Reading: any slice, only the needed bytes, progress, files that change."""
+"""Reading: any slice, only the needed bytes, files that change."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import random
-import re
-import sys
 import threading
 from pathlib import Path
 
@@ -16,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moekit import ParallelConfig
-from moekit.checkpoint import Checkpoint, load_experts, load_layers, problem_from_config
+from moekit.checkpoint import Checkpoint, load_experts, problem_from_config
 from moekit.errors import WeightsError
 
 
@@ -100,52 +98,26 @@ def test_the_number_of_threads_is_restored(tmp_path: Path) -> None:
         torch.set_num_threads(before)
 
 
-class TestProgress:
-    def test_a_bar(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-        files.write(tmp_path, files.bf16, E=4, layers=2)
-        problem = problem_from_config(tmp_path, device="cpu")
-        list(load_layers(tmp_path, None, [0, 1], problem, progress=True))
-        out, err = capsys.readouterr()
-        assert not out and re.search(r"loading: 100%.* 8/8 ", err.split("\r")[-1])
-
-    @pytest.mark.parametrize("without", ["terminal", "tqdm", "flag", "time"])
-    def test_no_bar(
-        self,
-        without: str,
-        capsys: pytest.CaptureFixture[str],
-        monkeypatch: pytest.MonkeyPatch,
-        tmp_path: Path,
-    ) -> None:
-        monkeypatch.setattr("sys.stderr.isatty", lambda: without != "terminal")
-        if without == "tqdm":
-            monkeypatch.setitem(sys.modules, "tqdm", None)
-        files.write(tmp_path, files.bf16, E=4)
-        shown = {"tqdm": True, "flag": False}.get(without)
-        problem = problem_from_config(tmp_path, device="cpu")
-        load_experts(tmp_path, None, 0, problem, progress=shown)
-        assert capsys.readouterr().err == ""
-
-
-def test_files_that_change(tmp_path: Path) -> None:
-    """A file is read only if it is still the one that was opened."""
-    file = tmp_path / "model.safetensors"
-    said = f"{file}: replaced or written to after its header was read"
-    save_file({"a": torch.ones(64, 64)}, file)
-    with Checkpoint(file) as checkpoint:
-        checkpoint.read("a")
-        other = file.with_suffix(".part")
-        save_file({"b": torch.zeros(64, 64)}, other)
-        other.replace(file)  # as downloads do
-        with pytest.raises(WeightsError, match=said):
-            checkpoint.read("a")
-    with Checkpoint(file) as checkpoint:
-        with file.open("r+b") as stream:
-            stream.seek(-100, os.SEEK_END)
-            stream.write(b"\1" * 100)
-        with pytest.raises(WeightsError, match=said):
-            checkpoint.read("b")
-        with pytest.raises(WeightsError, match=said):
-            checkpoint.check_unchanged()
+@pytest.mark.parametrize("how", ["replaced", "written", "truncated"])
+def test_files_that_change(how: str, tmp_path: Path) -> None:
+    """A layer is read only if its files are still the ones that were opened."""
+    files.write(tmp_path, files.bf16, E=2, H=64, I=64, shards=1)
+    problem, (file,) = problem_from_config(tmp_path, device="cpu"), tmp_path.glob("*.safetensors")
+    with Checkpoint(tmp_path) as checkpoint:
+        load_experts(checkpoint, None, 0, problem)
+        if how == "replaced":
+            other = file.with_suffix(".part")
+            save_file({"b": torch.zeros(640, 640)}, other)
+            other.replace(file)  # as downloads do
+        elif how == "written":
+            with file.open("r+b") as stream:
+                stream.seek(-100, os.SEEK_END)
+                stream.write(b"\1" * 100)
+        else:
+            os.truncate(file, file.stat().st_size // 2)
+        said = "truncated" if how == "truncated" else "replaced or written to"
+        with pytest.raises(WeightsError, match=f"{file}: {said} after its header was read"):
+            load_experts(checkpoint, None, 0, problem)
         file.unlink()
         with pytest.raises(WeightsError, match=f"{file}: cannot be opened"):
-            checkpoint.read("b")
+            load_experts(checkpoint, None, 0, problem)

@@ -86,8 +86,8 @@ def test_one_tensor_for_all_experts(model_type: str, prefix: str, tmp_path: Path
     files.save(tmp_path, tensors, dict(model_type="wrapper", text_config=text), shards=2)
     check(tmp_path, back13[:, :I], back13[:, I:], back2)
     found = detect(tmp_path)
-    assert found.scheme == "none"
-    assert found.apply_router_weight_on_input == (model_type == "llama4_text")
+    assert found.groups[0].scheme == "none"
+    assert found.groups[0].problem.apply_router_weight_on_input == (model_type == "llama4_text")
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -106,7 +106,7 @@ def test_fused_fp8_blocks(said: bool, transposed: bool, tmp_path: Path) -> None:
     files.save(
         tmp_path, tensors, config("qwen3_vl_moe_text", quantization_config=quantization), shards=2
     )
-    assert detect(tmp_path).format.group == (64, 64)
+    assert detect(tmp_path).groups[0].formats[0].group == (64, 64)
     gate_up, down = values
     check(tmp_path, gate_up[:, :I], gate_up[:, I:], down, dequantize=True)
 
@@ -126,7 +126,7 @@ def test_modelopt_llama4(tmp_path: Path) -> None:
         }
     quantization = dict(quant_method="modelopt", quant_algo="FP8")
     files.save(tmp_path, tensors, config("llama4_text", quantization_config=quantization))
-    assert detect(tmp_path).scheme == "fp8_tensor_static"
+    assert detect(tmp_path).groups[0].scheme == "fp8_tensor_static"
     gate_up = back["gate_up_proj"]
     check(tmp_path, gate_up[:, :I], gate_up[:, I:], back["down_proj"])
     problem = problem_from_config(tmp_path, device="cpu")
@@ -207,7 +207,7 @@ def test_gpt_oss_as_transformers_reads_it(gpt_oss: tuple[Path, dict[str, Tensor]
 def test_modelopt_fp4(tmp_path: Path, algorithm: str, scheme: str | None) -> None:
     config = dict(quant_method="modelopt", quant_algo=algorithm)
     path = files.write(tmp_path, files.nvfp4(modelopt=True), config, E=2, H=64, I=64).path
-    assert detect(path).scheme == scheme
+    assert detect(path).groups[0].scheme == scheme
     if scheme is None:
         with pytest.raises(
             WeightsError, match="no scheme for them with W4A8_NVFP4_FP8 activations"
@@ -239,18 +239,6 @@ def test_fp4_of_a_matrix_of_zeros(tmp_path: Path) -> None:
         load_experts(tmp_path, None, 0, quantized)
 
 
-def test_other_schemes_must_fit_what_is_stored(tmp_path: Path) -> None:
-    config = dict(quant_method="modelopt", quant_algo="NVFP4")
-    path = files.write(tmp_path, files.nvfp4(modelopt=True), config, E=2, H=64, I=64).path
-    problem = problem_from_config(path, dequantize=True, device="cpu")
-    with pytest.raises(WeightsError, match="use quant='nvfp4' or quant='none' and dequantize=True"):
-        load_experts(path, None, 0, problem)
-    with pytest.raises(WeightsError, match="the scheme has float8_e8m0fnu scales"):
-        load_experts(path, None, 0, problem.replace(quant="mxfp4_w4a16"))
-    with pytest.raises(WeightsError, match="dequantize=True needs a problem with quant='none'"):
-        load_experts(path, None, 0, problem.replace(quant="fp8_block"), dequantize=True)
-
-
 def test_experts_without_a_gate(tmp_path: Path) -> None:
     """Nemotron-H: up and down, relu squared."""
     ups, downs, tensors = [], [], {}
@@ -266,7 +254,7 @@ def test_experts_without_a_gate(tmp_path: Path) -> None:
         config("nemotron_h") | dict(hidden_act=None, mlp_hidden_act="relu2", num_hidden_layers=2),
     )
     found = detect(tmp_path)
-    assert (found.activation.name, found.layers) == ("relu2", (1,))
+    assert (found.groups[0].problem.activation.name, found.layers) == ("relu2", (1,))
     parallel = ParallelConfig(tp_size=2, tp_rank=1)
     problem = problem_from_config(tmp_path, parallel=parallel, device="cpu")
     weights = load_experts(tmp_path, None, 1, problem)
@@ -312,12 +300,6 @@ def test_layers_one_after_the_other(plain: files.Layer) -> None:
         assert [layer for layer, _ in kept] == [0, 1, 2]
         assert torch.equal(kept[2][1].w2.float(), plain.down)
         assert not torch.equal(kept[0][1].w2, kept[2][1].w2)
-        for (_, weights), (_, again) in zip(
-            kept, load_layers(checkpoint, "qwen3_moe", range(3), problem, reuse=True), strict=True
-        ):
-            assert torch.equal(again.w13, weights.w13) and torch.equal(again.w2, weights.w2)
-            memory = again.w2.data_ptr()
-        assert memory != kept[2][1].w2.data_ptr()
 
 
 def test_a_checkpoint_of_two_models(tmp_path: Path) -> None:
@@ -352,75 +334,39 @@ def test_custom_names(tmp_path: Path) -> None:
         detect(tmp_path)
 
 
+# What model types call the sizes of a tiny model; each takes what it knows.
 SMALL: dict[str, Any] = dict(
-    vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-    num_attention_heads=2, num_key_value_heads=2, head_dim=16, num_experts_per_tok=2,
-    max_position_embeddings=64, pad_token_id=0,
+    vocab_size=32, hidden_size=32, intermediate_size=16, num_hidden_layers=2,
+    num_attention_heads=2, num_key_value_heads=2, head_dim=16, max_position_embeddings=64,
+    num_experts_per_tok=2, moe_topk=2, moe_k=2, num_experts=4, num_local_experts=4,
+    n_routed_experts=4, moe_num_experts=4, moe_intermediate_size=16, n_shared_experts=1,
+    shared_expert_intermediate_size=16, shared_intermediate_size=16, first_k_dense_replace=1,
+    num_dense_layers=1, n_group=1, topk_group=1, q_lora_rank=16, kv_lora_rank=16, rotary_dim=8,
+    qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16, topk_method="greedy", pad_token_id=0,
+    layer_types=["full_attention"] * 2,
 )  # fmt: skip
-_MLA = dict(
-    q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16,
-    n_shared_experts=1,
-)  # fmt: skip
-_ROUTED = dict(
-    n_routed_experts=4, moe_intermediate_size=16, first_k_dense_replace=1, n_group=1, topk_group=1
-)
-_QWEN = dict(num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=16)
-_FULL = dict(layer_types=["full_attention"] * 2)
-MODELS: dict[str, dict[str, Any]] = {
-    "mixtral": dict(num_local_experts=4),
-    "minimax_m2": dict(num_local_experts=4, rotary_dim=8),
-    "phimoe": dict(num_local_experts=4),
-    "qwen2_moe": _QWEN,
-    "qwen3_moe": _QWEN,
-    "qwen3_next": _QWEN,
-    "deepseek_v2": dict(topk_method="greedy", **_ROUTED, **_MLA),
-    "deepseek_v3": _ROUTED | _MLA,
-    "glm4_moe": _ROUTED,
-    "olmoe": dict(num_experts=4),
-    "flex_olmo": dict(num_experts=4),
-    "dots1": dict(n_shared_experts=1, **_ROUTED),
-    "ernie4_5_moe": dict(moe_num_experts=4, moe_intermediate_size=16, moe_k=2),
-    "hunyuan_v1_moe": dict(num_experts=4, moe_topk=2),
-    "granitemoe": dict(num_local_experts=4),
-    "granitemoeshared": dict(num_local_experts=4, shared_intermediate_size=16),
-    "granitemoehybrid": dict(
-        num_local_experts=4,
-        shared_intermediate_size=16,
-        mamba_n_heads=2,
-        layer_types=["attention", "mamba"],
-    ),
-    "exaone_moe": dict(num_experts=4, moe_intermediate_size=16, **_FULL),
-    "lfm2_moe": dict(num_experts=4, moe_intermediate_size=16, num_dense_layers=1, **_FULL),
-    "afmoe": dict(num_experts=4, moe_intermediate_size=16, num_dense_layers=1, **_FULL),
-    "cohere2_moe": dict(num_experts=4, **_FULL),
-    "glm4_moe_lite": _ROUTED | _MLA,
-    "glm_moe_dsa": _ROUTED | _MLA,
-    "solar_open": _ROUTED,
-    "mellum": _QWEN,
-    "axk1": _ROUTED,
-    "axk2": _ROUTED,
-    "hy_v3": _QWEN,
-    "mimo_v2_flash": _ROUTED,
-    "sarvam_moe": _ROUTED,
-    "sarvam_mla": _ROUTED,
-    "gpt_oss": dict(num_local_experts=4),
-    "llama4_text": dict(num_local_experts=4, intermediate_size_mlp=48, num_experts_per_tok=1),
+OTHERS: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": dict(mamba_n_heads=2, layer_types=["attention", "mamba"]),
+    "llama4_text": dict(num_experts_per_tok=1, intermediate_size_mlp=16),
 }
+# Parts of multimodal models, and models whose layers are of several kinds.
+NOT_ALONE = {
+    "qwen3_omni_moe_text", "glm4v_moe_text", "qwen3_vl_moe_text", "jamba", "nemotron_h",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("model_type", sorted(NAMES.keys() - NOT_ALONE))
 def test_saved_by_transformers(model_type: str, tmp_path: Path) -> None:
     """transformers has the same names: the loaded weights are the module's."""
     transformers = pytest.importorskip("transformers")
     if model_type not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} does not know {model_type}")
-    said = transformers.AutoConfig.for_model(model_type, **{**SMALL, **MODELS[model_type]})
+    said = transformers.AutoConfig.for_model(model_type, **SMALL | OTHERS.get(model_type, {}))
     model = transformers.AutoModelForCausalLM.from_config(said, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path)
-    found = detect(tmp_path)
     problem = problem_from_config(tmp_path, device="cpu")
     weights = load_experts(tmp_path, None, 1, problem)
-    assert found.groups[0].num_experts == 4 and found.dtype == torch.bfloat16
+    assert problem.num_experts == 4 and problem.dtype == torch.bfloat16
     canonical = weights.canonical(problem)
     for name, loaded in (("gate_up_proj", canonical.w13), ("down_proj", canonical.w2)):
         (p,) = (

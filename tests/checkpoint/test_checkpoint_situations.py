@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import checkpoint_files as files
 import pytest
 import torch
+from checkpoint_cases import ct
 from torch import Tensor
 
 import moekit
@@ -26,14 +27,12 @@ from moekit.checkpoint import (
 from moekit.cli.main import main
 from moekit.errors import WeightsError
 
-save_file = pytest.importorskip("safetensors.torch").save_file
+pytest.importorskip("safetensors")
 
 H, I, E, K = 256, 128, 4, 2
 SIZES = {"gate_proj": (I, H), "up_proj": (I, H), "down_proj": (H, I)}
 STEM = "model.layers.0.mlp.experts"
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 Tensors = dict[str, Tensor]
-Make = Callable[[Tensor, str], tuple[Tensors, Tensor]]
 
 
 def config(model_type: str = "qwen3_moe", **more: Any) -> dict[str, Any]:
@@ -46,86 +45,39 @@ def config(model_type: str = "qwen3_moe", **more: Any) -> dict[str, Any]:
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], conf: dict[str, Any]) -> Path:
-    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(conf))
+    files.save(folder, tensors, conf)
     return folder
 
 
-def experts(make: Make, stem: str = STEM) -> tuple[Tensors, dict[str, Tensor]]:
+def experts(packer: files.Packer, stem: str = STEM) -> tuple[Tensors, Tensors]:
     """Return the tensors of one layer, and what each matrix (E, N, K) stands for."""
     tensors, values = {}, {}
     for name, (n, k) in SIZES.items():
-        made = [make(torch.randn(n, k) / k**0.5, name) for _ in range(E)]
+        made = [packer(files.matrix(n, k)) for _ in range(E)]
         for expert, (stored, _) in enumerate(made):
             tensors |= {f"{stem}.{expert}.{name}.{s}": t for s, t in stored.items()}
         values[name] = torch.stack([value for _, value in made])
     return tensors, values
 
 
-def bf16(w: Tensor, name: str) -> tuple[Tensors, Tensor]:
-    return {"weight": w.bfloat16()}, w.bfloat16().float()
-
-
-def fused(stem: str) -> tuple[Tensors, dict[str, Tensor]]:
-    _, values = experts(bf16)
+def fused(stem: str) -> tuple[Tensors, Tensors]:
+    _, values = experts(files.bf16)
     both = torch.cat([values["gate_proj"], values["up_proj"]], 1).bfloat16()
     down = values["down_proj"].bfloat16()
     return {f"{stem}.gate_up_proj": both, f"{stem}.down_proj": down}, values
 
 
-def words(q: Tensor, bits: int, dim: int) -> Tensor:
-    """Pack values of ``bits`` along dim into int32, the first in the lowest bits."""
-    n = 32 // bits
-    q = torch.unflatten(q.long().movedim(dim, -1), -1, (-1, n))
-    return (q << (bits * torch.arange(n))).sum(-1).int().movedim(-1, dim)
-
-
-def gptq(bits: int = 4, zero: int | None = None, offset: int = 1, signed: bool = False) -> Make:
-    """Return a maker of GPTQ tensors in groups of 32: (q - zero) * scale."""
-    half = 2 ** (bits - 1)
-    middle = half if zero is None else zero
-
-    def make(w: Tensor, name: str) -> tuple[Tensors, Tensor]:
-        groups = torch.unflatten(w, 1, (-1, 32))
-        scale = groups.abs().amax(2) / (half if bits == 4 else half - 1)
-        if signed:  # the value of largest magnitude becomes the most negative integer
-            at = groups.abs().argmax(2, keepdim=True)
-            scale = -groups.gather(2, at)[..., 0] / half
-        scale = scale.half().float()
-        q = ((groups / scale[..., None]).round() + middle).clamp(0, 2 * half - 1)
-        value = ((q - middle) * scale[..., None]).flatten(1)
-        zeros = torch.full((scale.shape[1], len(w)), (middle - offset) % (2 * half))
-        return {
-            "qweight": words(q.flatten(1).T, bits, 0),
-            "qzeros": words(zeros, bits, 1),
-            "scales": scale.T.half(),
-        }, value
-
-    return make
-
-
-def silu(gate: Tensor, up: Tensor) -> Tensor:
-    return torch.nn.functional.silu(gate) * up
-
-
-def error(
-    path: Path, values: dict[str, Tensor], act: Callable[..., Tensor] = silu, **how: Any
-) -> float:
-    """Return the relative error of moekit's output against fp64."""
-    dequantize, names = how.get("dequantize", False), how.get("names")
+def check(path: Path, values: Tensors, **how: Any) -> MoEProblem:
+    """Check that exactly these values are loaded; return their problem."""
     problem = problem_from_config(path, device="cpu", **how)
-    x = torch.randn(6, problem.hidden_size).bfloat16()
-    routing = moekit.route(torch.randn(6, E), K, renormalize=True)
-    kernel = moekit.compose(problem)
-    weights = load_experts(path, names, how.get("layer", 0), problem, dequantize=dequantize)
-    out = kernel(x, kernel.pack(weights), routing).double()
-    gate, up, down = (values[name].double() for name in SIZES)
-    want = torch.zeros_like(out)
-    for t, e in [(t, e) for t in range(6) for e in range(K)]:
-        expert = routing.topk_ids[t, e]
-        h = act(gate[expert] @ x[t].double(), up[expert] @ x[t].double())
-        want[t] += routing.topk_weights[t, e].double() * (down[expert] @ h)
-    return float((out - want).norm() / want.norm())
+    dequantize, layer = how.get("dequantize", False), how.get("layer", 0)
+    weights = load_experts(path, how.get("names"), layer, problem, dequantize=dequantize)
+    got = weights.canonical(problem)
+    if problem.quant.weight is not None:
+        got = got.dequantize(problem.quant)
+    gate, up, down = (values[name].to(got.w2.dtype) for name in SIZES)
+    assert torch.equal(got.w13, torch.cat([gate, up], 1)) and torch.equal(got.w2, down)
+    return problem
 
 
 # -- the right set of tensors ------------------------------------------------------------------
@@ -136,42 +88,42 @@ def test_draft_layers_do_not_count(draft_fused: bool, tmp_path: Path) -> None:
     main, values = fused("model.language_model.layers.0.mlp.experts")
     more, _ = fused("model.language_model.layers.1.mlp.experts")
     draft = "mtp.layers.0.mlp.experts"
-    other, _ = fused(draft) if draft_fused else experts(bf16, draft)
+    other, _ = fused(draft) if draft_fused else experts(files.bf16, draft)
     model = dict(model_type="qwen3_5_moe", text_config=config("qwen3_5_moe_text"))
     path = write(tmp_path, main | more | other, model)
     assert detect(path).layers == (0, 1)
-    assert error(path, values) < 1e-2
+    check(path, values)
     names = NAMES["qwen3_5_moe_text"].under("model.language_model.")
-    assert error(path, values, names=names) < 1e-2
+    check(path, values, names=names)
 
 
 def test_the_advice_for_two_models_works(tmp_path: Path) -> None:
     one, _ = fused("left.layers.0.mlp.experts")
-    two, values = experts(bf16, "right.layers.0.mlp.experts")
+    two, values = experts(files.bf16, "right.layers.0.mlp.experts")
     path = write(tmp_path, one | two, config())
     with pytest.raises(WeightsError, match="several sets .*: left.*, right.*names=") as said:
         detect(path)
     advised = eval(str(said.value).partition("names=")[2])  # noqa: S307
     assert isinstance(advised, ExpertNames) and detect(path, advised).names == advised
     names = NAMES["qwen3_moe"].under("right.")
-    assert error(path, values, names=names) < 1e-2
+    check(path, values, names=names)
 
 
 def test_one_model_in_two_spellings_is_ambiguous(tmp_path: Path) -> None:
-    path = write(tmp_path, experts(bf16)[0] | fused(STEM)[0], config())
+    path = write(tmp_path, experts(files.bf16)[0] | fused(STEM)[0], config())
     with pytest.raises(WeightsError, match="layer 0 has several sets of experts"):
         detect(path)
 
 
 def test_layers_behind_the_decoders_are_no_layers_of_it(tmp_path: Path) -> None:
-    tensors = experts(bf16)[0] | experts(bf16, "model.layers.2.mlp.experts")[0]
+    tensors = experts(files.bf16)[0] | experts(files.bf16, "model.layers.2.mlp.experts")[0]
     assert detect(write(tmp_path, tensors, config())).layers == (0,)
 
 
 def test_a_routers_tensor_among_the_experts(tmp_path: Path) -> None:
-    tensors, values = experts(bf16)
+    tensors, values = experts(files.bf16)
     tensors[f"{STEM}.e_score_correction_bias"] = torch.zeros(E)
-    assert error(write(tmp_path, tensors, config()), values) < 1e-2
+    check(write(tmp_path, tensors, config()), values)
 
 
 # -- every field that changes numbers ----------------------------------------------------------
@@ -182,14 +134,9 @@ def test_a_routers_tensor_among_the_experts(tmp_path: Path) -> None:
     [("auto_round:auto_gptq", 1), ("auto_round", 0), ("auto_round:gptqmodel", 0)],
 )
 def test_zero_points_of_autoround(packing: str, offset: int, tmp_path: Path) -> None:
-    tensors, values = experts(gptq(zero=5, offset=offset))
+    tensors, values = experts(files.gptq(32, zero_points=True, v2=not offset))
     said = dict(quant_method="auto-round", bits=4, group_size=32, sym=False, packing_format=packing)
-    assert error(write(tmp_path, tensors, config(quantization_config=said)), values) < 1e-2
-
-
-def swigluoai(gate: Tensor, up: Tensor) -> Tensor:
-    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    check(write(tmp_path, tensors, config(quantization_config=said)), values)
 
 
 def test_swigluoai_of_any_model(tmp_path: Path) -> None:
@@ -197,7 +144,8 @@ def test_swigluoai_of_any_model(tmp_path: Path) -> None:
     stem = "model.layers.{layer}.mlp.experts"
     names = ExpertNames(gate_up=f"{stem}.gate_up_proj", down=f"{stem}.down_proj")
     said = config("minimax_m3_vl_text", swiglu_alpha=1.702, swiglu_limit=7.0)
-    assert error(write(tmp_path, tensors, said), values, swigluoai, names=names) < 1e-2
+    problem = check(write(tmp_path, tensors, said), values, names=names)
+    assert problem.activation == moekit.Activation("swigluoai", alpha=1.702, limit=7.0)
 
 
 @pytest.mark.parametrize(
@@ -208,13 +156,14 @@ def test_swigluoai_of_any_model(tmp_path: Path) -> None:
         (dict(hidden_act=..., hidden_activation="gelu"), moekit.Activation("gelu")),
         (dict(mlp_hidden_act="relu2"), moekit.Activation("relu2")),
         (dict(mlp_gate_softcap=0.0), moekit.Activation("silu")),
+        (dict(experts_per_token=K), moekit.Activation("silu")),  # gpt-oss has both spellings
     ],
 )  # fmt: skip
 def test_activations_by_their_fields(
     fields: dict[str, Any], activation: moekit.Activation, tmp_path: Path
 ) -> None:
-    path = write(tmp_path, experts(bf16)[0], config(**fields))
-    assert detect(path).activation == activation
+    path = write(tmp_path, experts(files.bf16)[0], config(**fields))
+    assert detect(path).groups[0].problem.activation == activation
 
 
 @pytest.mark.parametrize(
@@ -222,7 +171,9 @@ def test_activations_by_their_fields(
     [
         (dict(mlp_gate_softcap=4.0), "mlp_gate_softcap=4.0.*pass activation=", "activation"),
         (dict(swiglu_beta=1.5), "swiglu_beta=1.5.*pass activation=", "activation"),
+        (dict(hidden_act="snake"), "activation 'snake', but moekit maps only silu", "activation"),
         (dict(expert_act_fn="relu"), "expert_act_fn='relu'.*pass activation=", "activation"),
+        (dict(expert_group_act="x"), "expert_group_act='x'.*pass activation=", "activation"),
         (dict(hidden_act="gelu", swiglu_limit=7.0), "'gelu' with .*swiglu_limit=7", "activation"),
         (dict(swiglu_alpha=1.5), "swiglu_alpha=1.5 and swiglu_limit=None", "activation"),
         (
@@ -236,7 +187,7 @@ def test_fields_that_are_not_understood(
     fields: dict[str, Any], said: str, given: str, tmp_path: Path
 ) -> None:
     """They are refused by name, with what to pass, and passing it works."""
-    path = write(tmp_path, experts(bf16)[0], config(**fields))
+    path = write(tmp_path, experts(files.bf16)[0], config(**fields))
     with pytest.raises(WeightsError, match=said):
         detect(path)
     value = {"activation": "gelu", "intermediate_size": I}[given]
@@ -245,7 +196,7 @@ def test_fields_that_are_not_understood(
 
 
 def test_limits_by_layer(tmp_path: Path) -> None:
-    tensors = experts(bf16)[0] | experts(bf16, "model.layers.1.mlp.experts")[0]
+    tensors = experts(files.bf16)[0] | experts(files.bf16, "model.layers.1.mlp.experts")[0]
     path = write(tmp_path, tensors, config(swiglu_limits=[0.0, 7.0]))
     with pytest.raises(WeightsError, match=r"pass layer=.*layers 0: .*silu; layers 1: .*limit 7"):
         problem_from_config(path, device="cpu")
@@ -266,15 +217,6 @@ def test_a_latent_size(tmp_path: Path) -> None:
     assert torch.equal(load_experts(path, None, 1, problem).w13, up)
 
 
-def nvfp4(w: Tensor, name: str) -> tuple[Tensors, Tensor]:
-    n, k = w.shape
-    q = torch.randint(0, 16, (n, k))
-    scale = (torch.rand(n, k // 16) * 200 + 20).to(torch.float8_e4m3fn)
-    value = E2M1[q] * scale.float().repeat_interleave(16, 1) * 1e-4
-    pairs = (q[:, 0::2] | (q[:, 1::2] << 4)).to(torch.uint8)
-    return {"weight": pairs, "weight_scale": scale, "weight_scale_2": torch.tensor(1e-4)}, value
-
-
 @pytest.mark.parametrize(
     ("inputs", "scheme"), [(None, "nvfp4_w4a16"), ({"num_bits": 4, "type": "float"}, "nvfp4")]
 )
@@ -284,8 +226,8 @@ def test_modelopts_config_groups_say_what_activations_are(
     weights = dict(num_bits=4, type="float", group_size=16, dynamic=False)
     group = dict(targets=["Linear"], weights=weights, input_activations=inputs)
     said = dict(quant_method="modelopt", quant_algo="NVFP4", config_groups={"group_0": group})
-    path = write(tmp_path, experts(nvfp4)[0], config(quantization_config=said))
-    assert detect(path).scheme == scheme
+    path = write(tmp_path, experts(files.nvfp4(modelopt=True))[0], config(quantization_config=said))
+    assert detect(path).groups[0].scheme == scheme
 
 
 @pytest.mark.parametrize("entry", ["model.layers.0", "model.layers.0.", "mlp.experts"])
@@ -302,6 +244,16 @@ def test_awqs_entries_are_parts_of_names(entry: str) -> None:
     [
         (dict(quant_method="gptq", bits=4, group_size=32, rotation="hadamard"), "rotation is 'had"),
         (dict(quant_method="gptq", bits=4, pack_dtype="int8"), "pack_dtype is 'int8'"),
+        (dict(quant_method="bitsandbytes"), "the quant_method 'bitsandbytes', expected .* or fp8"),
+        (dict(quant_method="gptq", bits=3, group_size=32), "bits is 3, expected 4 or 8"),
+        (dict(quant_method="fp8", weight_block_size=128), "weight_block_size"),
+        (ct(99), r"config\.config_groups\.group_0\.weights\.num_bits=99: it must be an integer"),
+        (
+            dict(quant_method="compressed-tensors", config_groups={"g": {"targets": ["a", 5]}}),
+            r"config\.config_groups\.g\.targets\.1=5: it must be a text",
+        ),
+        (ct(3), "weights of 3 bits of type 'int'"),
+        (dict(quant_method="modelopt", quant_algo="W4A8_AWQ"), "'W4A8_AWQ', expected FP8 or"),
         (dict(quant_method="fp8", fmt="e5m2"), "fmt is 'e5m2', expected 'e4m3'"),
         (dict(quant_method="auto-round", bits=4, data_type="mx_fp"), "data_type is 'mx_fp'"),
         (dict(quant_method="auto-round", bits=4, act_bits=8), "act_bits is 8"),
@@ -356,19 +308,16 @@ def test_every_config_class_of_transformers_is_decided() -> None:
 
 
 def test_fp4_experts_under_a_config_of_fp8(tmp_path: Path) -> None:
-    def make(w: Tensor, name: str) -> tuple[Tensors, Tensor]:
-        n, k = w.shape
-        q, byte = torch.randint(0, 16, (n, k)), torch.randint(115, 122, (n, k // 32))
-        pairs = (q[:, 0::2] | (q[:, 1::2] << 4)).to(torch.uint8).view(torch.int8)
-        scale = byte.to(torch.uint8).view(torch.float8_e8m0fnu)
-        value = E2M1[q] * torch.exp2(byte.float() - 127).repeat_interleave(32, 1)
-        return {"weight": pairs, "scale": scale}, value
+    def make(matrix: Tensor) -> files.Packed:
+        stored, meant = files.mxfp4(("weight", "scale"))(matrix)
+        dtypes = {"weight": torch.int8, "scale": torch.float8_e8m0fnu}
+        return {name: t.view(dtypes[name]) for name, t in stored.items()}, meant
 
     tensors, values = experts(make)
     fp8 = dict(quant_method="fp8", fmt="e4m3", scale_fmt="ue8m0", weight_block_size=[128, 128])
     path = write(tmp_path, tensors, config(expert_dtype="fp4", quantization_config=fp8))
-    assert error(path, values, dequantize=True) < 1e-2
-    assert error(path, values, quant="mxfp4_w4a16") < 1e-2
+    check(path, values, dequantize=True)
+    check(path, values, quant="mxfp4_w4a16")
 
 
 def static_fp8(scale: Callable[[int], float | None]) -> Tensors:
@@ -399,32 +348,43 @@ def test_all_ranks_say_the_same_of_a_missing_input_scale(tmp_path: Path) -> None
     assert said[0] == said[1]
 
 
-@pytest.mark.parametrize("other", ["down_proj", "expert"])
+@pytest.mark.parametrize("other", ["down_proj", "expert", "plain"])
 def test_bits_that_differ(other: str, tmp_path: Path) -> None:
-    four, eight, count = gptq(), gptq(bits=8), iter(range(100))
+    count = iter(range(100))
 
-    def make(w: Tensor, name: str) -> tuple[Tensors, Tensor]:
-        wide = name == "down_proj" if other == "down_proj" else next(count) % E == 3
-        return (eight if wide else four)(w, name)
+    def make(matrix: Tensor) -> files.Packed:
+        odd = (
+            next(count) % E == 3
+            if other == "expert"
+            else len(matrix) == (I if other == "plain" else H)
+        )
+        eight = files.bf16 if other == "plain" else files.gptq_int8
+        return (eight if odd else files.gptq(32))(matrix)
 
     tensors, values = experts(make)
     said = dict(quant_method="gptq", bits=4, group_size=32, sym=True, desc_act=False)
     path = write(tmp_path, tensors, config(quantization_config=said))
-    assert error(path, values, dequantize=True) < 1e-2
-    with pytest.raises(WeightsError, match=r"int4, .*gate_proj.* and GPTQ \(int8, .*dequantize"):
+    check(path, values, dequantize=True)
+    with pytest.raises(
+        WeightsError, match=r"GPTQ \(int4, .*_proj.* and (GPTQ \(int8, |unquant).*dequantize"
+    ):
         problem_from_config(path, device="cpu")
+    problem = problem_from_config(path, quant="none", device="cpu")
+    with pytest.raises(WeightsError, match="several formats; use quant='none' and dequantize=True"):
+        load_experts(path, None, 0, problem)
 
 
 def test_layers_of_two_schemes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plain, values = experts(bf16)
-    four, others = experts(gptq(), "model.layers.1.mlp.experts")
+    plain, values = experts(files.bf16)
+    four, others = experts(files.gptq(32), "model.layers.1.mlp.experts")
     said = dict(quant_method="gptq", bits=4, group_size=32, sym=True)
     path = write(tmp_path, plain | four, config(quantization_config=said))
     found = detect(path)
     assert [group.scheme for group in found.groups] == ["none", "int4_w4a16_g32"]
     assert "layers 0: unquantized" in repr(found) and "layers 1: GPTQ (int4" in str(found)
-    assert error(path, values, layer=0) < 1e-2 and error(path, others, layer=1) < 1e-2
-    assert error(path, values, dequantize=True) < 1e-2
+    check(path, values, layer=0)
+    check(path, others, layer=1)
+    check(path, values, dequantize=True)
     with pytest.raises(WeightsError, match="layers differ, .* pass layer="):
         problem_from_config(path, device="cpu")
     assert main(["explain", "--model", str(path), "--device", "cpu"]) == 0
@@ -437,32 +397,29 @@ def test_layers_of_two_schemes(tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("dequantize", [False, True])
 @pytest.mark.parametrize("method", ["gptq", "auto-round"])
 def test_scales_of_any_sign(method: str, dequantize: bool, tmp_path: Path) -> None:
-    tensors, values = experts(gptq(signed=True))
+    def make(matrix: Tensor) -> files.Packed:
+        stored, meant = files.gptq(32)(matrix)
+        return stored | {"scales": -stored["scales"]}, -meant
+
+    tensors, values = experts(make)
     said = dict(quant_method=method, bits=4, group_size=32, sym=True)
     said["packing_format"] = "auto_round:auto_gptq"
     path = write(tmp_path, tensors, config(quantization_config=said))
-    assert error(path, values, dequantize=dequantize) < 1e-2
+    check(path, values, dequantize=dequantize)
 
 
 @pytest.mark.parametrize("dequantize", [False, True])
 def test_a_g_idx_of_minus_one(dequantize: bool, tmp_path: Path) -> None:
-    def make(w: Tensor, name: str) -> tuple[Tensors, Tensor]:
-        groups = torch.unflatten(w, 1, (-1, 32))
-        scale = (groups.abs().amax(2) / 7.5).bfloat16().float()
-        q = (groups / scale[..., None]).round().clamp(-8, 7)
-        return {
-            "weight_packed": words(q.flatten(1) + 8, 4, 1),
-            "weight_scale": scale.bfloat16(),
-            "weight_shape": torch.tensor(w.shape),
-            "weight_g_idx": torch.full((w.shape[1],), -1, dtype=torch.int32),
-        }, (q * scale[..., None]).flatten(1)
+    def make(matrix: Tensor) -> files.Packed:
+        stored, meant = files.pack_quantized(32)(matrix)
+        return stored | {"weight_g_idx": torch.full(matrix.shape[1:], -1).int()}, meant
 
     tensors, values = experts(make)
     weights = dict(num_bits=4, type="int", strategy="group", group_size=32, actorder="group")
     groups = {"group_0": dict(targets=["Linear"], weights=weights)}
     said = dict(quant_method="compressed-tensors", format="pack-quantized", config_groups=groups)
     path = write(tmp_path, tensors, config(quantization_config=said))
-    assert error(path, values, dequantize=dequantize) < 1e-2
+    check(path, values, dequantize=dequantize)
 
 
 def test_a_scale_that_overflows(tmp_path: Path) -> None:
@@ -478,7 +435,7 @@ def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def refuse(*args: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
-    path = write(tmp_path, experts(bf16)[0], config())
+    path = write(tmp_path, experts(files.bf16)[0], config())
     monkeypatch.setattr(Path, "glob", refuse)
     with pytest.raises(WeightsError, match="cannot be read .Permission denied.*may read"):
         detect(path)
@@ -488,7 +445,7 @@ def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_layer_as_its_checkpoint_describes_it(tmp_path: Path) -> None:
-    tensors, values = experts(bf16)
+    tensors, values = experts(files.bf16)
     tensors["model.layers.0.mlp.gate.e_score_correction_bias"] = torch.linspace(0, 1, E)
     said = dict(norm_topk_prob=True, routed_scaling_factor=2.5, n_group=2, topk_group=1)
     path = write(tmp_path, tensors, config("deepseek_v3", **said))
@@ -505,7 +462,7 @@ def test_a_layer_as_its_checkpoint_describes_it(tmp_path: Path) -> None:
 
 
 def test_routing_that_is_not_known_is_asked_for(tmp_path: Path) -> None:
-    path = write(tmp_path, experts(bf16)[0], config("afmoe"))
+    path = write(tmp_path, experts(files.bf16)[0], config("afmoe"))
     with pytest.raises(WeightsError, match="'afmoe' routes is not known: pass it"):
         moekit.FusedMoE.from_checkpoint(path, 0, device="cpu")
     layer = moekit.FusedMoE.from_checkpoint(path, 0, renormalize=False, device="cpu")

@@ -34,7 +34,6 @@ OPTIONAL_IN_CORE = {
     "numpy": "checkpoints",
     "pytest": "testing",
     "safetensors": "hf",
-    "tqdm": "hf",
     "transformers": "hf",
 }
 

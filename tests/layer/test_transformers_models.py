@@ -112,13 +112,9 @@ def check_that_moekit_ran(model: Any, name: str) -> None:
         sizes = (problem.num_experts, problem.hidden_size, problem.intermediate_size)
         assert sizes == (hf.num_experts, hf.hidden_size, hf.intermediate_size)
         assert problem.top_k == hf.top_k
-        assert problem.activation.name == hf.activation.kind
-        assert (problem.activation.alpha, problem.activation.limit) == (
-            hf.activation.alpha,
-            hf.activation.limit,
-        )
-        assert problem.has_bias == (hf.names.down_bias is not None)
-        assert problem.apply_router_weight_on_input == hf.routing.weight_on_input
+        assert problem.activation == hf.activation
+        assert problem.has_bias == hf.has_bias
+        assert problem.apply_router_weight_on_input == hf.weight_on_input
 
 
 @every_device
@@ -171,17 +167,6 @@ def test_static_cache(load: Load, device: str) -> None:
     """transformers compiles the decoding step if there is an accelerator."""
     eager, moekit = (load("qwen3_moe", FP32, how, device) for how in ("eager", "moekit"))
     assert torch.equal(generated(moekit, cache_implementation="static"), generated(eager))
-
-
-def test_other_implementations_are_untouched(load: Load) -> None:
-    for name in ("gpt_oss", "llama4"):
-        model = load(name, FP32, "eager", "cpu")
-        want = logits(model)
-        for how in ("moekit", "eager"):
-            model.set_experts_implementation(how)
-            assert errors(logits(model), want).max() < 1e-4
-            assert bool(integration.kernels(model)) == (how == "moekit")
-            integration.repack(model)
 
 
 def test_example_generates_equal_tokens(capsys: pytest.CaptureFixture[str]) -> None:

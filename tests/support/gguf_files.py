@@ -70,25 +70,21 @@ def experts(
     I: int,
     layers: tuple[int, ...] = (0,),
     bias: bool = False,
-    layout: str = "stacked",
+    fused: bool = False,
 ) -> dict[str, tuple[np.ndarray, str]]:
-    """Return the tensors of layers of experts; types: of gate, up and down.
+    """Return the tensors of layers of experts.
 
-    layout: "stacked", "fused" (gate and up in one tensor), or "each" (a tensor for every expert).
+    types: of gate, up and down. fused: gate and up are in one tensor.
     """
     made: dict[str, tuple[np.ndarray, str]] = {}
     shapes = {"gate": (E, I, H), "up": (E, I, H), "down": (E, H, I)}
     for layer in layers:
         for (role, shape), kind in zip(shapes.items(), types, strict=True):
             data = blocks(rng, shape, kind)
-            if layout == "each":
-                for e in range(E):
-                    made[f"blk.{layer}.ffn_{role}.{e}.weight"] = data[e], kind
-            else:
-                made[f"blk.{layer}.ffn_{role}_exps.weight"] = data, kind
+            made[f"blk.{layer}.ffn_{role}_exps.weight"] = data, kind
             if bias:
                 made[f"blk.{layer}.ffn_{role}_exps.bias"] = blocks(rng, shape[:2], "F32"), "F32"
-        if layout == "fused":
+        if fused:
             halves = [made.pop(f"blk.{layer}.ffn_{role}_exps.weight") for role in ("gate", "up")]
             both = np.concatenate([data for data, _ in halves], axis=1)
             made[f"blk.{layer}.ffn_gate_up_exps.weight"] = both, halves[0][1]

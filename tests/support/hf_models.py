@@ -1,26 +1,27 @@
-"""Tiny MoE models of transformers with random weights, and a description of their files.
+"""Tiny MoE models of transformers with random weights.
 
     path = save(MIXTRAL, directory, torch.float32)      # the safetensors file
     model = load(directory)                             # transformers' own model, all eager
     logits_BSV, captures = forward(MIXTRAL, model, token_ids())
     logits_BSV = forward_with(MIXTRAL, model, token_ids(), my_layer)
 
-`HFModel` describes one model: tensor names, shapes and layout in the file, routing, activation.
-Importing this module does not import transformers. Shape suffixes: T K H I E as in moekit, B batch,
-S sequence (in weights: the shared experts' intermediate size), V vocabulary; T = B * S.
+Importing this module does not import transformers. Shape suffixes: T H as in moekit, B batch,
+S sequence, V vocabulary; T = B * S.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+from moekit import Activation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,52 +33,8 @@ RoutedFn = Callable[[int, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Names:
-    """Safetensors keys of one MoE layer, templates for `.format(layer=, expert=)`.
-
-    Either every expert has gate, up and down as in nn.Linear, (I, H), (I, H), (H, I); or gate_up
-    and down hold all experts and are transposed for x @ w, (E, H, 2I), (E, I, H).
-    """
-
-    down: str
-    router: str  # (E, H)
-    gate: str | None = None
-    up: str | None = None
-    gate_up: str | None = None
-    interleaved: bool = False  # True: gate_up[..., 0::2] is gate, False: gate_up[..., :I] is gate
-    gate_up_bias: str | None = None  # (E, 2I), interleaved as gate_up
-    down_bias: str | None = None  # (E, H), inside the router weight: weight * (h @ w + bias)
-    router_bias: str | None = None  # (E,), added to the logits
-    correction_bias: str | None = None  # (E,), for the choice of experts only; fp32 on disk, always
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoutingSpec:
-    """The steps from logits_TE to topk_ids_TK and topk_weights_TK, and the dtype of the logits."""
-
-    scoring: Literal["softmax", "sigmoid"]
-    topk_first: bool = False  # top-k of the logits, then score those K (softmax: over K alone)
-    renormalize: bool = False  # divide by the sum over K
-    num_groups: int = 1  # a group's score is the sum of its two best (score + correction bias)
-    topk_groups: int = 1
-    scaling_factor: float = 1.0  # after renormalizing
-    weight_on_input: bool = False  # weight * x goes into GEMM 1, the output is not weighted
-    logits_dtype: Literal["model", "float32"] = "model"  # of the router's GEMM
-
-
-@dataclass(frozen=True, kw_only=True)
-class ActivationSpec:
-    """silu: silu(gate) * up; swigluoai: g * sigmoid(alpha * g) * (u + 1), where
-    g = min(gate, limit) and u = clamp(up, -limit, limit)."""
-
-    kind: Literal["silu", "swigluoai"] = "silu"
-    alpha: float | None = None
-    limit: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class HFModel:
-    """One tiny model: how to build it, where its parts are in memory, and its file."""
+    """One tiny model: how to build it, where its parts are in memory, and facts of its experts."""
 
     name: str  # the config's model_type
     config: Mapping[str, Any] = field(hash=False)
@@ -86,37 +43,27 @@ class HFModel:
     top_k: int
     hidden_size: int
     intermediate_size: int  # of one routed expert
-    names: Names
-    routing: RoutingSpec
-    activation: ActivationSpec = ActivationSpec()
+    fused: bool = False  # its file has one tensor for all experts
+    has_bias: bool = False
+    weight_on_input: bool = False
+    activation: Activation = Activation("silu")
     gate_up_gain: float = 1.5  # std of gate and up at unit input
     block: str = "model.layers.{layer}.mlp"  # module path in memory; the next two are inside it
     router: str = "gate"
     shared: str | None = None
+    stored: str = "model.layers.{layer}.mlp"  # what the file calls the block
     returns_pair: bool = False  # the block's forward returns (out, something)
 
 
-def _names(block: str, **roles: str) -> Names:
-    """Return names under model.layers.N.<block>."""
-    prefix = "model.layers.{layer}." + block + "."
-    return Names(**{role: prefix + name for role, name in roles.items()})  # type: ignore[arg-type]
-
-
-_PER_EXPERT = {p: "experts.{expert}." + p + "_proj.weight" for p in ("gate", "up", "down")}
-_FUSED = dict(gate_up="experts.gate_up_proj", down="experts.down_proj", router="router.weight")
 # fmt: off
 MIXTRAL = HFModel(
     name="mixtral", top_k=2, hidden_size=64, intermediate_size=128,
+    stored="model.layers.{layer}.block_sparse_moe",
     config=dict(intermediate_size=128, num_local_experts=8),
-    names=_names("block_sparse_moe", router="gate.weight", gate="experts.{expert}.w1.weight",
-                 up="experts.{expert}.w3.weight", down="experts.{expert}.w2.weight"),
-    routing=RoutingSpec(scoring="softmax", renormalize=True),
 )
 QWEN3_MOE = HFModel(
     name="qwen3_moe", top_k=3, hidden_size=96, intermediate_size=64,
     config=dict(moe_intermediate_size=64, num_experts=8, norm_topk_prob=True, head_dim=16),
-    names=_names("mlp", router="gate.weight", **_PER_EXPERT),
-    routing=RoutingSpec(scoring="softmax", renormalize=True),
 )
 DEEPSEEK_V3 = HFModel(
     name="deepseek_v3", num_experts=16, top_k=4, hidden_size=96, intermediate_size=64,
@@ -127,33 +74,22 @@ DEEPSEEK_V3 = HFModel(
         routed_scaling_factor=2.5, norm_topk_prob=True, num_key_value_heads=4, kv_lora_rank=32,
         q_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16,
     ),
-    names=_names("mlp", router="gate.weight", **_PER_EXPERT,
-                 correction_bias="gate.e_score_correction_bias"),
-    routing=RoutingSpec(
-        scoring="sigmoid", renormalize=True, num_groups=4, topk_groups=2,
-        scaling_factor=2.5, logits_dtype="float32",
-    ),
 )
 GPT_OSS = HFModel(
     name="gpt_oss", top_k=4, hidden_size=96, intermediate_size=64, gate_up_gain=4.0,
-    router="router", returns_pair=True,
+    router="router", returns_pair=True, fused=True, has_bias=True,
+    activation=Activation("swigluoai", alpha=1.702, limit=7.0),
     config=dict(
         intermediate_size=64, num_local_experts=8, swiglu_alpha=1.702, swiglu_limit=7.0,
         head_dim=16, sliding_window=8, rope_parameters=dict(rope_type="default", rope_theta=1e5),
     ),
-    names=replace(_names("mlp", **_FUSED, gate_up_bias="experts.gate_up_proj_bias",
-                         down_bias="experts.down_proj_bias", router_bias="router.bias"),
-                  interleaved=True),
-    routing=RoutingSpec(scoring="softmax", topk_first=True),
-    activation=ActivationSpec(kind="swigluoai", alpha=1.702, limit=7.0),
 )
+_LLAMA4 = "model.layers.{layer}.feed_forward"
 LLAMA4 = HFModel(
     name="llama4_text", top_k=1, hidden_size=64, intermediate_size=128,
-    block="model.layers.{layer}.feed_forward", router="router",
-    shared="shared_expert", returns_pair=True,
+    block=_LLAMA4, stored=_LLAMA4, router="router", shared="shared_expert", returns_pair=True,
+    fused=True, weight_on_input=True,
     config=dict(intermediate_size=128, num_local_experts=8, intermediate_size_mlp=128, head_dim=16),
-    names=_names("feed_forward", **_FUSED),
-    routing=RoutingSpec(scoring="sigmoid", topk_first=True, weight_on_input=True),
 )
 # fmt: on
 MODELS = (MIXTRAL, QWEN3_MOE, DEEPSEEK_V3, GPT_OSS, LLAMA4)
@@ -176,7 +112,7 @@ def save(hf: HFModel, directory: Path, dtype: torch.dtype, seed: int = 0) -> Pat
         elif "bias" in name or tensor.ndim == 1:  # experts' (E, ...); attention's, sinks, router's
             tensor *= 2 if tensor.ndim == 2 else 0.3
         elif "embed_tokens" not in name:
-            fan_in = tensor.shape[-2 if tensor.ndim == 3 and hf.names.gate_up else -1]
+            fan_in = tensor.shape[-2 if tensor.ndim == 3 and hf.fused else -1]
             tensor *= (hf.gate_up_gain if name.endswith("gate_up_proj") else 1.5) / fan_in**0.5
     for name, owner in (*model.named_parameters(), *model.named_buffers()):
         if "e_score_correction_bias" not in name:
@@ -203,21 +139,11 @@ class Capture:
     """Inputs and outputs of one MoE block, in the dtypes of transformers."""
 
     x_TH: Tensor
-    topk_ids_TK: Tensor  # int64; the order over K is transformers'
     shared_TH: Tensor | None  # of the shared experts alone
     out_TH: Tensor  # of the block: routed + shared
 
 
 Captures = dict[int, Capture]
-
-
-def _chosen(hf: HFModel, output: Any) -> Tensor:
-    """Return topk_ids_TK of the router module's result."""
-    if not hf.routing.weight_on_input:
-        _, _, ids_TK = output
-        return ids_TK
-    _, logits_TE = output  # Llama 4
-    return logits_TE.topk(hf.top_k, dim=-1).indices
 
 
 @torch.no_grad()
@@ -232,16 +158,15 @@ def forward(hf: HFModel, model: PreTrainedModel, ids_BS: Tensor) -> tuple[Tensor
     with ExitStack() as hooks:
         for layer in hf.moe_layers:
             block = model.get_submodule(hf.block.format(layer=layer))
-            for part in filter(None, (".", hf.router, hf.shared)):
+            for part in filter(None, (".", hf.shared)):
                 module = block.get_submodule(part.strip("."))
                 hooks.enter_context(module.register_forward_hook(partial(hook, (layer, part))))
         logits_BSV = model(ids_BS, use_cache=False).logits
     captures: Captures = {}
     for layer in hf.moe_layers:
         x_TH, out_TH = (t.reshape(-1, hf.hidden_size) for t in seen[layer, "."][:2])
-        ids_TK = _chosen(hf, seen[layer, hf.router][1:])
         shared_TH = seen[layer, hf.shared][1].view_as(x_TH) if hf.shared else None
-        captures[layer] = Capture(x_TH, ids_TK, shared_TH, out_TH)
+        captures[layer] = Capture(x_TH, shared_TH, out_TH)
     return logits_BSV, captures
 
 

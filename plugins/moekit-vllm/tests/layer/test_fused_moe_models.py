@@ -55,8 +55,7 @@ def build(name: str, config: Any, parallel: ParallelConfig, redundant: int = 0) 
         parallel=parallel, reduce_results=False, num_redundant_experts=redundant
     )
     how = dict(device="cpu", params_dtype=torch.float32, parallelism=parallelism)
-    stem = hf.names.router.rpartition(hf.router)[0].rstrip(".")  # as in the checkpoint
-    paths = [stem.format(layer=layer) for layer in hf.moe_layers]
+    paths = [hf.stored.format(layer=layer) for layer in hf.moe_layers]
     number = next(_numbers)  # the prefix of each living layer must be another one
     make = lambda path: block(config, f"{number}.{path}", **how)  # noqa: E731
     return blocks.MoEModel(paths, make, names, redundant)
@@ -80,10 +79,9 @@ def test_the_same_logits_as_transformers(name: str, ranks: str, saved) -> None:
     mine = [build(name, model.config, parallel, redundant) for parallel in RANKS[ranks]]
     for rank in mine:
         load(rank, tensors(path))
-    stem = hf.names.router.rpartition(hf.router)[0].rstrip(".")
 
     def routed(layer: int, x: Tensor) -> Tensor:
-        of = [rank.get_submodule(stem.format(layer=layer)) for rank in mine]
+        of = [rank.get_submodule(hf.stored.format(layer=layer)) for rank in mine]
         return sum(b.routed(x) if block is blocks.DeepseekV2MoE else b(x) for b in of)
 
     with pytest.MonkeyPatch.context() as patch:  # the ranks' sums, in this process
@@ -94,7 +92,7 @@ def test_the_same_logits_as_transformers(name: str, ranks: str, saved) -> None:
     assert (without - want).norm() > 0.05 * want.norm()  # the routed experts matter
     if ranks == "whole" and name == "deepseek_v3":  # has shared experts
         for layer, seen in captures.items():
-            whole = mine[0].get_submodule(stem.format(layer=layer))(seen.x_TH)
+            whole = mine[0].get_submodule(hf.stored.format(layer=layer))(seen.x_TH)
             assert (whole - seen.out_TH).norm() < 1e-5 * seen.out_TH.norm()
 
 
