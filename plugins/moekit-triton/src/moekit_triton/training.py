@@ -1,0 +1,248 @@
+"""The backward of the `triton` experts: rows sorted by expert without padding; x and h are saved.
+
+    forward          h = W13 x + b13, saved; a = act(h); y = sum over k of p (W2 a + b2)
+    backward_input   q = W2' g; dh = act'(h) p q; the gradient of p is <q, a> + <g, b2>, from partial
+                     sums of each tile of q; the gradient of x is the sum over k of W13' dh
+    backward_weight  of W2: g (p a)'; of W13: dh x'; of the biases: p g and dh
+
+p is the router weight and g the gradient of the output row. Gathers of x and g are a part of the
+products. Nothing waits for the device: grids are upper bounds, and each sum has a fixed order.
+
+Shape suffixes beyond the contract's: A assignments (R * K), S those sorted by expert, W rows of w13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+from moekit_kernels.align import SortedAssignments, align, align_capacity, align_scratch
+from moekit_kernels.rows import weighted_sum
+from torch import Tensor
+
+from moekit.plugin import (
+    Dispatched,
+    ExpertWeights,
+    InputGradients,
+    MoEProblem,
+    PackedWeights,
+    TrainableExperts,
+    Wanted,
+)
+
+from .calls import Layer
+from .capabilities import shared_memory, tma_possible
+from .experts import TritonExperts
+from .kernels.derivatives import router_gradient, sum_rows
+from .kernels.tiles import GemmTile
+from .kernels.training_gemm import CompactRows, Epilogue, outer_gemm, rows_gemm
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles of a training step: of GEMM 1 and of q, which have epilogues, of GEMM 2, of the
+    gradient of x, and of the gradients of w13 and w2."""
+
+    up: GemmTile
+    pull: GemmTile
+    down: GemmTile
+    back: GemmTile
+    outer_13: GemmTile
+    outer_2: GemmTile
+
+
+def choose_tiles(problem: MoEProblem, assignments: int) -> Tiles:
+    """Choose the tiles for a number of assignments. The rule is not measured yet.
+
+    Tiles have 128 rows, and as few as 16 for fewer rows per expert.
+    """
+    p, H, I = problem, problem.hidden_size, problem.local_intermediate_size  # noqa: E741
+    half = p.dtype.itemsize == 2
+    per_expert = triton.cdiv(max(assignments, 1), p.num_local_experts)
+    block_m = min(128 if half else 64, max(16, triton.next_power_of_2(per_expert)))
+    room, tma = shared_memory(p), tma_possible(p)
+
+    def tile(m: int, n: int, k: int, most_n: int, two: bool = False) -> GemmTile:
+        """Make a tile of m rows for a product with n columns and the inner size k."""
+        block_n = min(most_n if half else 64, max(16, triton.next_power_of_2(n)))
+        block_k = min(64 if half else 32, max(16, triton.next_power_of_2(k)))
+        stage = (m + block_n * (1 + two)) * block_k * p.dtype.itemsize
+        stages = max(2, min(4, room // stage))
+        warps = 8 if m * block_n * (1 + two) >= 128 * 128 else 4
+        return GemmTile(m, block_n, block_k, num_warps=warps, num_stages=stages, tma=tma)
+
+    def outer(m: int, n: int) -> GemmTile:
+        block_m = min(128 if half else 64, max(16, triton.next_power_of_2(m)))
+        return replace(tile(block_m, n, per_expert, 256), tma=False)
+
+    return Tiles(
+        up=tile(block_m, I, H, 128, two=p.activation.gated),
+        pull=tile(block_m, I, H, 128),
+        down=tile(block_m, H, I, 256),
+        back=tile(block_m, H, p.w13_rows, 256),
+        outer_13=outer(p.w13_rows, H),
+        outer_2=outer(H, I),
+    )
+
+
+class TrainableTriton(TritonExperts, TrainableExperts):
+    """Unquantized weights of any strides, every activation, bias and clamp."""
+
+    def pack(self, weights: ExpertWeights) -> PackedWeights:
+        return PackedWeights(self.spec.name, weights.tensors())
+
+    def apply(
+        self, y: Tensor, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
+    ) -> None:
+        super().apply(y, tokens, _contiguous(weights), workspace)
+
+    def forward(self, y_RH: Tensor, tokens: Dispatched, weights: PackedWeights) -> list[Tensor]:
+        ids_RK, topk_weights = _ids_and_weights(tokens)
+        tiles, layer = choose_tiles(self.problem, ids_RK.numel()), self._layer
+        rows, places_A = self._sorted(ids_RK, tiles.up.block_m)
+        x, held, S = _unit(tokens.x), weights.experts, ids_RK.numel()
+        p = self.problem
+        h_SW = x.new_empty((S, p.w13_rows))
+        a_SI = x.new_empty((S, p.local_intermediate_size))
+        first = Epilogue("activation", layer.activation, h_SW, _row_major(held.get("w13_bias")))
+        rows_gemm(x, held["w13"].mT, a_SI, rows, tiles.up, gather=True, epilogue=first)
+        y_SH = x.new_empty((S, p.hidden_size))
+        early = topk_weights if layer.split_weights else None
+        second = Epilogue(
+            "store" if early is None else "early",
+            bias=_row_major(held.get("w2_bias")),
+            weights=early,
+        )
+        rows_gemm(a_SI, held["w2"].mT, y_SH, rows, tiles.down, epilogue=second)
+        _to_tokens(y_SH, topk_weights, ids_RK, y_RH, places_A, early is not None)
+        return [h_SW, rows.order_S, places_A, rows.ends_L, rows.blocks]
+
+    def backward_input(
+        self,
+        grad_RH: Tensor,
+        tokens: Dispatched,
+        weights: PackedWeights,
+        saved: list[Tensor],
+        wanted: Wanted,
+    ) -> InputGradients:
+        ids_RK, topk_weights = _ids_and_weights(tokens)
+        tiles, held, p = choose_tiles(self.problem, ids_RK.numel()), weights.experts, self.problem
+        h_SW, _, places_A, ends_L, _ = saved
+        rows, S = _rows(saved, tiles, ids_RK), ids_RK.numel()
+        inner, new = p.local_intermediate_size, h_SW.new_empty
+        parts = triton.cdiv(inner, tiles.pull.block_n)
+        dh_SW = torch.empty_like(h_SW) if wanted.x or wanted.weights else None
+        pa_SI = new((S, inner)) if "w2" in wanted.weights else None
+        partials = new((S, parts), dtype=torch.float32) if wanted.topk_weights else None
+        pull = Epilogue("pull", self._layer.activation, h_SW, None, topk_weights, dh_SW, partials)
+        rows_gemm(grad_RH, held["w2"], pa_SI, rows, tiles.pull, gather=True, epilogue=pull)
+        dp_RK = dx_RH = None
+        if partials is not None:
+            dp_RK = torch.empty_like(topk_weights)
+            bias = _row_major(held.get("w2_bias"))
+            of_bias = () if bias is None else (grad_RH, ids_RK.view(-1), bias)
+            router_gradient(partials, places_A, dp_RK.view(-1), *of_bias)
+        if wanted.x:
+            assert dh_SW is not None
+            dx_SH = new((S, p.hidden_size))
+            rows_gemm(dh_SW, held["w13"], dx_SH, rows, tiles.back)
+            dx_RH = grad_RH.new_empty(tokens.x.shape)
+            _to_tokens(dx_SH, None, ids_RK, dx_RH, places_A)
+        kept = tuple(t for t in (dh_SW, pa_SI) if t is not None) if wanted.weights else ()
+        return InputGradients(dx_RH, dp_RK, kept)
+
+    def backward_weight(
+        self,
+        grad_RH: Tensor,
+        tokens: Dispatched,
+        saved: list[Tensor],
+        kept: tuple[Tensor, ...],
+        into: Mapping[str, Tensor],
+        add: bool,
+    ) -> None:
+        ids_RK, topk_weights = _ids_and_weights(tokens)
+        tiles = choose_tiles(self.problem, ids_RK.numel())
+        rows = _rows(saved, tiles, ids_RK)
+        if "w13" in into:
+            x = _unit(tokens.x)
+            outer_gemm(kept[0], x, into["w13"], rows, tiles.outer_13, gather="b", add=add)
+        if "w2" in into:
+            outer_gemm(grad_RH, kept[1], into["w2"], rows, tiles.outer_2, gather="a", add=add)
+        if "w13_bias" in into:
+            sum_rows(kept[0], rows.ends_L, into["w13_bias"], add)
+        if "w2_bias" in into:
+            of = rows.order_S, topk_weights.view(-1)
+            sum_rows(grad_RH, rows.ends_L, into["w2_bias"], add, *of)
+
+    def saved_bytes(self, rows: int) -> int:
+        p, assignments = self.problem, rows * self.problem.top_k
+        lists = 8 * assignments + 4 * (p.num_local_experts + 1) + 8 * self._most_blocks(assignments)
+        return assignments * p.w13_rows * p.dtype.itemsize + lists
+
+    def transient_bytes(self, rows: int) -> int:
+        """Return the most of the forward's bytes and the backward's."""
+        p, assignments = self.problem, rows * self.problem.top_k
+        H, inner, size = p.hidden_size, p.local_intermediate_size, p.dtype.itemsize
+        parts = triton.cdiv(inner, choose_tiles(p, assignments).pull.block_n)
+        forward = (H + inner) * size
+        backward = (H + inner + p.w13_rows) * size + 4 * parts
+        scratch = 4 * align_scratch(assignments, p.num_local_experts)
+        return max(super().transient_bytes(rows), assignments * max(forward, backward) + scratch)
+
+    def _sorted(self, ids_RK: Tensor, block_m: int) -> tuple[CompactRows, Tensor]:
+        """Sort the assignments, and return their rows and the row of each assignment."""
+        count, experts = ids_RK.numel(), self.problem.num_local_experts
+
+        def ints(size: int) -> Tensor:
+            return torch.empty(size, dtype=torch.int32, device=ids_RK.device)
+
+        order_S, places_A, ends_L = ints(count), ints(count), ints(experts)
+        if count:
+            scratch = ints(align_scratch(count, experts))
+            aligned = SortedAssignments(order_S, None, None, 1, places_A, ends_L)
+            align(ids_RK, experts, aligned, scratch)
+        else:
+            ends_L.zero_()
+        most = self._most_blocks(count)
+        return CompactRows.of(order_S, ends_L, block_m, ids_RK.shape[1], most), places_A
+
+    def _most_blocks(self, assignments: int) -> int:
+        """Return an upper bound of the blocks of rows: each expert's last one may be partial."""
+        block_m = choose_tiles(self.problem, assignments).up.block_m
+        return align_capacity(assignments, self.problem.num_local_experts, block_m) // block_m
+
+
+def _rows(saved: list[Tensor], tiles: Tiles, ids_RK: Tensor) -> CompactRows:
+    _, order_S, _, ends_L, blocks = saved
+    return CompactRows(order_S, ends_L, blocks, tiles.up.block_m, ids_RK.shape[1])
+
+
+def _ids_and_weights(tokens: Dispatched) -> tuple[Tensor, Tensor]:
+    assert tokens.topk_ids is not None and tokens.topk_weights is not None
+    return tokens.topk_ids.contiguous(), tokens.topk_weights.contiguous()
+
+
+def _to_tokens(
+    rows_SH: Tensor, weights_RK: Tensor | None, ids_RK: Tensor, out_RH: Tensor, places_A: Tensor,
+    before: bool = False,
+) -> None:  # fmt: skip
+    """Sum each token's rows in the order of k, in fp32."""
+    out = out_RH if out_RH.stride(1) == 1 else torch.empty_like(out_RH).contiguous()
+    weighted_sum(rows_SH, weights_RK, ids_RK, out, places_A, weight_before_applied=before)
+    if out is not out_RH:
+        out_RH.copy_(out)
+
+
+def _unit(rows: Tensor) -> Tensor:
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _row_major(bias_LN: Tensor | None) -> Tensor | None:
+    return None if bias_LN is None else _unit(bias_LN)
+
+
+def _contiguous(weights: PackedWeights) -> PackedWeights:
+    """Return the weights as the kernels without a backward read them."""
+    return replace(weights, experts={name: t.contiguous() for name, t in weights.experts.items()})
