@@ -310,45 +310,57 @@ def _rows(
             if TWO:
                 up_ptrs += BLOCK_K * strides.k
 
-    ok = ok_M[:, None] & (col_N < N)[None, :]
-    row_M1 = row_M[:, None].to(tl.int64)
     weight_M1 = tl.zeros((BLOCK_M, 1), tl.float32)
     if pointers.weights is not None:
         weight_M1 = tl.load(pointers.weights + assignment_M)[:, None]
+    if KIND == "pull":
+        # By halves of the columns, because registers do not hold six values of each.
+        HALF: tl.constexpr = BLOCK_N // 2
+        left, right = _halves(acc)
+        sum_M = _pull(left, weight_M1, row_M, ok_M, col0, pointers, strides, N, alpha, limit, FORM)
+        sum_M += _pull(right, weight_M1, row_M, ok_M, col0 + HALF, pointers, strides, N, alpha,
+                       limit, FORM)  # fmt: skip
+        if pointers.partials is not None:
+            partial_ptrs = pointers.partials + row_M.to(tl.int64) * col_blocks + block_n
+            tl.store(partial_ptrs, sum_M, mask=ok_M)
+        return
+    ok = ok_M[:, None] & (col_N < N)[None, :]
+    row_M1 = row_M[:, None].to(tl.int64)
     if pointers.bias is not None:
         bias_ptrs = pointers.bias + expert.to(tl.int64) * strides.bias + col_N
         acc += tl.load(bias_ptrs, mask=col_N < N, other=0.0).to(tl.float32)[None, :]
         if TWO:
             up += tl.load(bias_ptrs + N, mask=col_N < N, other=0.0).to(tl.float32)[None, :]
-    out_ptrs = pointers.out
-    if pointers.out is not None:
-        out_ptrs = pointers.out + row_M1 * strides.out + col_N[None, :]
-    if KIND == "pull":
-        _pull(acc, weight_M1, row_M, ok, ok_M, col_N, block_n, col_blocks, pointers, out_ptrs,
-              strides, N, alpha, limit, FORM)  # fmt: skip
-    else:
-        if KIND == "activation":
-            h_ptrs = pointers.h + row_M1 * strides.h + col_N[None, :]
-            tl.store(h_ptrs, convert(acc, pointers.h.dtype.element_ty), mask=ok)
-            if GATED:
-                tl.store(h_ptrs + N, convert(up, pointers.h.dtype.element_ty), mask=ok)
-                acc = activate_gated(acc, up, alpha, limit, FORM.activation, FORM.clamp)
-            else:
-                acc = activate(acc, FORM.activation)
-        elif KIND == "early":
-            acc *= weight_before(weight_M1)
-        tl.store(out_ptrs, convert(acc, pointers.out.dtype.element_ty), mask=ok)
+    if KIND == "activation":
+        h_ptrs = pointers.h + row_M1 * strides.h + col_N[None, :]
+        tl.store(h_ptrs, convert(acc, pointers.h.dtype.element_ty), mask=ok)
+        if GATED:
+            tl.store(h_ptrs + N, convert(up, pointers.h.dtype.element_ty), mask=ok)
+            acc = activate_gated(acc, up, alpha, limit, FORM.activation, FORM.clamp)
+        else:
+            acc = activate(acc, FORM.activation)
+    elif KIND == "early":
+        acc *= weight_before(weight_M1)
+    out_ptrs = pointers.out + row_M1 * strides.out + col_N[None, :]
+    tl.store(out_ptrs, convert(acc, pointers.out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _halves(x):
+    """Return the left and the right columns of x."""
+    return x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1).split()
 
 
 @triton.jit
 def _pull(
-    q, weight_M1, row_M, ok, ok_M, col_N, block_n, col_blocks, pointers, out_ptrs, strides, N,
-    alpha, limit, FORM: tl.constexpr,
-):  # fmt: skip
-    """Pull weights * q back through the activation of the stored h."""
+    q, weight_M1, row_M, ok_M, col0, pointers, strides, N, alpha, limit, FORM: tl.constexpr
+):
+    """Pull weights * q back through the activation of the stored h. Return the sums of a * q."""
     ACTIVATION: tl.constexpr = FORM.activation
+    col = col0 + tl.arange(0, q.shape[1])[None, :]
+    ok = ok_M[:, None] & (col < N)
     row_M1 = row_M[:, None].to(tl.int64)
-    h_ptrs = pointers.h + row_M1 * strides.h + col_N[None, :]
+    h_ptrs = pointers.h + row_M1 * strides.h + col
     gate = tl.load(h_ptrs, mask=ok, other=0.0).to(tl.float32)
     dup = gate
     if FORM.gated:
@@ -357,16 +369,14 @@ def _pull(
     else:
         a, dgate = pull_plain(gate, weight_M1 * q, ACTIVATION)
     if pointers.dh is not None:
-        dh_ptrs = pointers.dh + row_M1 * strides.dh + col_N[None, :]
+        dh_ptrs = pointers.dh + row_M1 * strides.dh + col
         tl.store(dh_ptrs, convert(dgate, pointers.dh.dtype.element_ty), mask=ok)
         if FORM.gated:
             tl.store(dh_ptrs + N, convert(dup, pointers.dh.dtype.element_ty), mask=ok)
     if pointers.out is not None:
+        out_ptrs = pointers.out + row_M1 * strides.out + col
         tl.store(out_ptrs, convert(weight_M1 * a, pointers.out.dtype.element_ty), mask=ok)
-    if pointers.partials is not None:
-        sum_M = tl.sum(tl.where(ok, q * a, 0.0), axis=1)
-        partial_ptrs = pointers.partials + row_M.to(tl.int64) * col_blocks + block_n
-        tl.store(partial_ptrs, sum_M, mask=ok_M)
+    return tl.sum(tl.where(ok, q * a, 0.0), axis=1)
 
 
 @triton.jit(do_not_specialize=["group_m"])
@@ -387,10 +397,14 @@ def _outer(
     m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    k = tl.arange(0, BLOCK_K)
+    # A step ahead, so that loads of a and b do not wait for it.
+    ahead = tl.load(order_ptr + start + k, mask=start + k < end, other=0)
     for first in range(start, end, BLOCK_K):
-        row = first + tl.arange(0, BLOCK_K)
+        row = first + k
         ok = row < end
-        token = tl.load(order_ptr + row, mask=ok, other=0) // TOP_K
+        token = ahead // TOP_K
+        ahead = tl.load(order_ptr + row + BLOCK_K, mask=row + BLOCK_K < end, other=0)
         # Both are masked: rows past the end may hold NaN.
         a_row = (token if GATHER == "a" else row).to(tl.int64)
         b_row = (token if GATHER == "b" else row).to(tl.int64)
@@ -400,10 +414,20 @@ def _outer(
         a = tl.load(a_ptr + a_row[:, None] * a_stride + m[None, :], mask=a_ok, other=0.0)
         b = tl.load(b_ptr + b_row[:, None] * b_stride + n[None, :], mask=b_ok, other=0.0)
         acc = dot(a.T, b, acc, "ieee")
-    out_ptrs = (out_ptr + expert.to(tl.int64) * out_strides[0]
-                + m[:, None].to(tl.int64) * out_strides[1]
-                + n[None, :].to(tl.int64) * out_strides[2])  # fmt: skip
+    out_ptr += expert.to(tl.int64) * out_strides[0]
+    n0 = block_n * BLOCK_N
+    left, right = _halves(acc)
+    _store_outer(left, out_ptr, m, n0, M, N, out_strides, ADD)
+    _store_outer(right, out_ptr, m, n0 + BLOCK_N // 2, M, N, out_strides, ADD)
+
+
+@triton.jit
+def _store_outer(acc, out_ptr, m, n0, M, N, strides, ADD: tl.constexpr):
+    """Store or add some columns; half of a tile at once, because registers do not hold more."""
+    n = n0 + tl.arange(0, acc.shape[1])
     ok = (m < M)[:, None] & (n < N)[None, :]
+    out_ptrs = out_ptr + m[:, None].to(tl.int64) * strides[1]
+    out_ptrs += n[None, :].to(tl.int64) * strides[2]
     if ADD:
         acc += tl.load(out_ptrs, mask=ok, other=0.0).to(tl.float32)
     tl.store(out_ptrs, convert(acc, out_ptr.dtype.element_ty), mask=ok)
