@@ -2,10 +2,10 @@
 
     python plugins/moekit-triton/tests/triton_compile.py [--quick] [80 | 86 | 89 | 90 | 100 | 120]
 
-Prints one line for each kernel: registers and bytes of stack of a thread, and shared memory. Exits with 1
-if a kernel does not compile, needs more shared memory than a block can have, or reads memory in a
-slow way. Specialized warps are compiled with every version of triton, also those with which moekit
-does not choose them; --quick leaves them out.
+Prints one line for each kernel: registers and bytes of stack of a thread, and shared memory. Exits
+with 1 if a kernel does not compile, needs more shared memory than a block can have, or reads memory
+in a slow way. Specialized warps are compiled with every version of triton, also those with which
+moekit does not choose them; --quick leaves them out.
 """
 
 from __future__ import annotations

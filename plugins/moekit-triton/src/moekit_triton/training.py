@@ -1,14 +1,16 @@
 """The backward of the `triton` experts: rows sorted by expert without padding; x and h are saved.
 
     forward          h = W13 x + b13, saved; a = act(h); y = sum over k of p (W2 a + b2)
-    backward_input   q = W2' g; dh = act'(h) p q; the gradient of p is <q, a> + <g, b2>, from partial
-                     sums of each tile of q; the gradient of x is the sum over k of W13' dh
+    backward_input   q = W2' g; dh = act'(h) p q; the gradient of p is <q, a> + <g, b2>; the
+                     gradient of x is the sum over k of W13' dh
     backward_weight  of W2: g (p a)'; of W13: dh x'; of the biases: p g and dh
 
-p is the router weight and g the gradient of the output row. Gathers of x and g are a part of the
-products. Nothing waits for the device: grids are upper bounds, and each sum has a fixed order.
+p is the router weight and g the gradient of the output row. The products gather x and g, and the
+product for q writes dh, p a and partial sums of <q, a>. The host never waits for the device: grids
+are upper bounds. Each sum has a fixed order, so two runs give the same bits.
 
-Shape suffixes beyond the contract's: A assignments (R * K), S those sorted by expert, W rows of w13.
+Shape suffixes beyond the contract's: A assignments (R * K), S assignments sorted by expert, W rows
+of w13.
 """
 
 from __future__ import annotations
@@ -32,7 +34,6 @@ from moekit.plugin import (
     Wanted,
 )
 
-from .calls import Layer
 from .capabilities import shared_memory, tma_possible
 from .experts import TritonExperts
 from .kernels.derivatives import router_gradient, sum_rows
@@ -58,32 +59,35 @@ def choose_tiles(problem: MoEProblem, assignments: int) -> Tiles:
 
     Tiles have 128 rows, and as few as 16 for fewer rows per expert.
     """
-    p, H, I = problem, problem.hidden_size, problem.local_intermediate_size  # noqa: E741
-    half = p.dtype.itemsize == 2
+    p, H, inner = problem, problem.hidden_size, problem.local_intermediate_size
+    half, wide = p.dtype.itemsize == 2, (p.device.capability or (9, 0))[0] in (9, 10)
     per_expert = triton.cdiv(max(assignments, 1), p.num_local_experts)
-    block_m = min(128 if half else 64, max(16, triton.next_power_of_2(per_expert)))
     room, tma = shared_memory(p), tma_possible(p)
+    # Columns that registers hold: of one sum, and without an epilogue.
+    columns, plain = (128, 256 if wide else 128) if half else (64, 64)
 
-    def tile(m: int, n: int, k: int, most_n: int, two: bool = False) -> GemmTile:
+    def size(length: int, most: int) -> int:
+        return min(most, max(16, int(triton.next_power_of_2(length))))
+
+    def tile(m: int, n: int, k: int, most_n: int, sums: int = 1) -> GemmTile:
         """Make a tile of m rows for a product with n columns and the inner size k."""
-        block_n = min(most_n if half else 64, max(16, triton.next_power_of_2(n)))
-        block_k = min(64 if half else 32, max(16, triton.next_power_of_2(k)))
-        stage = (m + block_n * (1 + two)) * block_k * p.dtype.itemsize
+        block_n, block_k = size(n, most_n), size(k, 64 if half else 32)
+        stage = (m + block_n * sums) * block_k * p.dtype.itemsize
+        warps = 8 if m * block_n * sums >= 128 * 128 or not half else 4
         stages = max(2, min(4, room // stage))
-        warps = 8 if m * block_n * (1 + two) >= 128 * 128 else 4
         return GemmTile(m, block_n, block_k, num_warps=warps, num_stages=stages, tma=tma)
 
     def outer(m: int, n: int) -> GemmTile:
-        block_m = min(128 if half else 64, max(16, triton.next_power_of_2(m)))
-        return replace(tile(block_m, n, per_expert, 256), tma=False)
+        return replace(tile(size(m, 128 if half else 64), n, per_expert, plain), tma=False)
 
+    block_m, sums = size(per_expert, 128 if half else 64), 2 if p.activation.gated else 1
     return Tiles(
-        up=tile(block_m, I, H, 128, two=p.activation.gated),
-        pull=tile(block_m, I, H, 128),
-        down=tile(block_m, H, I, 256),
-        back=tile(block_m, H, p.w13_rows, 256),
+        up=tile(block_m, inner, H, min(columns, plain // sums), sums),
+        pull=tile(block_m, inner, H, columns),
+        down=tile(block_m, H, inner, plain),
+        back=tile(block_m, H, p.w13_rows, plain),
         outer_13=outer(p.w13_rows, H),
-        outer_2=outer(H, I),
+        outer_2=outer(H, inner),
     )
 
 
@@ -142,8 +146,8 @@ class TrainableTriton(TritonExperts, TrainableExperts):
         if partials is not None:
             dp_RK = torch.empty_like(topk_weights)
             bias = _row_major(held.get("w2_bias"))
-            of_bias = () if bias is None else (grad_RH, ids_RK.view(-1), bias)
-            router_gradient(partials, places_A, dp_RK.view(-1), *of_bias)
+            of_bias = None if bias is None else (grad_RH, ids_RK.view(-1), bias)
+            router_gradient(partials, places_A, dp_RK.view(-1), of_bias)
         if wanted.x:
             assert dh_SW is not None
             dx_SH = new((S, p.hidden_size))
@@ -173,8 +177,8 @@ class TrainableTriton(TritonExperts, TrainableExperts):
         if "w13_bias" in into:
             sum_rows(kept[0], rows.ends_L, into["w13_bias"], add)
         if "w2_bias" in into:
-            of = rows.order_S, topk_weights.view(-1)
-            sum_rows(grad_RH, rows.ends_L, into["w2_bias"], add, *of)
+            weighted = rows.order_S, topk_weights
+            sum_rows(grad_RH, rows.ends_L, into["w2_bias"], add, weighted)
 
     def saved_bytes(self, rows: int) -> int:
         p, assignments = self.problem, rows * self.problem.top_k
@@ -185,7 +189,7 @@ class TrainableTriton(TritonExperts, TrainableExperts):
         """Return the most of the forward's bytes and the backward's."""
         p, assignments = self.problem, rows * self.problem.top_k
         H, inner, size = p.hidden_size, p.local_intermediate_size, p.dtype.itemsize
-        parts = triton.cdiv(inner, choose_tiles(p, assignments).pull.block_n)
+        parts: int = triton.cdiv(inner, choose_tiles(p, assignments).pull.block_n)
         forward = (H + inner) * size
         backward = (H + inner + p.w13_rows) * size + 4 * parts
         scratch = 4 * align_scratch(assignments, p.num_local_experts)

@@ -36,9 +36,7 @@ def router_gradient(
     partials_ST: torch.Tensor,
     places_A: torch.Tensor,
     out_A: torch.Tensor,
-    grad_RH: torch.Tensor | None = None,
-    ids_A: torch.Tensor | None = None,
-    bias_LH: torch.Tensor | None = None,
+    of_bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Compute out[a] = sum of partials[place of a] + <grad[row of a], bias[expert of a]> in fp32.
 
@@ -48,20 +46,21 @@ def router_gradient(
         partials_ST: fp32 (S, T), contiguous.
         places_A: int32 (A,), the row of each assignment.
         out_A: fp32 (A,).
-        grad_RH, ids_A, bias_LH: (R, H), integers (A,) and (L, H) with unit strides along H, or
-            None without a bias.
+        of_bias: the gradient (R, H), ids, integers (A,), and the bias (L, H), with unit strides
+            along H; None without a bias.
     """
     parts, assignments = partials_ST.shape[1], len(out_A)
     if assignments == 0:
         return
-    biased = bias_LH is not None and grad_RH is not None
+    sizes, top_k = (0, 0, 0), 1
+    if of_bias is not None:
+        grad_RH, _, bias_LH = of_bias
+        sizes = grad_RH.shape[1], grad_RH.stride(0), bias_LH.stride(0)
+        top_k = assignments // len(grad_RH)
     _launch_router(
         (triton.cdiv(assignments, 16),),
-        partials_ST, places_A, out_A, grad_RH, ids_A, bias_LH, assignments, parts,
-        grad_RH.shape[1] if biased else 0, grad_RH.stride(0) if biased else 0,
-        bias_LH.stride(0) if biased else 0,
-        TOP_K=assignments // len(grad_RH) if biased else 1,
-        PARTS=triton.next_power_of_2(parts), BLOCK_A=16, BLOCK_H=128,
+        partials_ST, places_A, out_A, *(of_bias or (None, None, None)), assignments, parts, *sizes,
+        TOP_K=top_k, PARTS=triton.next_power_of_2(parts), BLOCK_A=16, BLOCK_H=128,
     )  # fmt: skip
 
 
@@ -70,25 +69,24 @@ def sum_rows(
     ends_L: torch.Tensor,
     out_LN: torch.Tensor,
     add: bool,
-    order_S: torch.Tensor | None = None,
-    weights_A: torch.Tensor | None = None,
+    weighted: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Write the sum of each expert's rows, accumulated in fp32; 0 for experts without rows.
 
     Args:
-        rows: (S, N), or with ``order_S`` (R, N), of which assignment a takes row a // K; unit
+        rows: (S, N), or with ``weighted`` (R, N), of which assignment a takes row a // K; unit
             stride along N.
         out_LN: (L, N), any float dtype and strides.
         add: add to what ``out_LN`` holds.
-        order_S, weights_A: the assignment of each row, and the fp32 weight of each assignment.
+        weighted: the assignment of each row, int32 (S,), and the fp32 weights (R, K).
     """
     experts, n = out_LN.shape
+    order_S, weights_RK = weighted or (None, None)
     block_n = min(128, max(16, triton.next_power_of_2(n)))
-    gathered = order_S is not None and weights_A is not None
     _launch_sum(
         (experts, triton.cdiv(n, block_n)),
-        rows, ends_L, out_LN, order_S, weights_A, n, rows.stride(0), *out_LN.stride(),
-        TOP_K=max(1, len(weights_A) // max(1, len(rows))) if gathered else 0, ADD=add,
+        rows, ends_L, out_LN, order_S, weights_RK, n, rows.stride(0), *out_LN.stride(),
+        TOP_K=0 if weights_RK is None else weights_RK.shape[1], ADD=add,
         BLOCK_R=32, BLOCK_N=block_n,
     )  # fmt: skip
 

@@ -78,15 +78,15 @@ class CompactRows:
 
 
 class Epilogue(NamedTuple):
-    """What `rows_gemm` does with the sums q of a row: by default it stores them in ``out``.
+    """What `rows_gemm` does with the sums q of a row.
 
-    activation: with ``h``, (S, 2I or I): store q + bias there and the activation of it in ``out``.
-    pull: with ``h``, which is read: a = activation(h), and of da = weights * q pull the gradient
-    back: store it in ``dh``, weights * a in ``out``, and the sums over the tile's columns of a * q
-    in ``partials``, (S, tiles) fp32. Each of the three may be None.
-    early: multiply by `weight_before` of the weights.
+    kind "store": store q + bias in ``out``. "early": multiply it by `weight_before` of the weights
+    first. "activation": store q + bias in ``h``, (S, 2I or I), and the activation of it in ``out``.
+    "pull": read ``h``, and with a = activation(h) store three results, of which each may be None:
+    the gradient of h in ``dh``, where the gradient of a is weights * q; weights * a in ``out``; and
+    the sum of a * q over the columns of each tile in ``partials``, fp32 (S, tiles).
 
-    weights: fp32 (A,) of the assignments. bias: (L, columns of the weights), unit stride.
+    weights: fp32 (A,), of the assignments. bias: (L, columns of the weights), unit stride.
     """
 
     kind: str = "store"
@@ -96,6 +96,9 @@ class Epilogue(NamedTuple):
     weights: torch.Tensor | None = None
     dh: torch.Tensor | None = None
     partials: torch.Tensor | None = None
+
+
+_STORE = Epilogue()
 
 
 class _Pointers(NamedTuple):
@@ -127,7 +130,8 @@ class _Strides(NamedTuple):
 class _Form:
     """The constants of a launch: the tile, and what follows the sums.
 
-    tma: weights come through a descriptor; across: with columns of N by rows of K. even: the tile divides N and K.
+    tma: weights come through a descriptor. across: as (N, K), because K is contiguous. even: the
+    tile divides N and K.
     """
 
     n: int
@@ -154,7 +158,7 @@ def rows_gemm(
     tile: GemmTile,
     *,
     gather: bool = False,
-    epilogue: Epilogue = Epilogue(),
+    epilogue: Epilogue = _STORE,
 ) -> None:
     """Compute each row times its expert's matrix, and the epilogue.
 
@@ -179,10 +183,8 @@ def rows_gemm(
         box = (tile.block_n, tile.block_k) if across else (tile.block_k, tile.block_n)
         whole = w_LKN.mT if across else w_LKN
         w = TensorDescriptor(whole, list(whole.shape), list(whole.stride()), [1, *box])
-    strides = _Strides(
-        a.stride(0), *(0 if t is None else t.stride(0) for t in (out, e.h, e.dh, e.bias)),
-        w_LKN.stride(0), w_LKN.stride(2), w_LKN.stride(1),
-    )  # fmt: skip
+    of_rows = (0 if t is None else t.stride(0) for t in (a, out, e.h, e.dh, e.bias))
+    strides = _Strides(*of_rows, *(w_LKN.stride(dim) for dim in (0, 2, 1)))
     _launch_rows(
         (rows.most_blocks * triton.cdiv(n, tile.block_n),),
         a, w,
@@ -219,7 +221,7 @@ def outer_gemm(
     assert a.shape[1] == m and b.shape[1] == n and a.stride(1) == 1 and b.stride(1) == 1
     tiles = triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n)
     _launch_outer(
-        (tiles, experts),
+        (experts * tiles,),
         a, b, out_LMN, rows.order_S, rows.ends_L, m, n, a.stride(0), b.stride(0),
         out_LMN.stride(), tile.group_m,
         TOP_K=rows.top_k, GATHER=gather, ADD=add, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
@@ -352,9 +354,7 @@ def _halves(x):
 
 
 @triton.jit
-def _pull(
-    q, weight_M1, row_M, ok_M, col0, pointers, strides, N, alpha, limit, FORM: tl.constexpr
-):
+def _pull(q, weight_M1, row_M, ok_M, col0, pointers, strides, N, alpha, limit, FORM: tl.constexpr):
     """Pull weights * q back through the activation of the stored h. Return the sums of a * q."""
     ACTIVATION: tl.constexpr = FORM.activation
     col = col0 + tl.arange(0, q.shape[1])[None, :]
@@ -388,12 +388,12 @@ def _outer(
     """Compute BLOCK_M by BLOCK_N of one expert's matrix; the sum runs over its rows."""
     if PDL:
         wait_then_launch_dependents()
-    expert = tl.program_id(1)
+    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    expert = tl.program_id(0) // tiles
     start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends_ptr + expert)
-    block_m, block_n = tile_at(
-        tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), group_m
-    )
+    tile = tl.program_id(0) % tiles
+    block_m, block_n = tile_at(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), group_m)
     m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
