@@ -27,9 +27,9 @@ from moekit_kernels.compile import Compiled, recorded
 from moekit_triton import capabilities, moekit_experts, training
 from moekit_triton.calls import Buffers, Call, Layer
 from moekit_triton.heuristics import Planner
+from moekit_triton.kernels.tiles import GemmTile
 from moekit_triton.packing import pack_weights
 from moekit_triton.plans import LaunchPlan
-from moekit_triton.training import choose_tiles as _choose_tiles
 
 from moekit import DeviceSpec, MoEProblem
 from moekit.plugin import Dispatched, Wanted
@@ -56,9 +56,9 @@ _ALL = [
     ("qwen3-30b", {"activation": "relu2"}, _TOKENS),
     ("qwen3-30b", {"batch_invariant": True}, (64, 4096)),
 ]  # fmt: skip
-_QUICK_TRAINED: list = [("qwen3-30b", {})]
+_SMALL_TILES = training.Tiles(*[GemmTile(64, 32, 32, tma=True)] * 6)  # which compile fast
 _TRAINED: list = [
-    *_QUICK_TRAINED,
+    ("qwen3-30b", {}),
     ("gpt-oss", {"has_bias": True, "activation": "swigluoai"}),
     ("qwen3-30b", {"dtype": torch.float32}),
     ("qwen3-30b", {"dtype": torch.float16, "activation": "relu2"}),
@@ -104,9 +104,9 @@ def call(problem: MoEProblem, plan: LaunchPlan) -> Call:
     return Call(layer, x, None, ids, ids.float(), packed, y, buffers)
 
 
-def train(problem: MoEProblem) -> None:
-    """Launch the kernels of a training step of 64 tokens on the CPU, tiled as for many."""
-    with mock.patch.object(training, "choose_tiles", lambda p, _: _choose_tiles(p, 4096)):
+def train(problem: MoEProblem, tiles: training.Tiles) -> None:
+    """Launch the kernels of a training step of 64 tokens on the CPU."""
+    with mock.patch.object(training, "choose_tiles", lambda *_: tiles):
         experts = training.TrainableTriton(moekit_experts()[0], problem)
         weights = random_weights(problem.replace(device="cpu"), torch.device("cpu"))
         packed = experts.pack(weights)
@@ -154,9 +154,9 @@ def main() -> int:
     with recorded(capability=capability) as launches:
         for problem, plan in plans(_QUICK if args.quick else _ALL, device):
             plan.launch(call(problem, plan))
-        for name, changes in _QUICK_TRAINED if args.quick else _TRAINED:
-            p = problem_of(name, device, training=True, **changes)
-            train(small_of(p))
+        for name, changes in _TRAINED[: 1 if args.quick else None]:
+            p = small_of(problem_of(name, device, training=True, **changes))
+            train(p, _SMALL_TILES if args.quick else training.choose_tiles(p, 4096))
     for launch in launches:
         try:
             made = launch.compile(capability)
