@@ -30,6 +30,7 @@ from moekit_triton.heuristics import Planner
 from moekit_triton.kernels.tiles import GemmTile
 from moekit_triton.packing import pack_weights
 from moekit_triton.plans import LaunchPlan
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moekit import DeviceSpec, MoEProblem
 from moekit.plugin import Dispatched, Wanted
@@ -104,11 +105,20 @@ def call(problem: MoEProblem, plan: LaunchPlan) -> Call:
     return Call(layer, x, None, ids, ids.float(), packed, y, buffers)
 
 
+class _NoValues(TorchDispatchMode):
+    """Fail where the host reads a tensor's values, or makes a tensor whose size depends on them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert torch.Tag.data_dependent_output not in func.tags, func
+        assert torch.Tag.dynamic_output_shape not in func.tags, func
+        return func(*args, **kwargs or {})
+
+
 def train(problem: MoEProblem, tiles: training.Tiles) -> None:
-    """Launch the kernels of a training step of 64 tokens on the CPU."""
-    with mock.patch.object(training, "choose_tiles", lambda *_: tiles):
+    """Launch the kernels of a training step of 64 tokens on the CPU, which waits for no value."""
+    weights = random_weights(problem.replace(device="cpu"), torch.device("cpu"))
+    with mock.patch.object(training, "choose_tiles", lambda *_: tiles), _NoValues():
         experts = training.TrainableTriton(moekit_experts()[0], problem)
-        weights = random_weights(problem.replace(device="cpu"), torch.device("cpu"))
         packed = experts.pack(weights)
         x = torch.zeros(64, problem.hidden_size, dtype=problem.dtype)
         ids = torch.zeros(64, problem.top_k, dtype=torch.int64)

@@ -36,7 +36,7 @@ from moekit.plugin import (
 
 from .capabilities import shared_memory, tma_possible
 from .experts import TritonExperts
-from .kernels.derivatives import router_gradient, sum_rows
+from .kernels.derivatives import list_blocks, router_gradient, sum_rows
 from .kernels.tiles import GemmTile
 from .kernels.training_gemm import CompactRows, Epilogue, outer_gemm, rows_gemm
 
@@ -100,27 +100,28 @@ class TrainableTriton(TritonExperts, TrainableExperts):
     def apply(
         self, y: Tensor, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
     ) -> None:
-        super().apply(y, tokens, _contiguous(weights), workspace)
+        held = {name: t.contiguous() for name, t in weights.experts.items()}
+        super().apply(y, tokens, replace(weights, experts=held), workspace)
 
     def forward(self, y_RH: Tensor, tokens: Dispatched, weights: PackedWeights) -> list[Tensor]:
         ids_RK, topk_weights = _ids_and_weights(tokens)
         tiles, layer = choose_tiles(self.problem, ids_RK.numel()), self._layer
         rows, places_A = self._sorted(ids_RK, tiles.up.block_m)
-        x, held, S = _unit(tokens.x), weights.experts, ids_RK.numel()
-        p = self.problem
+        x, held, p, S = _unit(tokens.x), weights.experts, self.problem, ids_RK.numel()
         h_SW = x.new_empty((S, p.w13_rows))
         a_SI = x.new_empty((S, p.local_intermediate_size))
-        first = Epilogue("activation", layer.activation, h_SW, _row_major(held.get("w13_bias")))
+        first = Epilogue("activation", layer.activation, h_SW, _bias(weights, "w13_bias"))
         rows_gemm(x, held["w13"].mT, a_SI, rows, tiles.up, gather=True, epilogue=first)
         y_SH = x.new_empty((S, p.hidden_size))
-        early = topk_weights if layer.split_weights else None
-        second = Epilogue(
-            "store" if early is None else "early",
-            bias=_row_major(held.get("w2_bias")),
-            weights=early,
-        )
+        kind, early = ("early", topk_weights) if layer.split_weights else ("store", None)
+        second = Epilogue(kind, bias=_bias(weights, "w2_bias"), weights=early)
         rows_gemm(a_SI, held["w2"].mT, y_SH, rows, tiles.down, epilogue=second)
-        _to_tokens(y_SH, topk_weights, ids_RK, y_RH, places_A, early is not None)
+        y = y_RH if y_RH.stride(1) == 1 else y_RH.new_empty(y_RH.shape)
+        weighted_sum(
+            y_SH, topk_weights, ids_RK, y, places_A, weight_before_applied=layer.split_weights
+        )
+        if y is not y_RH:
+            y_RH.copy_(y)
         return [h_SW, rows.order_S, places_A, rows.ends_L, rows.blocks]
 
     def backward_input(
@@ -133,7 +134,7 @@ class TrainableTriton(TritonExperts, TrainableExperts):
     ) -> InputGradients:
         ids_RK, topk_weights = _ids_and_weights(tokens)
         tiles, held, p = choose_tiles(self.problem, ids_RK.numel()), weights.experts, self.problem
-        h_SW, _, places_A, ends_L, _ = saved
+        h_SW, places_A = saved[0], saved[2]
         rows, S = _rows(saved, tiles, ids_RK), ids_RK.numel()
         inner, new = p.local_intermediate_size, h_SW.new_empty
         parts = triton.cdiv(inner, tiles.pull.block_n)
@@ -145,7 +146,7 @@ class TrainableTriton(TritonExperts, TrainableExperts):
         dp_RK = dx_RH = None
         if partials is not None:
             dp_RK = torch.empty_like(topk_weights)
-            bias = _row_major(held.get("w2_bias"))
+            bias = _bias(weights, "w2_bias")
             of_bias = None if bias is None else (grad_RH, ids_RK.view(-1), bias)
             router_gradient(partials, places_A, dp_RK.view(-1), of_bias)
         if wanted.x:
@@ -153,7 +154,7 @@ class TrainableTriton(TritonExperts, TrainableExperts):
             dx_SH = new((S, p.hidden_size))
             rows_gemm(dh_SW, held["w13"], dx_SH, rows, tiles.back)
             dx_RH = grad_RH.new_empty(tokens.x.shape)
-            _to_tokens(dx_SH, None, ids_RK, dx_RH, places_A)
+            weighted_sum(dx_SH, None, ids_RK, dx_RH, places_A)
         kept = tuple(t for t in (dh_SW, pa_SI) if t is not None) if wanted.weights else ()
         return InputGradients(dx_RH, dp_RK, kept)
 
@@ -170,8 +171,8 @@ class TrainableTriton(TritonExperts, TrainableExperts):
         tiles = choose_tiles(self.problem, ids_RK.numel())
         rows = _rows(saved, tiles, ids_RK)
         if "w13" in into:
-            x = _unit(tokens.x)
-            outer_gemm(kept[0], x, into["w13"], rows, tiles.outer_13, gather="b", add=add)
+            x, tile = _unit(tokens.x), tiles.outer_13
+            outer_gemm(kept[0], x, into["w13"], rows, tile, gather="b", add=add)
         if "w2" in into:
             outer_gemm(grad_RH, kept[1], into["w2"], rows, tiles.outer_2, gather="a", add=add)
         if "w13_bias" in into:
@@ -209,8 +210,8 @@ class TrainableTriton(TritonExperts, TrainableExperts):
             align(ids_RK, experts, aligned, scratch)
         else:
             ends_L.zero_()
-        most = self._most_blocks(count)
-        return CompactRows.of(order_S, ends_L, block_m, ids_RK.shape[1], most), places_A
+        blocks = list_blocks(ends_L, self._most_blocks(count), block_m)
+        return CompactRows(order_S, ends_L, blocks, block_m, ids_RK.shape[1]), places_A
 
     def _most_blocks(self, assignments: int) -> int:
         """Return an upper bound of the blocks of rows: each expert's last one may be partial."""
@@ -228,25 +229,10 @@ def _ids_and_weights(tokens: Dispatched) -> tuple[Tensor, Tensor]:
     return tokens.topk_ids.contiguous(), tokens.topk_weights.contiguous()
 
 
-def _to_tokens(
-    rows_SH: Tensor, weights_RK: Tensor | None, ids_RK: Tensor, out_RH: Tensor, places_A: Tensor,
-    before: bool = False,
-) -> None:  # fmt: skip
-    """Sum each token's rows in the order of k, in fp32."""
-    out = out_RH if out_RH.stride(1) == 1 else torch.empty_like(out_RH).contiguous()
-    weighted_sum(rows_SH, weights_RK, ids_RK, out, places_A, weight_before_applied=before)
-    if out is not out_RH:
-        out_RH.copy_(out)
-
-
 def _unit(rows: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def _row_major(bias_LN: Tensor | None) -> Tensor | None:
+def _bias(weights: PackedWeights, name: str) -> Tensor | None:
+    bias_LN = weights.experts.get(name)
     return None if bias_LN is None else _unit(bias_LN)
-
-
-def _contiguous(weights: PackedWeights) -> PackedWeights:
-    """Return the weights as the kernels without a backward read them."""
-    return replace(weights, experts={name: t.contiguous() for name, t in weights.experts.items()})

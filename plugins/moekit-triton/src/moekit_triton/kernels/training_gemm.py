@@ -46,7 +46,7 @@ from moekit_kernels.numerics import (
 )
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .derivatives import list_blocks, pull_gated, pull_plain
+from .derivatives import pull_gated, pull_plain
 from .order import tile_at
 from .tiles import GemmTile
 
@@ -69,12 +69,6 @@ class CompactRows:
     @property
     def most_blocks(self) -> int:
         return len(self.blocks) // 2
-
-    @classmethod
-    def of(cls, order_S: torch.Tensor, ends_L: torch.Tensor, block_m: int, top_k: int, most: int
-           ) -> CompactRows:  # fmt: skip
-        """List the blocks, of which there are at most ``most``."""
-        return cls(order_S, ends_L, list_blocks(ends_L, most, block_m), block_m, top_k)
 
 
 class Epilogue(NamedTuple):
