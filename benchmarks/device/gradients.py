@@ -81,7 +81,7 @@ class Step:
 
     def routing(self, index: int) -> Routing:
         made = self.routings[index % len(self.routings)]
-        return Routing(made.topk_weights.float().requires_grad_(), made.topk_ids)
+        return Routing(made.topk_weights.detach().requires_grad_(), made.topk_ids)
 
     def forward(self, layer: Layer, index: int = 0) -> tuple[Tensor, Routing]:
         routing = self.routing(index)
@@ -94,7 +94,7 @@ class Step:
 
 
 def expected(step: Step, routing: Routing) -> Iterator[tuple[str, int | None, Tensor]]:
-    """Yield gradients in fp32: those of an expert's matrices by its index, and then the others."""
+    """Yield gradients in fp32: each expert's matrices with its index, then x and topk_weights."""
     x, weights, grad = step.x.detach().float(), step.weights.detach(), step.grad.float()
     dx, dp = torch.zeros_like(x), torch.zeros_like(routing.topk_weights)
     for expert in range(step.problem.num_local_experts):
@@ -149,7 +149,7 @@ def measured(step: Step, layer: Layer) -> tuple[int, int]:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     y, routing = step.forward(layer)
-    saved = torch.cuda.memory_allocated() - before - y.nbytes - routing.topk_weights.nbytes
+    saved = torch.cuda.memory_allocated() - before - y.nbytes
     made = step.backward(y, routing)
     peak = torch.cuda.max_memory_allocated() - before
     del made
@@ -251,7 +251,7 @@ def tiles(args: argparse.Namespace) -> None:
 
 
 def others(product: str, tile: Any) -> list[Any]:
-    """Return tiles to try in place of one; those of rows share their block_m."""
+    """Return tiles to try in place of one. All products but the outer ones share block_m."""
     changes: list[dict[str, Any]] = [
         {"num_stages": 3}, {"group_m": 4}, {"group_m": 16}, {"num_warps": 4},
         {"block_n": tile.block_n // 2, "num_warps": 4}, {"block_n": tile.block_n // 2},
