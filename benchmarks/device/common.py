@@ -61,23 +61,28 @@ def run_parts(
     doc: str | None,
     parts: Mapping[str, Callable[[argparse.Namespace], None]],
     tokens: Sequence[int] = (1, 16, 64, 256, 1024, 4096, 16384),
+    shapes: Sequence[str] = SHAPES,
+    usual: Sequence[str] = (),
 ) -> None:
-    """Run the named parts of a script (all by default), and exit with 1 if one failed.
+    """Run the named parts of a script, and exit with 1 if one failed.
+
+    ``usual`` are the parts that run by default; all if there is none.
 
     Every part gets the arguments ``shapes`` and ``tokens``.
     """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", help=f"some of: {', '.join(parts)}; default: all")
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
+    parser.add_argument("parts", nargs="*", help=f"some of: {', '.join(parts)}; default: "
+                        f"{', '.join(usual) or 'all'}")  # fmt: skip
+    parser.add_argument("--shapes", nargs="+", default=list(shapes))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(tokens))
     args = parser.parse_args()
     if unknown := [name for name in args.parts if name not in parts]:
         parser.error(f"unknown parts {unknown}; choose from {', '.join(parts)}")
     torch.manual_seed(0)
     say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    for name in args.parts or parts:
+    for name in args.parts or usual or parts:
         say(f"\n== {name}")
         with part(name):
             parts[name](args)

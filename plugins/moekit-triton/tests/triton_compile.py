@@ -1,11 +1,11 @@
-"""Compile the kernels of every launch plan for a GPU that is not here, and print what they take.
+"""Compile the kernels of every launch plan and of training for a GPU that is not here.
 
     python plugins/moekit-triton/tests/triton_compile.py [--quick] [80 | 86 | 89 | 90 | 100 | 120]
 
-One line for each kernel: registers and bytes of stack of a thread, and shared memory. Exits with 1
-if a kernel does not compile, needs more shared memory than a block can have, or reads memory in a
-slow way. Specialized warps are compiled with every version of triton, also those with which moekit
-does not choose them; --quick leaves them out.
+Prints one line for each kernel: registers and bytes of stack of a thread, and shared memory. Exits
+with 1 if a kernel does not compile, needs more shared memory than a block can have, or reads memory
+in a slow way. Specialized warps are compiled with every version of triton, also those with which
+moekit does not choose them; --quick leaves them out.
 """
 
 from __future__ import annotations
@@ -16,19 +16,24 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
 os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 import triton
 from moekit_kernels.compile import Compiled, recorded
-from moekit_triton import capabilities, moekit_experts
+from moekit_triton import capabilities, moekit_experts, training
 from moekit_triton.calls import Buffers, Call, Layer
 from moekit_triton.heuristics import Planner
+from moekit_triton.kernels.tiles import GemmTile
 from moekit_triton.packing import pack_weights
 from moekit_triton.plans import LaunchPlan
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moekit import DeviceSpec, MoEProblem
+from moekit.plugin import Dispatched, Wanted
 from moekit.testing.cases import random_weights
 
 _ARCHITECTURES = [80, 86, 89, 90, 100, 120]
@@ -52,23 +57,38 @@ _ALL = [
     ("qwen3-30b", {"activation": "relu2"}, _TOKENS),
     ("qwen3-30b", {"batch_invariant": True}, (64, 4096)),
 ]  # fmt: skip
+_SMALL_TILES = training.Tiles(*[GemmTile(64, 32, 32, tma=True)] * 6)  # which compile fast
+_TRAINED: list = [
+    ("qwen3-30b", {}),
+    ("gpt-oss", {"has_bias": True, "activation": "swigluoai"}),
+    ("qwen3-30b", {"dtype": torch.float32}),
+    ("qwen3-30b", {"dtype": torch.float16, "activation": "relu2"}),
+]
 
 
 def plans(problems: list, device: DeviceSpec) -> Iterator[tuple[MoEProblem, LaunchPlan]]:
     """Yield the plans of all numbers of tokens, each with a problem of few experts."""
     for name, changes, tokens in problems:
-        experts, top_k, hidden, inner = _SIZES[name]
-        p = MoEProblem(num_experts=experts, top_k=top_k, hidden_size=hidden,
-                       intermediate_size=inner, device=device, **changes)  # fmt: skip
+        p = problem_of(name, device, **changes)
         if moekit_experts()[0].unsupported(p):
             continue
-        small = p.replace(  # whose kernels are the same: sizes keep their remainders
-            num_experts=4, top_k=2, hidden_size=512 + hidden % 512,
-            intermediate_size=512 + inner % 512,
-        )  # fmt: skip
         planner = Planner(p)
-        for plan in dict.fromkeys(planner.plan(rows, top_k) for rows in tokens):
-            yield small, plan
+        for plan in dict.fromkeys(planner.plan(rows, p.top_k) for rows in tokens):
+            yield small_of(p), plan
+
+
+def problem_of(name: str, device: DeviceSpec, **changes: Any) -> MoEProblem:
+    experts, top_k, hidden, inner = _SIZES[name]
+    return MoEProblem(num_experts=experts, top_k=top_k, hidden_size=hidden,
+                      intermediate_size=inner, device=device, **changes)  # fmt: skip
+
+
+def small_of(p: MoEProblem) -> MoEProblem:
+    """Return a problem of few experts whose kernels are the same: sizes keep their remainders."""
+    return p.replace(
+        num_experts=4, top_k=2, hidden_size=512 + p.hidden_size % 512,
+        intermediate_size=512 + p.intermediate_size % 512,
+    )  # fmt: skip
 
 
 def call(problem: MoEProblem, plan: LaunchPlan) -> Call:
@@ -83,6 +103,32 @@ def call(problem: MoEProblem, plan: LaunchPlan) -> Call:
     y_rows = ids.numel() if problem.batch_invariant else rows  # then K's sum is the dispatcher's
     y = torch.zeros(y_rows, problem.hidden_size, dtype=problem.dtype)
     return Call(layer, x, None, ids, ids.float(), packed, y, buffers)
+
+
+class _NoValues(TorchDispatchMode):
+    """Fail where the host reads a tensor's values, or makes a tensor whose size depends on them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert torch.Tag.data_dependent_output not in func.tags, func
+        assert torch.Tag.dynamic_output_shape not in func.tags, func
+        return func(*args, **kwargs or {})
+
+
+def train(problem: MoEProblem, tiles: training.Tiles) -> None:
+    """Launch the kernels of a training step of 64 tokens on the CPU, which waits for no value."""
+    weights = random_weights(problem.replace(device="cpu"), torch.device("cpu"))
+    with mock.patch.object(training, "choose_tiles", lambda *_: tiles), _NoValues():
+        experts = training.TrainableTriton(moekit_experts()[0], problem)
+        packed = experts.pack(weights)
+        x = torch.zeros(64, problem.hidden_size, dtype=problem.dtype)
+        ids = torch.zeros(64, problem.top_k, dtype=torch.int64)
+        tokens = Dispatched(x, None, ids, ids.float())
+        saved = experts.forward(torch.empty_like(x), tokens, packed)
+        wanted = Wanted(True, True, frozenset(packed.experts))
+        kept = experts.backward_input(x, tokens, packed, saved, wanted).kept
+        for dtype, add in ((problem.dtype, False), (torch.float32, True)):
+            into = {name: torch.zeros_like(t, dtype=dtype) for name, t in packed.experts.items()}
+            experts.backward_weight(x, tokens, saved, kept, into, add)
 
 
 def slow_loads(made: Compiled) -> str:
@@ -118,6 +164,9 @@ def main() -> int:
     with recorded(capability=capability) as launches:
         for problem, plan in plans(_QUICK if args.quick else _ALL, device):
             plan.launch(call(problem, plan))
+        for name, changes in _TRAINED[: 1 if args.quick else None]:
+            p = small_of(problem_of(name, device, training=True, **changes))
+            train(p, _SMALL_TILES if args.quick else training.choose_tiles(p, 4096))
     for launch in launches:
         try:
             made = launch.compile(capability)

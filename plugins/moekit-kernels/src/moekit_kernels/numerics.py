@@ -17,8 +17,8 @@ from moekit.plugin import Activation as ProblemActivation
 
 __all__ = [
     "INTERPRETED", "NO_ACTIVATION", "QMAX", "SCALE_GROUP", "TINY", "Activation", "activate",
-    "activate_gated", "convert", "dot", "quantize", "round_to_integer", "scale_of", "times_sigmoid",
-    "weight_after", "weight_before",
+    "activate_gated", "convert", "dot", "quantize", "round_to_integer", "scale_of", "tanh",
+    "times_sigmoid", "weight_after", "weight_before",
 ]  # fmt: skip
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -172,8 +172,8 @@ def activate_gated(gate, up, alpha, limit, ACTIVATION: tl.constexpr, CLAMP: tl.c
     """
     if ACTIVATION == "situ":
         if CLAMP:
-            up = limit * _tanh(up / limit)
-        return up * times_sigmoid(alpha * _tanh(gate / alpha), gate)
+            up = limit * tanh(up / limit)
+        return up * times_sigmoid(alpha * tanh(gate / alpha), gate)
     elif ACTIVATION == "swiglustep":
         return tl.minimum(times_sigmoid(gate, gate), limit) * tl.clamp(up, -limit, limit)
     else:
@@ -187,7 +187,7 @@ def activate_gated(gate, up, alpha, limit, ACTIVATION: tl.constexpr, CLAMP: tl.c
 
 
 @triton.jit
-def _tanh(x):
+def tanh(x):
     """Return tanh(x). The series serves small |x|, where 2 * sigmoid(2 * x) - 1 cancels."""
     square = x * x
     series = x * (1.0 - square * (0.333333333 - square * (0.133333333 - square * 0.0539682540)))

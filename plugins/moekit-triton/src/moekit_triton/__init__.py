@@ -57,6 +57,11 @@ def _check(problem: MoEProblem) -> list[str]:
         )
     elif device.type == "cpu" and _imported_compiled():
         reasons.append("TRITON_INTERPRET=1 was set after triton had been imported: set it earlier")
+    if problem.training and weight is not None:
+        reasons.append(
+            f"its backward takes unquantized experts, not {problem.quant.name}: choose another "
+            "backend for frozen quantized experts"
+        )
     fp8 = weight is not None and weight.dtype.startswith("float8")
     if fp8 and device.capability is not None and device.capability < _FP8_CAPABILITY:
         reasons.append(f"fp8 needs compute capability 8.9 or later, not {device}")
@@ -80,6 +85,7 @@ def _spec(name: str, target: str, format: ActivationFormat) -> ExpertsSpec:
     return ExpertsSpec(
         name=name,
         target=f"moekit_triton.experts:{target}",
+        training="moekit_triton.training:TrainableTriton" if standard else None,
         format=format,
         activations=ACTIVATIONS,
         schemes=_SCHEMES,

@@ -1,0 +1,238 @@
+"""The backward of the `triton` experts: rows sorted by expert without padding; x and h are saved.
+
+    forward          h = W13 x + b13, saved; a = act(h); y = sum over k of p (W2 a + b2)
+    backward_input   q = W2' g; dh = act'(h) p q; the gradient of p is <q, a> + <g, b2>; the
+                     gradient of x is the sum over k of W13' dh
+    backward_weight  of W2: g (p a)'; of W13: dh x'; of the biases: p g and dh
+
+p is the router weight and g the gradient of the output row. The products gather x and g, and the
+product for q writes dh, p a and partial sums of <q, a>. The host never waits for the device: grids
+are upper bounds. Each sum has a fixed order, so two runs give the same bits.
+
+Shape suffixes beyond the contract's: A assignments (R * K), S assignments sorted by expert, W rows
+of w13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+from moekit_kernels.align import SortedAssignments, align, align_capacity, align_scratch
+from moekit_kernels.rows import weighted_sum
+from torch import Tensor
+
+from moekit.plugin import (
+    Dispatched,
+    ExpertWeights,
+    InputGradients,
+    MoEProblem,
+    PackedWeights,
+    TrainableExperts,
+    Wanted,
+)
+
+from .capabilities import shared_memory, tma_possible
+from .experts import TritonExperts
+from .kernels.derivatives import list_blocks, router_gradient, sum_rows
+from .kernels.tiles import GemmTile
+from .kernels.training_gemm import CompactRows, Epilogue, outer_gemm, rows_gemm
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles of a training step: of GEMM 1 and of q, which have epilogues, of GEMM 2, of the
+    gradient of x, and of the gradients of w13 and w2."""
+
+    up: GemmTile
+    pull: GemmTile
+    down: GemmTile
+    back: GemmTile
+    outer_13: GemmTile
+    outer_2: GemmTile
+
+
+def choose_tiles(problem: MoEProblem, assignments: int) -> Tiles:
+    """Choose the tiles for a number of assignments. The rule is not measured yet.
+
+    Tiles have 128 rows, and as few as 16 for fewer rows per expert.
+    """
+    p, H, inner = problem, problem.hidden_size, problem.local_intermediate_size
+    half, wide = p.dtype.itemsize == 2, (p.device.capability or (9, 0))[0] in (9, 10)
+    per_expert = triton.cdiv(max(assignments, 1), p.num_local_experts)
+    room, tma = shared_memory(p), tma_possible(p)
+    # Columns that registers hold: of one sum, and without an epilogue.
+    columns, plain = (128, 256 if wide else 128) if half else (64, 64)
+
+    def size(length: int, most: int) -> int:
+        return min(most, max(16, int(triton.next_power_of_2(length))))
+
+    def tile(m: int, n: int, k: int, most_n: int, sums: int = 1) -> GemmTile:
+        """Make a tile of m rows for a product with n columns and the inner size k."""
+        block_n, block_k = size(n, most_n), size(k, 64 if half else 32)
+        stage = (m + block_n * sums) * block_k * p.dtype.itemsize
+        warps = 8 if m * block_n * sums >= 128 * 128 or not half else 4
+        stages = max(2, min(4, room // stage))
+        return GemmTile(m, block_n, block_k, num_warps=warps, num_stages=stages, tma=tma)
+
+    def outer(m: int, n: int) -> GemmTile:
+        return replace(tile(size(m, 128 if half else 64), n, per_expert, plain), tma=False)
+
+    block_m, sums = size(per_expert, 128 if half else 64), 2 if p.activation.gated else 1
+    return Tiles(
+        up=tile(block_m, inner, H, min(columns, plain // sums), sums),
+        pull=tile(block_m, inner, H, columns),
+        down=tile(block_m, H, inner, plain),
+        back=tile(block_m, H, p.w13_rows, plain),
+        outer_13=outer(p.w13_rows, H),
+        outer_2=outer(H, inner),
+    )
+
+
+class TrainableTriton(TritonExperts, TrainableExperts):
+    """Unquantized weights of any strides, every activation, bias and clamp."""
+
+    def pack(self, weights: ExpertWeights) -> PackedWeights:
+        return PackedWeights(self.spec.name, weights.tensors())
+
+    def apply(
+        self, y: Tensor, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
+    ) -> None:
+        held = {name: t.contiguous() for name, t in weights.experts.items()}
+        super().apply(y, tokens, replace(weights, experts=held), workspace)
+
+    def forward(self, y_RH: Tensor, tokens: Dispatched, weights: PackedWeights) -> list[Tensor]:
+        ids_RK, topk_weights = _ids_and_weights(tokens)
+        tiles, layer = choose_tiles(self.problem, ids_RK.numel()), self._layer
+        rows, places_A = self._sorted(ids_RK, tiles.up.block_m)
+        x, held, p, S = _unit(tokens.x), weights.experts, self.problem, ids_RK.numel()
+        h_SW = x.new_empty((S, p.w13_rows))
+        a_SI = x.new_empty((S, p.local_intermediate_size))
+        first = Epilogue("activation", layer.activation, h_SW, _bias(weights, "w13_bias"))
+        rows_gemm(x, held["w13"].mT, a_SI, rows, tiles.up, gather=True, epilogue=first)
+        y_SH = x.new_empty((S, p.hidden_size))
+        kind, early = ("early", topk_weights) if layer.split_weights else ("store", None)
+        second = Epilogue(kind, bias=_bias(weights, "w2_bias"), weights=early)
+        rows_gemm(a_SI, held["w2"].mT, y_SH, rows, tiles.down, epilogue=second)
+        y = y_RH if y_RH.stride(1) == 1 else y_RH.new_empty(y_RH.shape)
+        weighted_sum(
+            y_SH, topk_weights, ids_RK, y, places_A, weight_before_applied=layer.split_weights
+        )
+        if y is not y_RH:
+            y_RH.copy_(y)
+        return [h_SW, rows.order_S, places_A, rows.ends_L, rows.blocks]
+
+    def backward_input(
+        self,
+        grad_RH: Tensor,
+        tokens: Dispatched,
+        weights: PackedWeights,
+        saved: list[Tensor],
+        wanted: Wanted,
+    ) -> InputGradients:
+        ids_RK, topk_weights = _ids_and_weights(tokens)
+        tiles, held, p = choose_tiles(self.problem, ids_RK.numel()), weights.experts, self.problem
+        h_SW, places_A = saved[0], saved[2]
+        rows, S = _rows(saved, tiles, ids_RK), ids_RK.numel()
+        inner, new = p.local_intermediate_size, h_SW.new_empty
+        parts = triton.cdiv(inner, tiles.pull.block_n)
+        dh_SW = torch.empty_like(h_SW) if wanted.x or wanted.weights else None
+        pa_SI = new((S, inner)) if "w2" in wanted.weights else None
+        partials = new((S, parts), dtype=torch.float32) if wanted.topk_weights else None
+        pull = Epilogue("pull", self._layer.activation, h_SW, None, topk_weights, dh_SW, partials)
+        rows_gemm(grad_RH, held["w2"], pa_SI, rows, tiles.pull, gather=True, epilogue=pull)
+        dp_RK = dx_RH = None
+        if partials is not None:
+            dp_RK = torch.empty_like(topk_weights)
+            bias = _bias(weights, "w2_bias")
+            of_bias = None if bias is None else (grad_RH, ids_RK.view(-1), bias)
+            router_gradient(partials, places_A, dp_RK.view(-1), of_bias)
+        if wanted.x:
+            assert dh_SW is not None
+            dx_SH = new((S, p.hidden_size))
+            rows_gemm(dh_SW, held["w13"], dx_SH, rows, tiles.back)
+            dx_RH = grad_RH.new_empty(tokens.x.shape)
+            weighted_sum(dx_SH, None, ids_RK, dx_RH, places_A)
+        kept = tuple(t for t in (dh_SW, pa_SI) if t is not None) if wanted.weights else ()
+        return InputGradients(dx_RH, dp_RK, kept)
+
+    def backward_weight(
+        self,
+        grad_RH: Tensor,
+        tokens: Dispatched,
+        saved: list[Tensor],
+        kept: tuple[Tensor, ...],
+        into: Mapping[str, Tensor],
+        add: bool,
+    ) -> None:
+        ids_RK, topk_weights = _ids_and_weights(tokens)
+        tiles = choose_tiles(self.problem, ids_RK.numel())
+        rows = _rows(saved, tiles, ids_RK)
+        if "w13" in into:
+            x, tile = _unit(tokens.x), tiles.outer_13
+            outer_gemm(kept[0], x, into["w13"], rows, tile, gather="b", add=add)
+        if "w2" in into:
+            outer_gemm(grad_RH, kept[1], into["w2"], rows, tiles.outer_2, gather="a", add=add)
+        if "w13_bias" in into:
+            sum_rows(kept[0], rows.ends_L, into["w13_bias"], add)
+        if "w2_bias" in into:
+            weighted = rows.order_S, topk_weights
+            sum_rows(grad_RH, rows.ends_L, into["w2_bias"], add, weighted)
+
+    def saved_bytes(self, rows: int) -> int:
+        p, assignments = self.problem, rows * self.problem.top_k
+        lists = 8 * assignments + 4 * (p.num_local_experts + 1) + 8 * self._most_blocks(assignments)
+        return assignments * p.w13_rows * p.dtype.itemsize + lists
+
+    def transient_bytes(self, rows: int) -> int:
+        """Return the most of the forward's bytes and the backward's."""
+        p, assignments = self.problem, rows * self.problem.top_k
+        H, inner, size = p.hidden_size, p.local_intermediate_size, p.dtype.itemsize
+        parts: int = triton.cdiv(inner, choose_tiles(p, assignments).pull.block_n)
+        forward = (H + inner) * size
+        backward = (H + inner + p.w13_rows) * size + 4 * parts
+        scratch = 4 * align_scratch(assignments, p.num_local_experts)
+        return max(super().transient_bytes(rows), assignments * max(forward, backward) + scratch)
+
+    def _sorted(self, ids_RK: Tensor, block_m: int) -> tuple[CompactRows, Tensor]:
+        """Sort the assignments, and return their rows and the row of each assignment."""
+        count, experts = ids_RK.numel(), self.problem.num_local_experts
+
+        def ints(size: int) -> Tensor:
+            return torch.empty(size, dtype=torch.int32, device=ids_RK.device)
+
+        order_S, places_A, ends_L = ints(count), ints(count), ints(experts)
+        if count:
+            scratch = ints(align_scratch(count, experts))
+            aligned = SortedAssignments(order_S, None, None, 1, places_A, ends_L)
+            align(ids_RK, experts, aligned, scratch)
+        else:
+            ends_L.zero_()
+        blocks = list_blocks(ends_L, self._most_blocks(count), block_m)
+        return CompactRows(order_S, ends_L, blocks, block_m, ids_RK.shape[1]), places_A
+
+    def _most_blocks(self, assignments: int) -> int:
+        """Return an upper bound of the blocks of rows: each expert's last one may be partial."""
+        block_m = choose_tiles(self.problem, assignments).up.block_m
+        return align_capacity(assignments, self.problem.num_local_experts, block_m) // block_m
+
+
+def _rows(saved: list[Tensor], tiles: Tiles, ids_RK: Tensor) -> CompactRows:
+    _, order_S, _, ends_L, blocks = saved
+    return CompactRows(order_S, ends_L, blocks, tiles.up.block_m, ids_RK.shape[1])
+
+
+def _ids_and_weights(tokens: Dispatched) -> tuple[Tensor, Tensor]:
+    assert tokens.topk_ids is not None and tokens.topk_weights is not None
+    return tokens.topk_ids.contiguous(), tokens.topk_weights.contiguous()
+
+
+def _unit(rows: Tensor) -> Tensor:
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _bias(weights: PackedWeights, name: str) -> Tensor | None:
+    bias_LN = weights.experts.get(name)
+    return None if bias_LN is None else _unit(bias_LN)

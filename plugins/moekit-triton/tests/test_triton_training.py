@@ -1,0 +1,250 @@
+"""The backward: autograd of the oracle decides what is right."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from moekit_triton import training
+from moekit_triton.kernels.tiles import GemmTile
+from moekit_triton.training import Tiles, TrainableTriton
+
+import moekit
+from moekit import Activation, ExpertWeights, MoEProblem, Routing
+from moekit.plugin import ACTIVATIONS, Dispatched, Wanted
+from moekit.testing import oracle
+
+ROWS = 16  # of a small tile
+COUNTS = (0, 1, ROWS - 1, ROWS, ROWS + 1)  # rows of each expert
+NAMES = ("w13", "w2", "w13_bias", "w2_bias")
+LIMIT = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+
+
+@pytest.fixture(autouse=True)
+def new_memory_is_nan():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Let every product have several tiles in all dimensions."""
+    tile = GemmTile(ROWS, 16, 16, group_m=2)
+    monkeypatch.setattr(training, "choose_tiles", lambda *_: Tiles(*[tile] * 6))
+    return tile
+
+
+def problem_of(device, **changes) -> MoEProblem:
+    sizes = dict(num_experts=len(COUNTS), top_k=2, hidden_size=40, intermediate_size=24)
+    sizes |= dict(has_bias=True, dtype=torch.float32, device=device, training=True)
+    return MoEProblem(**sizes | changes)
+
+
+def parameters(p: MoEProblem, make=torch.randn) -> ExpertWeights:
+    L, H, inner = p.num_local_experts, p.hidden_size, p.local_intermediate_size
+    shapes = {"w13": (L, p.w13_rows, H), "w2": (L, H, inner)}
+    if p.has_bias:
+        shapes |= {"w13_bias": (L, p.w13_rows), "w2_bias": (L, H)}
+    made = {name: (make(*shape) / shape[-1] ** 0.5) for name, shape in shapes.items()}
+    return ExpertWeights(**{n: t.to(p.device.type, p.dtype) for n, t in made.items()})
+
+
+def inputs(p: MoEProblem, counts=COUNTS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return x, ids and router weights: expert i has counts[i] rows, and unread values are NaN."""
+    flat = torch.cat([torch.full((n,), i) for i, n in enumerate(counts)])
+    tokens = max(*counts, -(-len(flat) // p.top_k)) + 3
+    ids = torch.full((p.top_k * tokens,), -1)
+    ids[: len(flat)] = flat  # by columns, so that a token has an expert only once
+    ids = ids.view(p.top_k, tokens).T[torch.randperm(tokens)]
+    ids = ids.gather(1, torch.rand(ids.shape).argsort(dim=1))
+    x, weights = torch.randn(len(ids), p.hidden_size), torch.randn(ids.shape)
+    x[(ids < 0).all(dim=1)], weights[ids < 0] = torch.nan, torch.nan
+    weights[ids == 1] = 0.0
+    return x.to(p.device.type, p.dtype), ids.to(p.device.type), weights.to(p.device.type)
+
+
+def expected(p: MoEProblem, x, ids, topk_weights, weights: ExpertWeights, grad) -> list:
+    """Return the gradients of x, of the router weights, and of the weights, in fp32."""
+    dead = (ids < 0).all(dim=1)
+    x = torch.where(dead[:, None], 0, x).float().requires_grad_()
+    topk_weights = torch.where(ids < 0, 0, topk_weights).requires_grad_()
+    held = {n: t.detach().float().requires_grad_() for n, t in weights.tensors().items()}
+    y = oracle(x, ExpertWeights(**held), Routing(topk_weights, ids), p.replace(dtype=torch.float32))
+    grad = torch.where(dead[:, None], 0, grad).float()
+    return list(torch.autograd.grad(y, [x, topk_weights, *held.values()], grad))
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.float() - want).norm() / want.norm().clamp(min=1e-6))
+
+
+def check(p: MoEProblem, weights: ExpertWeights, x, ids, topk_weights) -> list[torch.Tensor]:
+    """Compare a call's gradients with `expected`, and return them."""
+    kernel = moekit.compose(p, "local", "triton")
+    tracked = {n: t.detach().requires_grad_() for n, t in weights.tensors().items()}
+    x, topk_weights = (t.detach().requires_grad_() for t in (x, topk_weights))
+    y = kernel(x, ExpertWeights(**tracked), Routing(topk_weights, ids))
+    grad = torch.randn(y.shape).to(y)
+    grad[(ids < 0).all(dim=1)] = torch.nan
+    made = torch.autograd.grad(y, [x, topk_weights, *tracked.values()], grad)
+    want = expected(p, x.detach(), ids, topk_weights.detach(), weights, grad)
+    for name, got, right in zip(("x", "topk_weights", *tracked), made, want, strict=True):
+        assert got.isfinite().all(), name
+        error = relative(got, right)
+        assert error < LIMIT[p.dtype], f"{name}: {error}"
+    return list(made)
+
+
+def grid(*shape: int) -> torch.Tensor:
+    """Return multiples of 0.5 up to 3 in size, before `parameters` divides."""
+    return (torch.rand(shape) * 13 - 6.5).round() / 2 * shape[-1] ** 0.5
+
+
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+def test_activations_at_and_beyond_the_limit(device, name):
+    """With h in steps of 0.5, and limits of 1.5 where the kind takes one."""
+    clamps = name in ("silu", "swigluoai", "situ", "swiglustep")
+    activation = Activation(name, limit=1.5 if clamps else None)
+    p = problem_of(device, activation=activation, has_bias=name != "silu", hidden_size=20)
+    x, ids, topk_weights = inputs(p)
+    x = torch.where(x.isnan(), x, 0.0)
+    x[torch.arange(len(x)), torch.arange(len(x)) % 20] += 1.0  # h is a column of w13, and its bias
+    check(p, parameters(p, grid), x, ids, topk_weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_16_bits(device, dtype, top_k):
+    """With the tiles of the rule."""
+    p = problem_of(device, dtype=dtype, top_k=top_k, hidden_size=72)
+    check(p, parameters(p), *inputs(p))
+
+
+def test_a_hot_expert(device, small):
+    p = problem_of(device, has_bias=False)
+    made = check(p, parameters(p), *inputs(p, (0, 0, 3 * ROWS + 5, 0, 0)))
+    assert [bool(made[2][i].any()) for i in range(5)] == [False, False, True, False, False]
+
+
+def test_transposed_and_interleaved_parameters(device, small):
+    """Views reach the kernels: nothing copies them. Calls without gradients read them as well."""
+    p = problem_of(device, activation="swigluoai")
+    plain = parameters(p)
+    x, ids, topk_weights = inputs(p)
+    views = {"w13": plain.w13.mT.contiguous().mT, "w2": plain.w2.mT.contiguous().mT}
+    views |= {"w13_bias": plain.w13_bias, "w2_bias": plain.w2_bias}
+    check(p, ExpertWeights(**views), x.T.contiguous().T, ids, topk_weights)
+    experts = moekit.compose(p, "local", "triton").experts
+    packed = experts.pack(ExpertWeights(**views))
+    assert all(packed[name].data_ptr() == t.data_ptr() for name, t in views.items())
+    x = torch.nan_to_num(x)
+    kernel = moekit.compose(p, "local", "triton")
+    with torch.no_grad():
+        y = kernel(x, ExpertWeights(**views), Routing(topk_weights, ids))
+    want = oracle(x, plain, Routing(torch.nan_to_num(topk_weights), ids), p)
+    assert relative(y, want) < LIMIT[p.dtype]
+    order = torch.arange(p.w13_rows).view(2, -1).T.reshape(-1)
+    mixed = replace(plain, w13=plain.w13[:, order], w13_bias=plain.w13_bias[:, order])
+    y_mixed = kernel(x, replace(mixed, interleaved=True), Routing(topk_weights, ids))
+    assert torch.equal(y_mixed, y)
+
+
+class Step:
+    """The methods of the experts, called one after another."""
+
+    def __init__(self, p: MoEProblem) -> None:
+        self.experts = moekit.compose(p, "local", "triton").experts
+        assert type(self.experts) is TrainableTriton
+        x, ids, topk_weights = inputs(p)
+        self.tokens = Dispatched(x, None, ids, topk_weights)
+        self.weights = self.experts.pack(parameters(p))
+        self.grad = torch.randn(x.shape).to(x)
+        self.saved = self.experts.forward(torch.empty_like(x), self.tokens, self.weights)
+
+    def inputs(self, wanted: Wanted):
+        return self.experts.backward_input(self.grad, self.tokens, self.weights, self.saved, wanted)
+
+    def gradients(self, names=NAMES, **into) -> dict[str, torch.Tensor]:
+        wanted, held = Wanted(False, False, frozenset(names)), self.weights.experts
+        add = bool(into)
+        into = into or {n: torch.empty_like(held[n]) for n in names}
+        kept = self.inputs(wanted).kept
+        self.experts.backward_weight(self.grad, self.tokens, self.saved, kept, into, add)
+        return into
+
+
+def test_steps(device, small):
+    """Two runs agree in all bits, subsets with the whole, and experts without rows get zeros."""
+    step = Step(problem_of(device))
+    everything = Wanted(True, True, frozenset(NAMES))
+    first, again = step.inputs(everything), step.inputs(everything)
+    end = int(step.saved[3][-1])  # rows behind it do not exist
+    assert torch.equal(first.x, again.x) and torch.equal(first.topk_weights, again.topk_weights)
+    assert all(torch.equal(a[:end], b[:end]) for a, b in zip(first.kept, again.kept, strict=True))
+    made, twice = step.gradients(), step.gradients()
+    for name in NAMES:
+        assert torch.equal(made[name], twice[name]) and not made[name][0].any(), name
+        assert torch.equal(step.gradients([name])[name], made[name]), name
+    assert torch.equal(step.inputs(Wanted(True, False, frozenset())).x, first.x)
+    only = step.inputs(Wanted(False, True, frozenset()))
+    assert only.x is None and not only.kept
+    assert torch.equal(only.topk_weights, first.topk_weights)
+    assert not first.x[(step.tokens.topk_ids < 0).all(dim=1)].any()
+    assert not first.topk_weights[step.tokens.topk_ids < 0].any()
+    assert first.topk_weights[step.tokens.topk_ids == 1].all()  # also of a router weight of 0
+    held = sum(t.nbytes for t in step.saved)
+    assert step.experts.saved_bytes(len(step.grad)) == held
+
+
+@pytest.mark.parametrize("into", [torch.bfloat16, torch.float32])
+def test_gradients_are_added_to_buffers(device, into):
+    step = Step(problem_of(device, dtype=torch.bfloat16))
+    made = step.gradients()
+    begin = {n: torch.randn(t.shape).to(device, into) for n, t in made.items()}
+    found = step.gradients(**{n: t.clone() for n, t in begin.items()})
+    for name, t in found.items():
+        error = relative(t, begin[name].float() + made[name].float())
+        assert t.dtype is into and error < 4e-3, f"{name}: {error}"
+        assert torch.equal(t[0], begin[name][0]), "an expert without rows"
+
+
+def test_no_tokens(device):
+    p = problem_of(device)
+    kernel, weights = moekit.compose(p, "local", "triton"), parameters(p)
+    tracked = {n: t.requires_grad_() for n, t in weights.tensors().items()}
+    x = torch.empty(0, p.hidden_size, device=device, requires_grad=True)
+    ids = torch.empty(0, p.top_k, device=device, dtype=torch.int64)
+    y = kernel(x, ExpertWeights(**tracked), Routing(ids.float(), ids))
+    made = torch.autograd.grad(y, [x, *tracked.values()], torch.empty_like(y))
+    assert all(not t.any() for t in made)
+
+
+def test_weights_through_descriptors(device, monkeypatch):
+    """Sizes in rows of whole 16 bytes, tiles that do not divide them, matrices in both orders."""
+    tile = GemmTile(ROWS, 16, 16, tma=True)
+    monkeypatch.setattr(training, "choose_tiles", lambda *_: Tiles(*[tile] * 6))
+    if device.type == "cuda" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("tensor descriptors need compute capability 9.0")
+    p = problem_of(device)
+    check(p, parameters(p), *inputs(p))
+
+
+def test_quantized_experts_are_refused(device):
+    p = problem_of(device, dtype=torch.bfloat16, has_bias=False, quant="int8_w8a16")
+    with pytest.raises(moekit.MoekitError, match="takes unquantized experts, not int8_w8a16"):
+        moekit.compose(p, "local", "triton")
+
+
+def test_the_rule_fits_shared_memory():
+    """For GPUs with 99 and 227 KiB, and rows of an expert from 1 to many."""
+    for capability, most in (((8, 9), 99), ((9, 0), 227)):
+        spec = moekit.DeviceSpec("cuda", capability, "any")
+        for dtype in LIMIT:
+            p = problem_of(spec, dtype=dtype, hidden_size=4096, intermediate_size=1408)
+            for assignments in (0, 1, 100, 10**6):
+                tiles = training.choose_tiles(p, assignments)
+                for name, tile in vars(tiles).items():
+                    columns = tile.block_n * (2 if name == "up" else 1)
+                    size = (tile.block_m + columns) * tile.block_k * dtype.itemsize
+                    assert size * tile.num_stages <= most << 10, (name, tile)
+                assert tiles.up.block_m == tiles.back.block_m == tiles.pull.block_m
