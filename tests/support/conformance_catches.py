@@ -35,7 +35,8 @@ def suite(wrong: type, base: str, **declared: Any) -> Any:
     kit = (kits if trains else (ExpertsConformance, DispatcherConformance))[not experts]
     origin = registry().expert(base) if experts else registry().dispatcher(base)
     target = f"{wrong.__module__}:{wrong.__qualname__}"
-    spec = replace(origin, name="suspect", **{"training" if trains else "target": target}, **declared)
+    named = {"training" if trains else "target": target}
+    spec = replace(origin, name="suspect", **named, **declared)
     backends = Registry(plugins=registry().plugins)
     backends.register(spec)
     body = {"backend": "suspect", "backends": backends, "device": "cpu", "__module__": __name__}
