@@ -20,6 +20,7 @@ from moekit.testing.dispatchers import DispatcherBase
 from moekit.testing.gradients import (
     Gradients,
     TrainingBase,
+    backward,
     call_of,
     fault,
     found_gradients,
@@ -28,7 +29,6 @@ from moekit.testing.gradients import (
     random_grad,
     right_gradients,
 )  # fmt: skip
-from moekit.testing.memory import poisoned_allocations
 from moekit.testing.ranks import Call, Rank, of_rank
 from moekit.training.kernel import TrainableKernel
 
@@ -85,7 +85,8 @@ class _Right:
     def of(cls, r: Rank, wanted: Call, index: int, how: str) -> _Right:
         """Weights get the sum over all batches, from which this rank's share of them is cut."""
         problem, parallel = cases.whole(r.problem), r.problem.parallel
-        weights, total, mine = cases.random_weights(problem), {}, None
+        weights, mine = cases.random_weights(problem), None
+        total: dict[str, Any] = {}
         for batch in range(parallel.dp_size):
             there = copy(r)
             there.batch = batch
@@ -102,15 +103,10 @@ class _Right:
         assert mine is not None
         if r.alone and r.world_size > 1:  # partial sums
             mine = replace(mine, gradients=right_gradients(mine.case, mine.grad), whole=mine.case)
-        held = ExpertWeights(**total).select(list(r.problem.local_experts))  # type: ignore[arg-type]
+        held = ExpertWeights(**total).select(list(r.problem.local_experts))
         if parallel.tp_size > 1:
             held = cases.tp_shard(held, r.problem)
         return replace(mine, gradients={**mine.gradients, **held.tensors()})
-
-
-def _backward(out: Tensor, grad: Tensor, how: str) -> None:
-    with poisoned_allocations():
-        out.backward(grad, retain_graph=how == "twice")
 
 
 @of_rank
@@ -135,14 +131,14 @@ def gradients_of_calls(r: Rank, sequence: Sequence[Call], how: str) -> None:
     if how in ("first_first", "last_first"):
         outs = [call_of(kernel, case) for case in given]
         for index in sorted(range(len(outs)), reverse=how == "last_first"):
-            _backward(outs[index], made[index].grad, how)
+            backward(outs[index], made[index].grad)
     for index, (case, right) in enumerate(zip(given, made, strict=True)):
         times = 2 if how == "twice" else int(how not in ("first_first", "last_first"))
         out = call_of(kernel, case) if times else right.grad
         if how == "dropped" and not index:
             continue
         for _ in range(times):
-            _backward(out, right.grad, how)
+            backward(out, right.grad, retain_graph=how == "twice")
         want = {name: max(times, 1) * right.gradients[name] for name in asked}
         said = fault(found_gradients(case), want, right.whole)
         r.expect(not said, f"rank {r.rank}, call {index} of {sequence}: {said}")

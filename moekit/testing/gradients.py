@@ -131,6 +131,12 @@ def call_of(kernel: TrainableKernel, case: Case, **options: Any) -> Tensor:
         return kernel(case.x, case.weights, case.routing, **options)
 
 
+def backward(out: Tensor, grad: Tensor | None = None, **options: Any) -> None:
+    """Run a backward with poisoned memory."""
+    with poisoned_allocations():
+        torch.autograd.backward(out, grad, **options)
+
+
 def found_gradients(case: Case) -> Gradients:
     """Return the gradients that a call's leaves have."""
     return {name: t.grad for name, t in inputs_of(case).items() if t.grad is not None}
@@ -142,9 +148,7 @@ def gradients(kernel: TrainableKernel, case: Case, grad: Tensor, **options: Any)
     The caller's tensors must be unchanged afterwards.
     """
     watch = Watch(**inputs_of(case), topk_ids=case.routing.topk_ids, grad=grad)
-    out = call_of(kernel, case, **options)
-    with poisoned_allocations():
-        out.backward(grad)
+    backward(call_of(kernel, case, **options), grad)
     watch.check("the call and its backward")
     return found_gradients(case)
 
@@ -250,7 +254,7 @@ def exact_case(problem: MoEProblem, num_tokens: int) -> Case:
 
     few = torch.rand(case.x.shape, generator=draw) < 12 / problem.hidden_size
     x = torch.where(few.to(case.x.device), 2 * halves(case.x, 1), 0)
-    w, changes = case.weights, {}
+    w, changes = case.weights, dict[str, Any]()
     for name, most in (("w13", 1), ("w13_bias", 3)):
         if (t := getattr(w, name)) is not None:
             changes[name] = halves(t, most)
@@ -366,7 +370,8 @@ class GradientConformance(TrainingBase, ExpertsBase):
         packed, given = kernel.pack(case.weights), leaves(case, ("x", "topk_weights"))
         watch = Watch(**packed.experts, **packed.shared)
         with poisoned_allocations():
-            kernel(given.x, packed, given.routing).backward(grad)
+            out = kernel(given.x, packed, given.routing)
+        backward(out, grad)
         watch.check("the call and its backward")
         found, right = found_gradients(given), right_gradients(case, grad)
         assert_right_gradients(found, {n: right[n] for n in ("x", "topk_weights")}, case)
@@ -390,13 +395,12 @@ class GradientConformance(TrainingBase, ExpertsBase):
         grad = ones if form == "stride_0" else random_grad(case)
         given = leaves(case)
         out = call_of(kernel, given)
-        with poisoned_allocations():
-            if form == "stride_0":
-                out.sum().backward()
-            elif form == "transposed":
-                out.backward(grad.T.contiguous().T)
-            else:
-                out.backward(torch.stack((grad, torch.full_like(grad, 7)), dim=2)[:, :, 0])
+        if form == "stride_0":
+            backward(out.sum())
+        elif form == "transposed":
+            backward(out, grad.T.contiguous().T)
+        else:
+            backward(out, torch.stack((grad, torch.full_like(grad, 7)), dim=2)[:, :, 0])
         assert_right_gradients(found_gradients(given), right_gradients(case, grad), case)
 
     # -- calls together ---------------------------------------------------------------------------
@@ -417,8 +421,7 @@ class GradientConformance(TrainingBase, ExpertsBase):
         with torch.no_grad():
             call_of(kernel, make_case(problem, self._T + 2, "random", 2))
         for index in (0, 1) if order == "first_first" else (1, 0):
-            with poisoned_allocations():
-                outs[index].backward(made[index][1])
+            backward(outs[index], made[index][1])
         for index, (each, (_, _, alone)) in enumerate(zip(given, made, strict=True)):
             assert_same_bits(
                 found_gradients(each), alone, f"layer {index} with the other in flight"
@@ -466,7 +469,7 @@ class GradientConformance(TrainingBase, ExpertsBase):
             return call_of(kernel, replace(given, x=x, routing=routing))
 
         out = checkpoint(layer, given.x, given.routing.topk_weights, use_reentrant=reentrant)
-        out.backward(grad)
+        backward(out, grad)
         assert_same_bits(found_gradients(given), plain, "checkpointed")
 
     def test_backward_twice(self) -> None:
@@ -486,7 +489,7 @@ class GradientConformance(TrainingBase, ExpertsBase):
         assert_same_bits(runs[1], runs[0], "the second backward")
         again = torch.autograd.grad(out, inputs[:1], grad.requires_grad_(), create_graph=True)
         with pytest.raises(RuntimeError):
-            again[0].sum().backward()
+            backward(again[0].sum())
 
     def test_changed_in_place(self) -> None:
         """The backward raises if a parameter has changed, and never computes with a changed x."""
@@ -499,7 +502,7 @@ class GradientConformance(TrainingBase, ExpertsBase):
             with torch.no_grad():
                 inputs_of(given)[name].mul_(1.5)
             try:
-                out.backward(grad)
+                backward(out, grad)
             except RuntimeError as error:
                 assert "inplace" in str(error), error
                 continue
