@@ -185,8 +185,8 @@ def _beyond(found: Tensor, want: Tensor, case: Case, *, of_router_weights: bool 
     """Describe the errors beyond the bounds on outputs, which are wider for rows and elements.
 
     There the slope of the activation magnifies the rounding of h. The gradient of a router weight
-    is a product of two vectors that may nearly cancel, so what it is for other incoming gradients
-    counts as its size, too.
+    is a product of two vectors that may nearly cancel, so its size is an average over other
+    incoming gradients as well.
     """
     bound = tolerance(case.problem, effective_tokens=1)
     bound = replace(bound, row=_WIDER * bound.row, element=_WIDER * bound.element)

@@ -1,6 +1,6 @@
 """Dispatchers with one wrong gradient each: each must fail a named test of the gradient kit.
 
-Mutants of `local` run in this process, those of `naive` on four ranks.
+Mutants of `local` run in this process, and mutants of `naive` on four ranks.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class StaleGradient(NaiveTrains):
 
 @gradients("even", says="gradient of w13 |gradient of x")
 class OwnGradientsOnly(NaiveTrains):
-    """Hands out the gradients of its own tokens only."""
+    """Hands out the gradients of this rank's tokens only."""
 
     def got(self, grad_RH, sizes):
         rank = self.group.rank()
