@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from moekit import MoEProblem
+from moekit.errors import Unsupported
 from moekit.problem.activation import ACTIVATIONS, CLAMPABLE, Activation
-from moekit.testing import DispatcherGradientConformance, GradientConformance, oracle
+from moekit.testing import DispatcherGradientConformance, GradientConformance, oracle, run
 from moekit.testing.cases import make_case
 from moekit.testing.gradients import inputs_of, leaves
 
@@ -58,3 +59,8 @@ def test_gradients_of_the_oracle_are_right(name: str, bias: bool, on_input: bool
 
 def _double(t: torch.Tensor) -> torch.Tensor:
     return t.double()
+
+
+def test_backends_without_a_backward_are_refused() -> None:
+    with pytest.raises(Unsupported, match="'batched_reference' has no backward"):
+        run("batched_reference", gradients=True)
