@@ -28,14 +28,17 @@ from moekit.problem.weights import ExpertWeights
 
 
 def expert_mlp(x_NH: Tensor, weights: ExpertWeights, expert: int, problem: MoEProblem) -> Tensor:
-    """Run one expert on its rows: (N, H) fp32 -> (N, H) fp32. ``weights`` are fp32."""
+    """Run one expert on its rows: (N, H) fp32 -> (N, H) fp32. ``weights`` are fp32.
+
+    All may be float64 instead.
+    """
     w13_HI, w2_IH = weights.w13[expert].T, weights.w2[expert].T
     with torch.autocast(w13_HI.device.type, enabled=False):
         h = x_NH @ w13_HI
         if weights.w13_bias is not None:
-            h = h + weights.w13_bias[expert].float()
+            h = h + weights.w13_bias[expert].to(h.dtype)
         y = apply_activation(h, problem.activation) @ w2_IH
-        return y if weights.w2_bias is None else y + weights.w2_bias[expert].float()
+        return y if weights.w2_bias is None else y + weights.w2_bias[expert].to(y.dtype)
 
 
 def oracle(x_TH: Tensor, weights: ExpertWeights, routing: Routing, problem: MoEProblem) -> Tensor:
@@ -52,20 +55,22 @@ def oracle(x_TH: Tensor, weights: ExpertWeights, routing: Routing, problem: MoEP
         problem: sizes, scheme, activation and biases of the layer.
 
     Returns:
-        (T, H) fp32.
+        (T, H) fp32, through which autograd flows. It is float64 if x is, so that `torch.autograd.
+        gradcheck` can prove the gradients that backends are compared with.
     """
+    wide = torch.promote_types(x_TH.dtype, torch.float32)
     held = replace(weights.canonical(problem), w13_input_scale=None, w2_input_scale=None)
-    out = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
+    out = torch.zeros(x_TH.shape, dtype=wide, device=x_TH.device)
     for physical in torch.unique(routing.topk_ids).tolist():
         if physical not in problem.local_experts:
             continue
         expert = physical - problem.local_experts.start
         token, slot = (routing.topk_ids == physical).nonzero(as_tuple=True)
-        x, weight = x_TH[token].float(), routing.topk_weights[token, slot, None]
+        x, weight = x_TH[token].to(wide), routing.topk_weights[token, slot, None]
         if problem.apply_router_weight_on_input:
             x, weight = x * weight, torch.ones_like(weight)
-        fp32 = held.select([expert]).dequantize(problem.quant)
-        out.index_add_(0, token, weight * expert_mlp(x, fp32, 0, problem))
+        dense = held.select([expert]).dequantize(problem.quant, wide)
+        out.index_add_(0, token, weight * expert_mlp(x, dense, 0, problem))
     return out
 
 

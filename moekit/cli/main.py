@@ -115,6 +115,9 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
         description="Run the conformance kit on an installed backend. Exit code 0: every test "
         "passed; 1: a test failed; 2: the arguments are wrong.",
     )
+    check.add_argument(
+        "--gradients", action="store_true", help="run the gradient kit (write it before the name)"
+    )
     check.add_argument("name", help="a dispatcher, experts backend or composite")
     options = "options of pytest, for example -k graph"
     check.add_argument("pytest_args", nargs=argparse.REMAINDER, help=options).required = False
@@ -175,7 +178,8 @@ def _check(args: argparse.Namespace) -> int:
         raise MoekitError(
             "`check` needs pytest, which is an optional extra: pip install 'moekit[testing]'"
         )
-    return int(importlib.import_module("moekit.testing").run(args.name, args.pytest_args))
+    kit = importlib.import_module("moekit.testing")
+    return int(kit.run(args.name, args.pytest_args, gradients=args.gradients))
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """Expert activation functions, by their usual names.
 
 Gated kinds take ``h_R2I`` whose first half is the gate and second half the up projection; the
-others take ``h_RI``. Everything is computed in fp32.
+others take ``h_RI``. Everything is computed in fp32, and float64 input in float64.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def apply_activation(h: Tensor, activation: Activation, dim: int = -1) -> Tensor
             f"h has shape {tuple(h.shape)}, expected an even size in dim {dim}: {activation.name} "
             "takes gate and up, I entries each"
         )
-    x = h.float()
+    x = h if h.dtype == torch.float64 else h.float()
     if not activation.gated:
         y = _UNARY[activation.name.removesuffix("_no_mul")](x)
     else:

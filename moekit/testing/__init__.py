@@ -28,6 +28,7 @@ pytest.register_assert_rewrite(
         for name in (
             *("base", "calls", "diagnose", "dispatchers", "experts", "experts_base", "interface"),
             *("arithmetic", "crossings", "threads", "invariance", "ranks", "rank_failures"),
+            *("gradients", "gradient_ranks"),
         )
     )
 )
@@ -38,12 +39,16 @@ from moekit.testing.compare import Tolerance, relative_error, tolerance  # noqa:
 from moekit.testing.diagnose import assert_close  # noqa: E402
 from moekit.testing.dispatchers import DispatcherConformance  # noqa: E402
 from moekit.testing.experts import ExpertsConformance  # noqa: E402
+from moekit.testing.gradient_ranks import DispatcherGradientConformance  # noqa: E402
+from moekit.testing.gradients import GradientConformance  # noqa: E402
 from moekit.testing.runner import run  # noqa: E402
 
 __all__ = [
     "Case",
     "DispatcherConformance",
+    "DispatcherGradientConformance",
     "ExpertsConformance",
+    "GradientConformance",
     "Tolerance",
     "assert_close",
     "oracle",

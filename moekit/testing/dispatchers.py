@@ -126,19 +126,8 @@ def _asked_sizes(asked: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(part) for part in parts))
 
 
-class DispatcherConformance(Conformance):
-    """The kit for dispatchers. Subclass it with ``backend = "name"``.
-
-    Where no token moves, this process runs one rank after the other. Elsewhere, two ranks are one
-    of two groups in four processes, and four ranks are WORLD. A dispatcher whose library needs
-    WORLD says so in `unsupported` if the default group is larger; then the tests of two ranks skip.
-
-    Attributes:
-        world_sizes: numbers of ranks to test with; on accelerators only those for which there are
-            devices, unless ranks may share them. The environment variables
-            MOEKIT_TEST_WORLD_SIZES and MOEKIT_TEST_SHARE_DEVICES change both. See `Conformance`
-            for the other settings.
-    """
+class DispatcherBase(Conformance):
+    """Runs functions on ranks. See `DispatcherConformance`."""
 
     world_sizes: ClassVar[tuple[int, ...]] = (1, 2, 4)
     _interface = PrepareAndFinalize
@@ -274,6 +263,21 @@ class DispatcherConformance(Conformance):
     def _needs_ranks(self) -> None:
         if not self._spec().moves_tokens:
             self._skip("moves no tokens, so its ranks need not agree")
+
+
+class DispatcherConformance(DispatcherBase):
+    """The kit for dispatchers. Subclass it with ``backend = "name"``.
+
+    Where no token moves, this process runs one rank after the other. Elsewhere, two ranks are one
+    of two groups in four processes, and four ranks are WORLD. A dispatcher whose library needs
+    WORLD says so in `unsupported` if the default group is larger; then the tests of two ranks skip.
+
+    Attributes:
+        world_sizes: numbers of ranks to test with; on accelerators only those for which there are
+            devices, unless ranks may share them. The environment variables
+            MOEKIT_TEST_WORLD_SIZES and MOEKIT_TEST_SHARE_DEVICES change both. See `Conformance`
+            for the other settings.
+    """
 
     # -- tokens and routing -----------------------------------------------------------------------
 

@@ -26,11 +26,12 @@ class _Count:
         self.passed += ran and report.passed
 
 
-def run(name: str, extra_args: Sequence[str] = ()) -> int:
+def run(name: str, extra_args: Sequence[str] = (), *, gradients: bool = False) -> int:
     """Run the conformance kit on every backend of that name.
 
     Args:
         extra_args: arguments for pytest (``["-k", "scheme", "-x"]``).
+        gradients: run the gradient kit instead.
 
     Returns:
         pytest's exit code; 5 (no tests) also if only tests ran that do not call the backend.
@@ -38,15 +39,18 @@ def run(name: str, extra_args: Sequence[str] = ()) -> int:
     Raises:
         UnknownBackend: no backend has the name.
         NameClash: two packages offer it.
-        Unsupported: a package that it needs is not installed.
+        Unsupported: a package that it needs is not installed, or it has no backward.
     """
     known = registry()
     spec = known.dispatchers.get(name) or known.expert(name)
     if missing := spec.missing():
         raise Unsupported(f"{name!r} cannot be checked: {missing}", [missing])
+    if gradients and spec.training is None:
+        why = f"the spec of {name!r} names no class for training"
+        raise Unsupported(f"{name!r} has no backward: {why}", [why])
     count = _Count()
     before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = name
+    os.environ[VARIABLE] = f"{name} gradients" if gradients else name
     try:
         # Without the configuration of the current folder: its addopts are for other tests.
         args = ["--pyargs", "moekit.testing.suite", "-c", os.devnull, "--rootdir", os.curdir]

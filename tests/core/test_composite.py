@@ -416,7 +416,7 @@ def test_check_knows_composites(monkeypatch) -> None:
     from moekit.__main__ import main
 
     asked = []
-    monkeypatch.setattr("moekit.testing.run", lambda name, args: asked.append(name) or 0)
+    monkeypatch.setattr("moekit.testing.run", lambda name, args, **_: asked.append(name) or 0)
     assert main(["check", "torch:4|triton"]) == 0 and asked == ["torch:4|triton"]
     made = registry().expert("torch:4|triton")
     registry().unregister(made)

@@ -20,14 +20,16 @@ PAGES = {
     "kit_mutants_dispatchers.md": (
         "dispatchers", "naive", "transfers", "buffers", "failures", "locks",
     ),
+    "kit_mutants_gradients.md": ("experts", "dispatchers"),
 }  # fmt: skip
 
 
 def table(page: str) -> str:
     """Return a page's table, a row for each mutant in the order of the modules."""
     tests: dict[type, list[str]] = {}
+    kit = "gradients_catch" if "gradients" in page else "conformance_catches"
     for part in PAGES[page]:
-        module = importlib.import_module(f"test_conformance_catches_{part}").__name__
+        module = importlib.import_module(f"test_{kit}_{part}").__name__
         for mutant in conformance_catches.MUTANTS:
             if mutant.wrong.__module__ == module:
                 name = f"`{mutant.kit_test}`"

@@ -19,16 +19,26 @@ from right_experts import Plain, Skips, Values
 from right_naive import Naive
 
 from moekit import Registry, registry
-from moekit.testing import DispatcherConformance, ExpertsConformance, diagnose
+from moekit.plugin import TrainableDispatcher, TrainableExperts
+from moekit.testing import (
+    DispatcherConformance,
+    DispatcherGradientConformance,
+    ExpertsConformance,
+    GradientConformance,
+    diagnose,
+)
 
 
 def suite(wrong: type, base: str, **declared: Any) -> Any:
     """Return the kit's tests for class ``wrong``, with the spec of ``base`` and ``declared``."""
     experts = base in registry().experts
-    kit = ExpertsConformance if experts else DispatcherConformance
+    trains = issubclass(wrong, (TrainableExperts, TrainableDispatcher))
+    kits = GradientConformance, DispatcherGradientConformance
+    kit = (kits if trains else (ExpertsConformance, DispatcherConformance))[not experts]
     origin = registry().expert(base) if experts else registry().dispatcher(base)
     target = f"{wrong.__module__}:{wrong.__qualname__}"
-    spec = replace(origin, name="suspect", target=target, **declared)
+    named = {"training" if trains else "target": target}
+    spec = replace(origin, name="suspect", **named, **declared)
     backends = Registry(plugins=registry().plugins)
     backends.register(spec)
     body = {"backend": "suspect", "backends": backends, "device": "cpu", "__module__": __name__}

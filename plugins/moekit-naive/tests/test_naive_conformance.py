@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from moekit.testing import DispatcherConformance
+from moekit.testing import DispatcherConformance, DispatcherGradientConformance
 
 
 class TestNaive(DispatcherConformance):
+    backend = "naive"
+
+
+class TestNaiveGradients(DispatcherGradientConformance):
     backend = "naive"

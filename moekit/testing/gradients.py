@@ -1,0 +1,552 @@
+"""The gradient kit: every gradient of a backend is compared with autograd of the fp32 oracle.
+
+`GradientConformance` tests experts, `moekit.testing.gradient_ranks` dispatchers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain, combinations
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from moekit.contract import Routing
+from moekit.contract.training import TrainableExperts
+from moekit.layer.replicas import to_physical
+from moekit.problem import DTYPES, MoEProblem, ParallelConfig
+from moekit.problem.activation import ACTIVATIONS, CLAMPABLE, Activation
+from moekit.problem.quant import SCHEMES
+from moekit.problem.weights import ExpertWeights
+from moekit.testing.base import Capability, Conformance, over
+from moekit.testing.calls import Watch, same_bits
+from moekit.testing.cases import (
+    SEED_VARIABLE,
+    Case,
+    device_of,
+    generator,
+    make_case,
+    random_weights,
+    seed,
+)  # fmt: skip
+from moekit.testing.compare import errors, tolerance
+from moekit.testing.experts_base import ExpertsBase
+from moekit.testing.memory import measure, poisoned_allocations
+from moekit.training.kernel import TrainableKernel
+
+Gradients = dict[str, Tensor]
+
+# The errors of rows and elements, in units of the bounds on outputs (seen: 1.3).
+_WIDER = 3.0
+
+# What is unusual in a call -> its routing, its tokens (None: the usual number), and changes of the
+# problem. Every call has biases if the backend declares them.
+_CALLS: dict[str, tuple[str, int | None, dict[str, Any]]] = {
+    "random": ("random", None, {}),
+    "idle_experts": ("idle", None, {}),
+    "one_expert": ("one_expert", None, {}),
+    "hot_expert": ("hot", None, {}),
+    "ids_of_-1": ("masked", None, {}),
+    "tokens_without_experts": ("rows", None, {}),
+    "no_experts_at_all": ("none", None, {}),
+    "router_weights_of_zero": ("signed", None, {}),
+    "no_tokens": ("random", 0, {}),
+    "one_token": ("random", 1, {}),
+    "top_1": ("random", None, {"top_k": 1}),
+    "top_8": ("masked", None, {"num_experts": 9, "top_k": 8}),
+    "weight_on_input": ("rows", None, {"top_k": 1, "apply_router_weight_on_input": True}),
+    "replicas": ("masked", None, {"num_redundant_experts": 3}),
+    "share_of_experts": (
+        "masked", None, {"parallel": ParallelConfig(ep_size=2, ep_rank=1, dp_size=1)},
+    ),
+    "slice_of_experts": (
+        "masked", None, {"parallel": ParallelConfig(tp_size=2, tp_rank=1, dp_size=1)},
+    ),
+    "many_rows": ("one_expert", 1500, {}),
+}  # fmt: skip
+
+
+# -- gradients of a call, and the right ones ---------------------------------------------------
+
+
+def inputs_of(case: Case) -> Gradients:
+    """Return what may require a gradient: x, topk_weights and the weights, by name."""
+    return {"x": case.x, "topk_weights": case.routing.topk_weights, **case.weights.tensors()}
+
+
+def leaves(case: Case, wanted: Sequence[str] | None = None) -> Case:
+    """Return the same call with copies of its tensors, of which the wanted require a gradient."""
+
+    def leaf(name: str, t: Tensor) -> Tensor:
+        copy = t.detach().clone()
+        asked = copy.is_floating_point() if wanted is None else name in wanted
+        return copy.requires_grad_(asked)
+
+    made: dict[str, Any] = {name: leaf(name, t) for name, t in inputs_of(case).items()}
+    x, topk_weights = made.pop("x"), made.pop("topk_weights")
+    routing = replace(case.routing, topk_weights=topk_weights)
+    return replace(case, x=x, routing=routing, weights=replace(case.weights, **made))
+
+
+def random_grad(case: Case, key: object = 0) -> Tensor:
+    """Return a gradient of the output (T, H), with NaN for tokens without an expert."""
+    made = torch.randn(case.x.shape, generator=generator("grad", key))
+    made *= 0.5 + torch.rand(len(made), 1, generator=generator("sizes", key))
+    made[(case.routing.topk_ids < 0).all(dim=1).cpu()] = float("nan")
+    return made.to(case.problem.dtype).to(case.x.device)
+
+
+def right_gradients(case: Case, grad: Tensor) -> Gradients:
+    """Return the gradients of the oracle by autograd, in fp32.
+
+    Quantized weights have none. w2's bias has one on every rank of tensor parallelism, though
+    only the first adds it.
+    """
+    problem, weights = case.problem.replace(dtype=torch.float32), case.weights
+    frozen = problem.quant.weight is not None
+    wide = replace(case, problem=problem, x=case.x.float(),
+                   weights=weights if frozen else weights._map(Tensor.float))  # fmt: skip
+    given = leaves(wide, ("x", "topk_weights") if frozen else None)
+    asked = {name: t for name, t in inputs_of(given).items() if t.requires_grad}
+    with torch.enable_grad():
+        if (b := given.weights.w2_bias) is not None and (p := problem.parallel).tp_rank:
+            first = problem.replace(parallel=replace(p, tp_rank=0))
+            zero = replace(given.weights, w2_bias=b - b.detach())
+            given = replace(given, problem=first, weights=zero)
+        out = given.reference()
+    if not out.requires_grad:  # no token has an expert
+        return {name: torch.zeros_like(t) for name, t in asked.items()}
+    made = torch.autograd.grad(out, list(asked.values()), grad.float(), materialize_grads=True)
+    return dict(zip(asked, made, strict=True))
+
+
+def call_of(kernel: TrainableKernel, case: Case, **options: Any) -> Tensor:
+    """Call the kernel with poisoned memory."""
+    with poisoned_allocations():
+        return kernel(case.x, case.weights, case.routing, **options)
+
+
+def backward(out: Tensor, grad: Tensor | None = None, **options: Any) -> None:
+    """Run a backward with poisoned memory."""
+    with poisoned_allocations():
+        torch.autograd.backward(out, grad, **options)
+
+
+def found_gradients(case: Case) -> Gradients:
+    """Return the gradients that a call's leaves have."""
+    return {name: t.grad for name, t in inputs_of(case).items() if t.grad is not None}
+
+
+def gradients(kernel: TrainableKernel, case: Case, grad: Tensor, **options: Any) -> Gradients:
+    """Return the gradients of a call and its backward, under poison.
+
+    The caller's tensors must be unchanged afterwards.
+    """
+    watch = Watch(**inputs_of(case), topk_ids=case.routing.topk_ids, grad=grad)
+    backward(call_of(kernel, case, **options), grad)
+    watch.check("the call and its backward")
+    return found_gradients(case)
+
+
+def fault(found: Mapping[str, Tensor], want: Mapping[str, Tensor], case: Case) -> str:
+    """Describe the first gradient of a call that is wrong or missing, or return ""."""
+    for name, right in want.items():
+        if name not in found:
+            return f"the gradient of {name} is missing"
+        said = _complaint(name, found[name], right, case)
+        if said:
+            return f"the gradient of {name} {said}"
+    return ""
+
+
+def _complaint(name: str, found: Tensor, want: Tensor, case: Case) -> str:
+    dtype = torch.float32 if name == "topk_weights" else case.problem.dtype
+    if found.shape != want.shape or found.dtype not in (dtype, torch.float32):
+        return f"is {found.dtype} {tuple(found.shape)}, expected {dtype} {tuple(want.shape)}"
+    if bad := found.numel() - int(found.isfinite().sum()):
+        return f"is NaN or infinite in {bad} of {found.numel()} elements"
+    if name == "topk_weights":
+        if bool(found[case.routing.topk_ids < 0].any()):
+            return "is not zero where the id is -1"
+        return _beyond(found.view(1, -1), want.view(1, -1), case, of_router_weights=True)
+    found, want = found.flatten(1), want.flatten(1)
+    if len(wrong := (~want.any(dim=1) & found.any(dim=1)).nonzero()):
+        whose = "tokens without an expert" if name == "x" else "experts without tokens"
+        return f"is not zero for {whose}: {wrong.flatten().tolist()}"
+    return _beyond(found, want, case)
+
+
+def _beyond(found: Tensor, want: Tensor, case: Case, *, of_router_weights: bool = False) -> str:
+    """Describe the errors beyond the bounds on outputs, which are wider for rows and elements.
+
+    There the slope of the activation magnifies the rounding of h. The gradient of a router weight
+    is a product of two vectors that may nearly cancel, so its size is an average over other
+    incoming gradients as well.
+    """
+    bound = tolerance(case.problem, effective_tokens=1)
+    bound = replace(bound, row=_WIDER * bound.row, element=_WIDER * bound.element)
+    beyond = errors(found, want).beyond(bound)
+    if beyond and of_router_weights:
+        draws = [right_gradients(case, random_grad(case, i))["topk_weights"] for i in range(8)]
+        size = torch.stack([want, *(t.view(1, -1) for t in draws)]).square().mean(dim=0).sqrt()
+        apart = ((found - want) / size)[want != 0]
+        if float(apart.square().mean().sqrt()) < bound.rms:
+            return ""
+    said = [f"{n} {e:.3g} (bound {most:.3g})" for n, (e, most) in beyond.items()]
+    return f"relative error too large: {', '.join(said)}" if said else ""
+
+
+def assert_right_gradients(
+    found: Mapping[str, Tensor], want: Mapping[str, Tensor], case: Case, what: str = "the call"
+) -> None:
+    """Assert that all gradients are the oracle's, up to the bounds on outputs."""
+    if said := fault(found, want, case):
+        raise AssertionError(
+            f"{what}: {said}\n  problem: {case.problem!r}\n  repeat with {SEED_VARIABLE}={seed()}"
+        )
+
+
+def assert_same_bits(found: Gradients, want: Gradients, what: str) -> None:
+    """Assert that two runs gave the same bits."""
+    assert found.keys() == want.keys(), f"{what}: gradients of {sorted(found)}, not {sorted(want)}"
+    other = [name for name, t in found.items() if not same_bits(t, want[name])]
+    assert not other, f"{what}: the gradients of {', '.join(other)} have other bits"
+
+
+# -- cases --------------------------------------------------------------------------------------
+
+
+def physical(case: Case) -> Case:
+    """Return a call of logical experts with the ids of their replicas."""
+    p = case.problem
+    if not (extra := p.num_redundant_experts):
+        return case
+    replicas = torch.full((p.num_experts, 2), -1, device=case.x.device)
+    replicas[:, 0] = torch.arange(p.num_experts)
+    replicas[:extra, 1] = torch.arange(p.num_experts, p.num_physical_experts)
+    return replace(case, routing=to_physical(case.routing, replicas))
+
+
+def case_of_counts(problem: MoEProblem, counts: Sequence[int]) -> Case:
+    """Return a call of top-1 experts, of which each gets its number of tokens, in any order."""
+    made = make_case(problem, sum(counts))
+    ids = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    ids = ids[torch.randperm(len(ids), generator=generator("order"))]
+    ids = ids.to(made.x.device)[:, None]
+    return replace(made, routing=Routing(made.routing.topk_weights, ids))
+
+
+def exact_case(problem: MoEProblem, num_tokens: int) -> Case:
+    """Return a call whose h are multiples of 1/2, so that no rounding moves one across a limit.
+
+    Many of them are at a limit of 2, and beyond it.
+    """
+    case, draw = make_case(problem, num_tokens, "masked"), generator("exact")
+
+    def halves(t: Tensor, most: int) -> Tensor:
+        made = torch.randint(-most, most + 1, t.shape, generator=draw) / 2
+        return made.to(t.dtype).to(t.device)
+
+    few = torch.rand(case.x.shape, generator=draw) < 12 / problem.hidden_size
+    x = torch.where(few.to(case.x.device), 2 * halves(case.x, 1), 0)
+    w, changes = case.weights, dict[str, Any]()
+    for name, most in (("w13", 1), ("w13_bias", 3)):
+        if (t := getattr(w, name)) is not None:
+            changes[name] = halves(t, most)
+    return replace(case, x=x.where(~case.x.isnan(), case.x), weights=replace(w, **changes))
+
+
+class TrainingBase(Conformance):
+    """The parts of both gradient kits: problems with ``training``."""
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        super().pytest_generate_tests(metafunc)
+        if self._spec().training is None:
+            raise pytest.Collector.CollectError(
+                f"{type(self).__name__}: {self.backend} has no backward: its spec names no class "
+                "for training"
+            )
+
+    @property
+    def _main(self) -> dict[str, Any]:
+        return {**super()._main, "training": True}
+
+    def _capabilities(self) -> list[Capability]:
+        """Return nothing: the kit of the forward checks what the spec declares."""
+        return []
+
+    def test_class_fits_the_spec(self) -> None:
+        loaded = self._spec().for_training().load()
+        assert issubclass(loaded, self._interface), f"{loaded} is no {self._interface.__name__}"
+        abstract = getattr(loaded, "__abstractmethods__", ())
+        assert not abstract, f"abstract: {sorted(abstract)}"
+
+    def _trainable(self, problem: MoEProblem, *names: str) -> TrainableKernel:
+        kernel = self._compose(problem, *names)
+        assert isinstance(kernel, TrainableKernel)
+        return kernel
+
+
+class GradientConformance(TrainingBase, ExpertsBase):
+    """The gradient kit for experts that declare ``training``. Subclass it with ``backend``.
+
+    Unless a test says otherwise, x, the router weights and all parameters require gradients, new
+    memory is NaN, and the rows of tokens without an expert are NaN in x and in the incoming
+    gradient, as are the router weights of ids of -1.
+    """
+
+    _interface = TrainableExperts
+
+    def _biased(self, **changes: Any) -> MoEProblem:
+        return self._at({"has_bias": True}, {}, **changes)
+
+    def _case(self, kind: str = "masked", num_tokens: int | None = None, **changes: Any) -> Case:
+        tokens = self._T if num_tokens is None else min(num_tokens, self._most_tokens)
+        return physical(make_case(self._biased(**changes), tokens, kind))
+
+    @property
+    def _most_tokens(self) -> int:
+        return 40 if self._interpreted else 10**6
+
+    def _trainable(self, problem: MoEProblem, *names: str) -> TrainableKernel:
+        return super()._trainable(problem, *(names or ("local",)))
+
+    def _check_case(self, case: Case, what: str = "the call") -> None:
+        """Compare a call with the oracle, and a second one with it in bits."""
+        kernel, grad = self._trainable(case.problem), random_grad(case)
+        found = gradients(kernel, leaves(case), grad)
+        assert_right_gradients(found, right_gradients(case, grad), case, what)
+        assert_same_bits(gradients(kernel, leaves(case), grad), found, f"{what}, made twice")
+
+    # -- calls ------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("name", _CALLS)
+    def test_gradients(self, name: str) -> None:
+        """Calls in which one thing is unusual, in the main dtype and in float32."""
+        kind, num_tokens, changes = _CALLS[name]
+        self._check_case(self._case(kind, num_tokens, **changes))
+        if "float32" in self._spec().dtypes and not self._interpreted:
+            exact = self._find_problem(**changes, dtype=torch.float32)
+            if isinstance(exact, MoEProblem):
+                self._check_case(self._case(kind, num_tokens, **changes, dtype=exact.dtype))
+
+    @over("dtype", DTYPES)
+    def test_dtype_of_gradients(self, dtype: str) -> None:
+        self._check_case(self._case("masked", dtype=DTYPES[dtype]))
+
+    @pytest.mark.parametrize("tile", [16, 64, 128])
+    def test_gradients_of_rows_per_expert(self, tile: int) -> None:
+        """Experts have 0, 1, tile - 1, tile and tile + 1 rows."""
+        if 3 * tile > self._most_tokens + 16:
+            self._skip("Triton's interpreter is slow")
+        counts = [0, 1, tile - 1, tile, tile + 1, 0]
+        self._check_case(case_of_counts(self._biased(num_experts=6, top_k=1), counts))
+
+    @over("name", sorted(ACTIVATIONS))
+    def test_gradient_of_activation(self, name: str) -> None:
+        """With and without biases and a clamp, with numbers below, at and beyond the limit."""
+        made = 0
+        for limit in (None, 2.0) if name in CLAMPABLE else (None,):
+            for bias in (False, True):
+                changes = {"activation": Activation(name, limit=limit), "has_bias": bias}
+                problem = self._find_problem(**changes)
+                if isinstance(problem, MoEProblem):
+                    tokens = min(4 * self._T, self._most_tokens)
+                    self._check_case(exact_case(problem, tokens), f"{changes}")
+                    made += 1
+        if not made:
+            self._skip(str(problem))
+
+    @over("scheme", list(SCHEMES))
+    def test_gradients_through_frozen_experts(self, scheme: str) -> None:
+        """Packed experts of every scheme pass gradients to x and to the router weights."""
+        case = make_case(self._problem(quant=scheme), self._T, "masked")
+        kernel, grad = self._trainable(case.problem), random_grad(case)
+        packed, given = kernel.pack(case.weights), leaves(case, ("x", "topk_weights"))
+        watch = Watch(**packed.experts, **packed.shared)
+        with poisoned_allocations():
+            out = kernel(given.x, packed, given.routing)
+        backward(out, grad)
+        watch.check("the call and its backward")
+        found, right = found_gradients(given), right_gradients(case, grad)
+        assert_right_gradients(found, {n: right[n] for n in ("x", "topk_weights")}, case)
+
+    def test_wanted_gradients(self) -> None:
+        """Every subset of the inputs may require gradients; the others get none."""
+        case = self._case(num_tokens=9)
+        kernel, grad = self._trainable(case.problem), random_grad(case)
+        right, names = right_gradients(case, grad), list(inputs_of(case))
+        subsets = chain.from_iterable(combinations(names, n) for n in range(1, len(names) + 1))
+        for wanted in list(subsets)[:: 7 if self._interpreted else 1]:
+            found, what = gradients(kernel, leaves(case, wanted), grad), f"wanted: {wanted}"
+            assert not set(found) - set(wanted), f"{what}; found: {sorted(found)}"
+            assert_right_gradients(found, {n: right[n] for n in wanted}, case, what)
+
+    @pytest.mark.parametrize("form", ["stride_0", "transposed", "sliced"])
+    def test_incoming_gradient(self, form: str) -> None:
+        """Gradients arrive expanded, as sum().backward() makes them, or not contiguous."""
+        case = self._case("random")
+        kernel, ones = self._trainable(case.problem), torch.ones_like(case.x)
+        grad = ones if form == "stride_0" else random_grad(case)
+        given = leaves(case)
+        out = call_of(kernel, given)
+        if form == "stride_0":
+            backward(out.sum())
+        elif form == "transposed":
+            backward(out, grad.T.contiguous().T)
+        else:
+            backward(out, torch.stack((grad, torch.full_like(grad, 7)), dim=2)[:, :, 0])
+        assert_right_gradients(found_gradients(given), right_gradients(case, grad), case)
+
+    # -- calls together ---------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("order", ["first_first", "last_first"])
+    def test_layers_in_flight(self, order: str) -> None:
+        """Two layers and a call without gradients run before the first backward."""
+        problem = self._biased()
+        kernel, made = self._trainable(problem), []
+        for key, tokens in enumerate((self._T, self._T + 4)):
+            weights = random_weights(problem, key)
+            case = make_case(problem, tokens, "masked", key, weights)
+            grad = random_grad(case, key)
+            made.append((case, grad, gradients(kernel, leaves(case), grad)))
+            assert_right_gradients(made[-1][2], right_gradients(case, grad), case)
+        given = [leaves(case) for case, _, _ in made]
+        outs = [call_of(kernel, each) for each in given]
+        with torch.no_grad():
+            call_of(kernel, make_case(problem, self._T + 2, "random", 2))
+        for index in (0, 1) if order == "first_first" else (1, 0):
+            backward(outs[index], made[index][1])
+        for index, (each, (_, _, alone)) in enumerate(zip(given, made, strict=True)):
+            assert_same_bits(
+                found_gradients(each), alone, f"layer {index} with the other in flight"
+            )
+
+    @pytest.mark.parametrize("into", ["grad", "buffer", "float32_buffer"])
+    def test_accumulation(self, into: str) -> None:
+        """Three micro-batches add to ``.grad``, or by ``add_to`` to what a buffer holds."""
+        problem = self._biased()
+        kernel, weights = self._trainable(problem), random_weights(problem)
+        shared = leaves(make_case(problem, 0, weights=weights)).weights
+        begun: dict[str, Any] = {}
+        options: dict[str, Any] = {}
+        if into != "grad":
+            dtype = torch.float32 if into == "float32_buffer" else problem.dtype
+            begun = {n: torch.randn_like(t, dtype=dtype) for n, t in weights.tensors().items()}
+            buffers = ExpertWeights(**{n: t.clone() for n, t in begun.items()})
+            options["add_to"] = buffers
+        total: Gradients = {n: t.float() for n, t in begun.items()}
+        for key, tokens in enumerate((self._T, 3, self._T + 4)):
+            case = make_case(problem, tokens, ("idle", "masked")[key % 2], key, weights)
+            grad = random_grad(case, key)
+            right = right_gradients(case, grad)
+            given = replace(leaves(case), weights=shared)
+            found = gradients(kernel, given, grad, **options)
+            mine = {n: right.pop(n) for n in ("x", "topk_weights")}
+            assert_right_gradients(found, mine, case, f"micro-batch {key}")
+            for name, part in right.items():
+                total[name] = total[name] + part if name in total else part
+        if into != "grad":
+            assert not (set(found) & set(total)), "add_to was given, and .grad is set as well"
+            found = buffers.tensors()
+            assert all(t.dtype == begun[n].dtype for n, t in found.items())
+        assert_right_gradients(found, total, case, "three micro-batches")
+
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_checkpointed(self, reentrant: bool) -> None:
+        """Calls that torch.utils.checkpoint repeats in the backward give the same bits."""
+        case = self._case()
+        kernel, grad = self._trainable(case.problem), random_grad(case)
+        plain, given = gradients(kernel, leaves(case), grad), leaves(case)
+
+        def layer(x: Tensor, topk_weights: Tensor) -> Tensor:
+            routing = replace(given.routing, topk_weights=topk_weights)
+            return call_of(kernel, replace(given, x=x, routing=routing))
+
+        out = checkpoint(layer, given.x, given.routing.topk_weights, use_reentrant=reentrant)
+        backward(out, grad)
+        assert_same_bits(found_gradients(given), plain, "checkpointed")
+
+    def test_backward_twice(self) -> None:
+        """With retain_graph a second backward gives the same; a double backward raises."""
+        case = self._case()
+        kernel, grad = self._trainable(case.problem), random_grad(case)
+        given = leaves(case)
+        inputs, out = list(inputs_of(given).values()), call_of(kernel, given)
+        runs = []
+        for _ in range(2):
+            with poisoned_allocations():
+                made = torch.autograd.grad(out, inputs, grad, retain_graph=True)
+            runs.append(dict(zip(inputs_of(given), (t.clone() for t in made), strict=True)))
+            for t in made:  # they are the caller's
+                t.fill_(float("nan"))
+        assert_right_gradients(runs[0], right_gradients(case, grad), case)
+        assert_same_bits(runs[1], runs[0], "the second backward")
+        again = torch.autograd.grad(out, inputs[:1], grad.requires_grad_(), create_graph=True)
+        with pytest.raises(RuntimeError):
+            backward(again[0].sum())
+
+    def test_changed_in_place(self) -> None:
+        """The backward raises if a parameter has changed, and never computes with a changed x."""
+        case = self._case()
+        kernel, grad = self._trainable(case.problem), random_grad(case)
+        right = right_gradients(case, grad)
+        for name in inputs_of(case):
+            given = leaves(case)
+            out = call_of(kernel, given)
+            with torch.no_grad():
+                inputs_of(given)[name].mul_(1.5)
+            try:
+                backward(out, grad)
+            except RuntimeError as error:
+                assert "inplace" in str(error), error
+                continue
+            assert name in ("x", "topk_weights"), f"{name} changed before the backward: no error"
+            assert_right_gradients(found_gradients(given), right, case, f"{name} has changed")
+
+    def test_memory_of_calls_without_backward(self) -> None:
+        """A call keeps what `saved_bytes` says, and only as long as its output lives."""
+        case = self._case("random")
+        kernel, weights = self._trainable(case.problem), leaves(case).weights
+
+        def calls(count: int) -> None:
+            for _ in range(count):
+                given = replace(leaves(case), weights=weights)
+                kernel(given.x, given.weights, given.routing)
+
+        left = [measure(case.x.device, partial(calls, count))[1] for count in (1, 1, 4)]
+        assert left[2] <= left[1], f"of four calls {left[2]} bytes are left, of one {left[1]}"
+        kept: list[Tensor] = []
+        forward = kernel.experts.forward
+        kernel.experts.forward = lambda *a: kept.extend(made := forward(*a)) or made  # type: ignore
+        calls(1)
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in kept}
+        saved = sum(storage.nbytes() for storage in storages.values())
+        stated = kernel.experts.saved_bytes(self._T)
+        assert saved <= stated, f"forward returned {saved} bytes, saved_bytes says {stated}"
+
+    def test_one_step_moves_every_expert(self) -> None:
+        """After a step, each parameter of each expert with tokens has moved, and no other."""
+        case = self._case("idle")
+        given, before = leaves(case), case.weights.tensors()
+        gradients(self._trainable(case.problem), given, random_grad(case))
+        torch.optim.SGD(given.weights.tensors().values(), lr=1.0).step()
+        ids = case.routing.topk_ids
+        used = [bool((ids == e).any()) for e in case.problem.local_experts]
+        for name, after in given.weights.tensors().items():
+            moved = (after != before[name]).flatten(1).any(dim=1).tolist()
+            assert moved == used, f"of {name} experts moved {moved}, and had tokens {used}"
+
+    def test_autocast_changes_nothing(self) -> None:
+        case = self._case()
+        kernel, grad = self._trainable(case.problem), random_grad(case)
+        plain, device = gradients(kernel, leaves(case), grad), device_of(case.problem).type
+        other = torch.float16 if case.problem.dtype != torch.float16 else torch.bfloat16
+        with torch.autocast(device, other):
+            found = gradients(kernel, leaves(case), grad)
+        assert_same_bits(found, plain, "under autocast")

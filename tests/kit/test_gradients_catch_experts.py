@@ -1,0 +1,394 @@
+"""Experts with one wrong gradient each: each must fail a named test of the gradient kit."""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from conformance_catches import killed_by, mutants_of, wrong
+
+from moekit.backends.torch_training import TrainableTorch
+
+
+class Trains(TrainableTorch):
+    """The right control. Mutants change what it saves, sees, computes or writes."""
+
+    BASE = "torch"
+
+    def saves(self, saved):
+        return saved
+
+    def seen(self, tokens):
+        return tokens
+
+    def old(self, saved):
+        return saved
+
+    def made(self, found, grad_RH, tokens):
+        return found
+
+    def wrote(self, name, into, tokens, grad_RH):
+        pass
+
+    def forward(self, y_RH, tokens, weights):
+        return self.saves(super().forward(y_RH, tokens, weights))
+
+    def backward_input(self, grad_RH, tokens, weights, saved, wanted):
+        given, tokens = tokens, self.seen(tokens)
+        found = super().backward_input(grad_RH, tokens, weights, self.old(saved), wanted)
+        return self.made(found, grad_RH, given)
+
+    def backward_weight(self, grad_RH, tokens, saved, kept, into, add):
+        super().backward_weight(grad_RH, tokens, saved, kept, into, add)
+        for name, written in into.items():
+            self.wrote(name, written, tokens, grad_RH)
+
+    def used(self, tokens):
+        experts = torch.arange(self.problem.num_local_experts)
+        return torch.isin(experts, tokens.topk_ids)
+
+
+def gradients(name, says="relative error too large"):
+    return killed_by("test_gradients", name, says=says)
+
+
+def of_x(change):
+    return lambda self, found, grad_RH, tokens: replace(found, x=change(self, found.x, tokens))
+
+
+def of_router(change):
+    def made(self, found, grad_RH, tokens):
+        return replace(found, topk_weights=change(self, found.topk_weights, tokens))
+
+    return made
+
+
+# -- gradients of x and of the router weights --------------------------------------------------
+
+wrong("RouterGradientDropped", "Returns zeros for the router weights",
+      gradients("random", "topk_weights"), of=Trains,
+      made=of_router(lambda self, dp, tokens: torch.zeros_like(dp)))  # fmt: skip
+wrong("RouterGradientOfDeadIds", "Leaves the router gradients of ids of -1 unwritten",
+      gradients("ids_of_-1", "topk_weights.*(NaN|id is -1)"), of=Trains,
+      made=of_router(lambda self, dp, ids: dp.masked_fill(ids.topk_ids < 0, 0.1)))  # fmt: skip
+wrong("RouterGradientIn16Bits", "Rounds the gradients of router weights to bfloat16",
+      gradients("random", "topk_weights"), of=Trains,
+      made=of_router(lambda self, dp, tokens: dp.bfloat16().float()))  # fmt: skip
+wrong("RouterGradientTimesWeight", "Weights the gradient of a router weight by the weight itself",
+      gradients("random", "topk_weights"), of=Trains,
+      made=of_router(lambda self, dp, tokens: dp * tokens.topk_weights))  # fmt: skip
+wrong("RouterGradientDivides", "Divides by the router weight, which may be 0",
+      gradients("router_weights_of_zero", "topk_weights.*NaN"), of=Trains,
+      made=of_router(lambda self, dp, tokens: torch.where(
+          tokens.topk_ids < 0, 0, dp * tokens.topk_weights / tokens.topk_weights)))  # fmt: skip
+wrong("UnweightedDh", "Forgets the router weight in the gradient of h",
+      gradients("random", "gradient of x"), of=Trains,
+      seen=lambda self, tokens: replace(
+          tokens, topk_weights=torch.ones_like(tokens.topk_weights)))  # fmt: skip
+wrong("TimesK", "Counts the gradient of x K times",
+      gradients("random", "gradient of x"), of=Trains,
+      made=of_x(lambda self, dx, tokens: dx * self.problem.top_k))  # fmt: skip
+wrong("FromOneK", "Takes the gradient of x from the first k alone",
+      gradients("top_8", "gradient of x"), of=Trains,
+      seen=lambda self, tokens: replace(tokens, topk_ids=_first_only(tokens.topk_ids)))  # fmt: skip
+wrong("DeadRowsLeak", "Multiplies the gradients of rows without an expert by zero",
+      gradients("tokens_without_experts", "gradient of x.*NaN"), of=Trains,
+      made=lambda self, found, grad_RH, tokens: replace(
+          found, x=found.x + 0 * grad_RH))  # fmt: skip
+wrong("RowsFromThe129thOn", "Leaves the gradients of an expert's rows from the 129th on at zero",
+      killed_by("test_gradients_of_rows_per_expert", 128, says="gradient of x"), of=Trains,
+      made=of_x(lambda self, dx, tokens: dx.masked_fill(_late(tokens.topk_ids), 0)))  # fmt: skip
+wrong("SingleRowsSkipped", "Skips experts with a single row, as too small a tile",
+      killed_by("test_gradients_of_rows_per_expert", 16, says="gradient of x"), of=Trains,
+      made=of_x(lambda self, dx, tokens: dx.masked_fill(_alone(tokens.topk_ids), 0)))  # fmt: skip
+wrong("NotTheSameTwice", "Adds rounding errors that differ from call to call, as atomics do",
+      gradients("random", "made twice.*other bits"), of=Trains,
+      made=of_x(lambda self, dx, _: dx + 2**-8 * dx * (torch.rand_like(dx) < 0.01)))  # fmt: skip
+wrong("QuantizedExpertsStopGradients", "Passes no gradient through quantized experts",
+      killed_by("test_gradients_through_frozen_experts", "int8_w8a16", says="gradient of x"),
+      killed_by("test_gradients_through_frozen_experts", "mxfp4_w4a16", says="gradient of x"),
+      of=Trains, made=of_x(lambda self, dx, tokens: (
+          dx if self.problem.quant.weight is None else dx * 0)))  # fmt: skip
+
+
+def _first_only(ids):
+    first = torch.full_like(ids, -1)
+    first[:, 0] = ids[:, 0]
+    return first
+
+
+def _late(ids):
+    """Return which rows (R, 1) of top-1 calls are behind the first 128 of their expert."""
+    return (ids == ids.T).tril().sum(dim=1, keepdim=True) > 128
+
+
+def _alone(ids):
+    return (ids == ids.T).sum(dim=1, keepdim=True) == 1
+
+
+@gradients("random", "modified the caller's grad")
+class GradientModified(Trains):
+    """Modifies the incoming gradient."""
+
+    def made(self, found, grad_RH, tokens):
+        grad_RH.data.mul_(2)
+        return found
+
+
+@killed_by("test_wanted_gradients", says="topk_weights")
+class RouterGradientNeedsWeights(Trains):
+    """Computes the gradient of router weights only where weights want one."""
+
+    def backward_input(self, grad_RH, tokens, weights, saved, wanted):
+        found = super().backward_input(grad_RH, tokens, weights, saved, wanted)
+        if wanted.weights or found.topk_weights is None:
+            return found
+        return replace(found, topk_weights=torch.zeros_like(found.topk_weights))
+
+
+@killed_by("test_gradient_of_activation", "silu", says="relative error")
+@killed_by("test_gradient_of_activation", "swigluoai", says="relative error")
+class PassesBeyondTheLimit(Trains):
+    """Lets gradients of clamped numbers pass."""
+
+    def old(self, saved):
+        limit = self.problem.activation.limit
+        if limit is None:
+            return saved
+        return [saved[0].clamp(max=limit), *saved[1:]]
+
+
+@killed_by("test_gradient_of_activation", "silu", says="relative error")
+class StopsAtTheLimit(Trains):
+    """Takes the slope at the limit for zero, where torch.clamp has one."""
+
+    def old(self, saved):
+        limit = self.problem.activation.limit
+        if limit is None:
+            return saved
+        h = saved[0]
+        return [torch.where(h == limit, h + 1, h), *saved[1:]]
+
+
+@killed_by("test_gradient_of_activation", "gelu", says="relative error")
+class SiluForEveryActivation(Trains):
+    """Has the backward of silu alone."""
+
+    def backward_input(self, *args):
+        other = copy(self)
+        kind = replace(self.problem.activation, name="silu", alpha=None, limit=None)
+        if self.problem.activation.gated:
+            other.problem = self.problem.replace(activation=kind)
+        return TrainableTorch.backward_input(other, *args)
+
+
+# -- gradients of the weights ------------------------------------------------------------------
+
+
+@gradients("idle_experts", "NaN")
+class EmptyExpertsUnwritten(Trains):
+    """Leaves the gradients of experts without rows unwritten, as torch's grouped GEMM does."""
+
+    def wrote(self, name, into, tokens, grad_RH):
+        into[~self.used(tokens)] = torch.empty_like(into[~self.used(tokens)])
+
+
+@killed_by("test_accumulation", "grad", says="relative error|experts without tokens")
+class EmptyExpertsStale(Trains):
+    """Leaves the gradients of the call before in experts without rows."""
+
+    last: dict | None = None
+
+    def wrote(self, name, into, tokens, grad_RH):
+        self.last = self.last or {}
+        before = self.last.get(name)
+        if before is not None:
+            into[~self.used(tokens)] = before[~self.used(tokens)]
+        self.last[name] = into.clone()
+
+
+@gradients("random", "gradient of w2 ")
+class BlockTransposed(Trains):
+    """Writes one block of w2's gradient transposed."""
+
+    def wrote(self, name, into, tokens, grad_RH):
+        if name == "w2":
+            into[:, :16, :16] = into[:, :16, :16].mT.clone()
+
+
+@gradients("random", "gradient of w13 ")
+class GateAndUpSwapped(Trains):
+    """Exchanges the gradients of gate and up."""
+
+    def wrote(self, name, into, tokens, grad_RH):
+        if name == "w13":
+            into.copy_(into.roll(into.shape[1] // 2, dims=1))
+
+
+@gradients("random", "gradient of w13_bias")
+class BiasZeros(Trains):
+    """Returns zeros for biases."""
+
+    def wrote(self, name, into, tokens, grad_RH):
+        if "bias" in name:
+            into.zero_()
+
+
+@gradients("random", "gradient of w2_bias")
+class BiasUnweighted(Trains):
+    """Sums the gradients of w2's bias without the router weights."""
+
+    def backward_weight(self, grad_RH, tokens, saved, kept, into, add):
+        ones = replace(tokens, topk_weights=torch.ones_like(tokens.topk_weights))
+        super().backward_weight(grad_RH, ones, saved, kept, into, add)
+
+
+@gradients("tokens_without_experts", "gradient of w2_bias.*NaN")
+class DeadRowsInTheBias(Trains):
+    """Sums the gradients of all rows for w2's bias, those without an expert times zero."""
+
+    def wrote(self, name, into, tokens, grad_RH):
+        if name == "w2_bias":
+            into += 0 * grad_RH.sum(dim=0)
+
+
+@gradients("random", "gradient of w13 ")
+class ExpertsShifted(Trains):
+    """Gives each expert the gradient of the one before."""
+
+    def wrote(self, name, into, tokens, grad_RH):
+        if name == "w13":
+            into.copy_(into.roll(1, dims=0))
+
+
+@gradients("replicas", "relative error|experts without tokens")
+class ReplicasMerged(Trains):
+    """Adds the gradient of a replica to the first copy of its expert."""
+
+    def wrote(self, name, into, tokens, grad_RH):
+        for replica in range(self.problem.num_experts, self.problem.num_physical_experts):
+            into[self.problem.logical_expert(replica)] += into[replica]
+            into[replica] = 0
+
+
+@gradients("many_rows", "gradient of w2 ")
+class Accumulates16Bits(Trains):
+    """Accumulates the gradient of w2 over rows in the problem's dtype."""
+
+    def backward_weight(self, grad_RH, tokens, saved, kept, into, add):
+        super().backward_weight(grad_RH, tokens, saved, kept, into, add)
+        rows, pa_SI = self._rows(saved, tokens.topk_ids), kept[1]
+        for expert, run in rows.runs():
+            if "w2" in into and not add:
+                into["w2"][expert] = 0
+                for first in range(run.start, run.stop, 4):
+                    part = slice(first, min(first + 4, run.stop))
+                    into["w2"][expert] += grad_RH[rows.token_S][part].T @ pa_SI[part]
+
+
+@killed_by("test_accumulation", "buffer")
+@killed_by("test_accumulation", "float32_buffer")
+class AddOverwrites(Trains):
+    """Overwrites the buffer that it is to add to."""
+
+    def backward_weight(self, grad_RH, tokens, saved, kept, into, add):
+        super().backward_weight(grad_RH, tokens, saved, kept, into, False)
+
+
+@killed_by("test_accumulation", "buffer")
+class AddIgnored(Trains):
+    """Leaves a given buffer as it is."""
+
+    def backward_weight(self, grad_RH, tokens, saved, kept, into, add):
+        if not add:
+            super().backward_weight(grad_RH, tokens, saved, kept, into, add)
+
+
+@killed_by("test_accumulation", "float32_buffer")
+class EmptyExpertsOverwritten(Trains):
+    """Writes zeros for experts without rows, also into a buffer that it is to add to."""
+
+    def wrote(self, name, into, tokens, grad_RH):
+        into[~self.used(tokens)] = 0
+
+
+@killed_by("test_one_step_moves_every_expert", says="experts moved")
+class OneExpertStays(Trains):
+    """Leaves out the gradient of expert 2."""
+
+    def wrote(self, name, into, tokens, grad_RH):
+        into[2] = 0
+
+
+# -- what is saved ------------------------------------------------------------------------------
+
+
+@killed_by("test_layers_in_flight", "first_first", says="other bits")
+class SavesInScratch(Trains):
+    """Saves h in a buffer that the next call overwrites."""
+
+    buffer = None
+
+    def saves(self, saved):
+        h = saved[0]
+        if self.buffer is None:
+            self.buffer = h.new_empty(4 * h.numel() + 4096)
+        self.buffer.data[: h.numel()] = h.flatten()
+        return [self.buffer.data[: h.numel()].view_as(h), *saved[1:]]
+
+
+@killed_by("test_layers_in_flight", "last_first", says=".")
+class OnlyTheLastCall(Trains):
+    """Keeps what it saves on itself, and so knows the last call only."""
+
+    def saves(self, saved):
+        self.last = saved
+        return saved
+
+    def old(self, saved):
+        return self.last
+
+
+@killed_by("test_backward_twice", says="second backward")
+class BackwardOverwrites(Trains):
+    """Uses the memory of the saved h again in the backward."""
+
+    def backward_weight(self, grad_RH, tokens, saved, kept, into, add):
+        super().backward_weight(grad_RH, tokens, saved, kept, into, add)
+        saved[0].data.zero_()
+
+
+@killed_by("test_changed_in_place", says="changed before the backward: no error")
+class CopiesWeights(Trains):
+    """Computes with a copy of the parameters, and does not see that they change."""
+
+    def pack(self, weights):
+        packed = super().pack(weights)
+        copies = {name: t.clone() for name, t in packed.experts.items()}
+        return replace(packed, experts=copies)
+
+
+@killed_by("test_memory_of_calls_without_backward", says="bytes are left")
+class KeepsCalls(Trains):
+    """Keeps what it saved until a backward comes."""
+
+    kept: list | None = None
+
+    def saves(self, saved):
+        self.kept = [*(self.kept or []), saved[0]]
+        return saved
+
+
+@killed_by("test_memory_of_calls_without_backward", says="saved_bytes says")
+class SavesMore(Trains):
+    """Saves more than it says."""
+
+    def saves(self, saved):
+        return [*saved, saved[0].clone()]
+
+
+@pytest.mark.parametrize("mutant", mutants_of(__name__))
+def test_rejects(mutant):
+    mutant.check()
