@@ -1,4 +1,4 @@
-"""What backends add to train: the forward that saves, and the backward in two steps.
+"""The interfaces of backends that train: a forward that saves, and a backward in two steps.
 
 A layer's gradients flow through a kernel in the reverse of its call::
 
@@ -40,12 +40,12 @@ class Wanted:
 
 @dataclass(frozen=True)
 class InputGradients:
-    """What `TrainableExperts.backward_input` computes.
+    """The gradients that travel home, from `TrainableExperts.backward_input`.
 
     x: (R, H) in the problem's dtype, summed over K', zero in rows without a local expert; None if
     it is not wanted.
     topk_weights: (R, K') float32, zero where the id is -1; None if it is not wanted.
-    kept: what `backward_weight` needs, if weights are wanted.
+    kept: tensors that `backward_weight` needs, if weights are wanted.
     """
 
     x: Tensor | None

@@ -49,7 +49,7 @@ class Options:
 
 
 class Form(NamedTuple):
-    """What a call is packed for, besides the module's parameters.
+    """The properties of a call that a module is packed for, besides its parameters.
 
     dtype: of the tokens. autocast: the dtype to compute in, if not the weights'.
     training: the call has gradients.
@@ -76,7 +76,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a module with trainable weights needs besides their values."""
+    """The kernel of a module with trainable weights, and what it was chosen for."""
 
     seen: tuple[Any, ...]  # what the kernel was chosen for
     kernel: ModularKernel
