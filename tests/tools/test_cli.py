@@ -171,14 +171,14 @@ def test_commands_that_are_not_installed_say_what_to_install(
 def test_check(only, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def run(name: str, extra_args: list[str]) -> int:
-        calls.append((name, extra_args))
+    def run(name: str, extra_args: list[str], *, gradients: bool) -> int:
+        calls.append((name, extra_args, gradients))
         return 5
 
     monkeypatch.setattr("moekit.testing.run", run)
     assert main(["check", "torch", "-k", "scheme", "-x"]) == 5
-    assert main(["check", "local"]) == 5
-    assert calls == [("torch", ["-k", "scheme", "-x"]), ("local", [])]
+    assert main(["check", "--gradients", "local"]) == 5
+    assert calls == [("torch", ["-k", "scheme", "-x"], False), ("local", [], True)]
     assert main(["check", "tritn", "-x"]) == 2
     err = capsys.readouterr().err
     assert "no dispatcher named 'tritn'" in err and "no experts backend named 'tritn'" in err

@@ -58,7 +58,7 @@ class MoekitRoutedExperts(RoutedExperts):  # type: ignore[misc]  # torchtitan is
         x_BLD: Tensor,
         topk_scores_BLK: Tensor,
         topk_expert_ids_BLK: Tensor,
-        num_local_tokens_per_expert_E: Tensor,
+        _num_local_tokens_per_expert_E: Tensor,
     ) -> Tensor:
         """Return the routed experts' output (B, L, D) in the dtype of x."""
         x_TD = x_BLD.flatten(0, 1).bfloat16()
