@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moekit.backends.local import LocalBatchedDispatcher
+from moekit.backends.local import LocalBatchedDispatcher, local_ids
 from moekit.contract import (
     BufferSpec,
     Dispatched,
@@ -55,22 +55,29 @@ def oracle(x_TH: Tensor, weights: ExpertWeights, routing: Routing, problem: MoEP
         problem: sizes, scheme, activation and biases of the layer.
 
     Returns:
-        (T, H) fp32, through which autograd flows. It is float64 if x is, so that `torch.autograd.
-        gradcheck` can prove the gradients that backends are compared with.
+        (T, H) fp32, or float64 if x is, so that autograd's gradients of it can be proven.
     """
     wide = torch.promote_types(x_TH.dtype, torch.float32)
     held = replace(weights.canonical(problem), w13_input_scale=None, w2_input_scale=None)
-    out = torch.zeros(x_TH.shape, dtype=wide, device=x_TH.device)
-    for physical in torch.unique(routing.topk_ids).tolist():
-        if physical not in problem.local_experts:
-            continue
-        expert = physical - problem.local_experts.start
-        token, slot = (routing.topk_ids == physical).nonzero(as_tuple=True)
-        x, weight = x_TH[token].to(wide), routing.topk_weights[token, slot, None]
-        if problem.apply_router_weight_on_input:
-            x, weight = x * weight, torch.ones_like(weight)
-        dense = held.select([expert]).dequantize(problem.quant, wide)
-        out.index_add_(0, token, weight * expert_mlp(x, dense, 0, problem))
+    x, topk_weights, ids = x_TH.to(wide), routing.topk_weights, routing.topk_ids
+    if problem.apply_router_weight_on_input:
+        x = x * torch.where(ids < 0, 0, topk_weights)  # NaN may stand there
+        topk_weights = torch.ones_like(topk_weights)
+    return _weighted_sum(x, topk_weights, local_ids(ids, problem), held, problem)
+
+
+def _weighted_sum(
+    x_RH: Tensor, weights_RK: Tensor, ids_RK: Tensor, held: ExpertWeights, problem: MoEProblem
+) -> Tensor:
+    """Return each row's weighted sum over its local experts, (R, H) in x's dtype, through which
+    autograd flows. One expert at a time is dequantized to that dtype."""
+    out = torch.zeros_like(x_RH)
+    for expert in torch.unique(ids_RK[ids_RK >= 0]).tolist():
+        row, slot = (ids_RK == expert).nonzero(as_tuple=True)
+        dense = held.select([expert]).dequantize(problem.quant, x_RH.dtype)
+        out.index_add_(
+            0, row, weights_RK[row, slot, None] * expert_mlp(x_RH[row], dense, 0, problem)
+        )
     return out
 
 
@@ -141,7 +148,10 @@ class TrainableReference(ReferenceExperts, TrainableExperts):
             )
             y_RH = self._sum(x, topk_weights, tokens, held)
             inputs = x, topk_weights, *(held[name] for name in names)
-            made = torch.autograd.grad(y_RH, inputs, grad_RH.float(), materialize_grads=True)
+            if y_RH.requires_grad:
+                made = torch.autograd.grad(y_RH, inputs, grad_RH.float(), materialize_grads=True)
+            else:  # no row has a local expert
+                made = tuple(map(torch.zeros_like, inputs))
         return InputGradients(made[0].to(tokens.x.dtype), made[1], made[2:])
 
     def backward_weight(
@@ -159,24 +169,10 @@ class TrainableReference(ReferenceExperts, TrainableExperts):
     def saved_bytes(self, rows: int) -> int:
         return 0
 
-    def _sum(
-        self,
-        x_RH: Tensor,
-        topk_weights: Tensor,
-        tokens: Dispatched,
-        held: Mapping[str, Tensor],
-    ) -> Tensor:
-        """Return the weighted sum (R, H) in fp32, through which autograd finds the way back."""
-        named: dict[str, Any] = dict(held)
-        weights, ids = ExpertWeights(**named), tokens.topk_ids
-        assert ids is not None
-        out = torch.zeros_like(x_RH)
-        for expert in range(self.problem.num_local_experts):
-            row, slot = (ids == expert).nonzero(as_tuple=True)
-            fp32 = weights.select([expert]).dequantize(self.problem.quant)
-            y = expert_mlp(x_RH[row], fp32, 0, self.problem)
-            out = out.index_add(0, row, topk_weights[row, slot, None] * y)
-        return out
+    def _sum(self, x_RH: Tensor, weights_RK: Tensor, tokens: Dispatched, held: Any) -> Tensor:
+        assert tokens.topk_ids is not None
+        weights = ExpertWeights(**held)
+        return _weighted_sum(x_RH, weights_RK, tokens.topk_ids, weights, self.problem)
 
 
 def dequantized_input(tokens: Dispatched, problem: MoEProblem) -> Tensor:

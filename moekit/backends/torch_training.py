@@ -1,4 +1,4 @@
-"""The backward of the `torch` experts: rows sorted by expert, and what SonicMoE saves, x and h.
+"""The backward of the `torch` experts: rows sorted by expert; x and h are saved.
 
     forward          h = W13 x + b13, saved; a = act(h); y = sum over k of p (W2 a + b2)
     backward_input   q = W2' g; the gradient of p is <q, a> + <g, b2>; dh = act'(h) p q;
@@ -82,34 +82,29 @@ class _Rows:
         if self.grouped:
             w_LNK = experts.weights[name]
             return self.real(F.grouped_mm(rows_SK, w_LNK if back else w_LNK.mT, offs=self.ends_L))
-        made = None
+        p = experts.problem
+        out, inner = {
+            "w13": (p.w13_rows, p.hidden_size),
+            "w2": (p.hidden_size, p.local_intermediate_size),
+        }[name]
+        made = rows_SK.new_empty((len(rows_SK), inner if back else out))
         for expert, run in self.runs():
             w_NK = experts.matrix(name, expert, rows_SK.dtype)
-            part = rows_SK[run] @ (w_NK if back else w_NK.T)
-            if made is None:
-                made = rows_SK.new_empty((len(rows_SK), part.shape[1]))
-            made[run] = part
-        if made is None:
-            p = experts.problem
-            columns = {"w13": p.w13_rows, "w2": p.hidden_size}
-            inner = {"w13": p.hidden_size, "w2": p.local_intermediate_size}
-            made = rows_SK.new_empty((0, (inner if back else columns)[name]))
+            made[run] = rows_SK[run] @ (w_NK if back else w_NK.T)
         return made
 
     def outer(self, a_SM: Tensor, b_SN: Tensor, into_LMN: Tensor, add: bool) -> None:
         """Write the sum of each expert's outer products, accumulated in fp32."""
         if self.grouped and not add and into_LMN.dtype is a_SM.dtype:
             into_LMN.copy_(F.grouped_mm(a_SM.mT, b_SN, offs=self.ends_L))
+            counts_L = torch.diff(self.ends_L, prepend=self.ends_L.new_zeros(1))
             # torch leaves experts without rows unwritten.
-            into_LMN.masked_fill_(self._without_rows()[:, None, None], 0)
+            into_LMN.masked_fill_(counts_L[:, None, None] == 0, 0)
             return
         if not add:
             into_LMN.zero_()
         for expert, run in self.runs():
             into_LMN[expert] += a_SM[run].float().T @ b_SN[run].float()
-
-    def _without_rows(self) -> Tensor:
-        return torch.diff(self.ends_L, prepend=self.ends_L.new_zeros(1)) == 0
 
     def sums(self, rows_SN: Tensor, into_LN: Tensor, add: bool) -> None:
         """Write the sum of each expert's rows, in fp32 and in the order of the rows."""
@@ -130,9 +125,9 @@ class TrainableTorch(TorchExperts, TrainableExperts):
     """Every activation, bias and scheme: quantized experts pass gradients to x."""
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
-        packed = super().pack(weights)
-        views = {name: t for name, t in weights.tensors().items() if name in packed.experts}
-        return PackedWeights(self.spec.name, views, packed.shared)
+        held = weights.tensors()  # with any strides: contiguous copies would be made in each call
+        views = {name: t for name, t in held.items() if not name.endswith("input_scale")}
+        return PackedWeights(self.spec.name, views)
 
     def forward(self, y_RH: Tensor, tokens: Dispatched, weights: PackedWeights) -> list[Tensor]:
         ids, topk_weights = tokens.topk_ids, tokens.topk_weights

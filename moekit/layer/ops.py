@@ -79,4 +79,4 @@ def tracks(inputs: LayerInputs) -> bool:
     return tracked and typed and (most is None or isinstance(most, int))
 
 
-operators = Operators.of("fused_moe", _run, "call FusedMoE under torch.no_grad()", _SCHEMA)
+operators = Operators.of("fused_moe", _run, "pass trainable=True, or run under no_grad()", _SCHEMA)

@@ -88,8 +88,8 @@ def check_call(
     if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
         name = "x" if x.requires_grad else "topk_weights"
         raise InvalidInput(
-            f"{name} requires a gradient, which expert kernels do not compute: call under "
-            f"torch.no_grad(), or pass {name}.detach()"
+            f"{name} requires a gradient, which this call does not compute: call a kernel composed "
+            f"for problem.replace(training=True), or pass {name}.detach()"
         )
     if getattr(weights, "made_for", None) is not made_for:  # else this kernel has packed them
         _check_weights(weights, experts.spec.name, made_for)
@@ -173,8 +173,8 @@ def detached(weights: ExpertWeights) -> ExpertWeights:
         tracked = [name for name, t in weights.tensors().items() if t.requires_grad]
         if tracked:
             raise WeightsError(
-                f"the weights {', '.join(tracked)} require a gradient, which expert kernels do not "
-                "compute: pack under torch.no_grad(), or pass weights.detach()"
+                f"the weights {', '.join(tracked)} require a gradient: pass them unpacked to a "
+                "kernel composed with training=True, or pass weights.detach()"
             )
     return weights.detach()
 

@@ -42,7 +42,7 @@ def _made(
     tags: tuple[torch.Tag, ...],
 ) -> Callable[..., Tensor]:
     def no_backward(ctx: Any, grad: Tensor) -> Any:
-        reason = "moekit has no backward pass"
+        reason = "this call has no backward"
         raise Unsupported(f"{reason}: {advice}", [reason])
 
     operator = torch.library.custom_op(

@@ -41,7 +41,7 @@ from moekit.training.kernel import TrainableKernel
 
 Gradients = dict[str, Tensor]
 
-# The errors of rows and elements, in units of the bounds on outputs (seen: 3.2).
+# The errors of rows and elements, in units of the bounds on outputs (seen: 3.13).
 _WIDER = 4
 
 # What is unusual in a call -> its routing, its tokens (None: the usual number), and changes of the

@@ -167,13 +167,14 @@ class TrainableKernel(ModularKernel):
             observer.computed()
             returning = self.dispatcher.finalize_backward(found.x, found.topk_weights, tokens)
             observer.combining()
-            made = {}
+            made: dict[str, Tensor] = {}
             if wanted.weights:  # while the rows travel
+                if call.buffers is None:
+                    into = made = {n: torch.empty_like(call.weights[n]) for n in wanted.weights}
+                else:
+                    into = {n: call.buffers[n] for n in wanted.weights}
                 add = call.buffers is not None
-                held = call.weights.experts if call.buffers is None else call.buffers
-                into = {n: held[n] if add else torch.empty_like(held[n]) for n in wanted.weights}
                 self.experts.backward_weight(grad_RH, tokens, saved, found.kept, into, add)
-                made = {} if add else into
             return *returning.result(), made
 
     @contextmanager

@@ -40,7 +40,7 @@ _KIND_OF_CASE: Mapping[str, Callable[..., object]] = {
     "test_routing": lambda kind: _NOT_IN_CI if kind in ("idle", "hot", "signed") else kind,
     "test_memory_is_stated": lambda dispatcher: "any",
     "test_magnitude": lambda factor: "any",
-    # Sums are in fp32 whatever the dtype is, and a tile's rows decide their order.
+    # Sums are in fp32 in each dtype, and a tile's rows decide their order.
     "test_batch_invariant_tokens": lambda dtype: "any",
     "test_weight_and_reduce": lambda dtype: "any",
     **dict.fromkeys(

@@ -77,7 +77,7 @@ _OPTIONS: Mapping[str, tuple[Any, str, str]] = {
     "replays": (positive, "N", "turns"),
     "seed": (int, "N", "of inputs and weights; default: 0"),
     "experts": (
-        names, "LIST", "backends; default: every installed one (with --layers those of "
+        names, "LIST", "backends; default: every installed one (with --layers, of "
         f"{', '.join(LAYER_EXPERTS)}); none: ''"
     ),
     "dispatcher": (str, "NAME", "what the experts run behind"),
@@ -112,9 +112,9 @@ EXPERTS: Mapping[str, Any] = {
     "shapes": "mixtral,qwen3-30b,dsv3-ep8", "tokens": "1,16,64,256,1024,4096,16384",
     "quant": "none", "inputs": 3, "replays": 10, "experts": None, "dispatcher": "local", **_ALL,
 }  # fmt: skip
-"""What `bench` and `tune` have in common: options, and their defaults."""
+"""Options of both `bench` and `tune`, and their defaults."""
 RUN: Mapping[str, Any] = {"routing": "uniform", "markdown": None, "json": None}
-"""What all kinds of `bench` have."""
+"""Options of all kinds of `bench`."""
 RANKS: Mapping[str, Any] = {"dispatchers": None, "ranks": None, "capacity": 8192, **RUN, **_ALL}
 
 

@@ -209,7 +209,7 @@ class _Part(Cell):
 
 @dataclass(kw_only=True)
 class RanksSweep(Sweep):
-    """Every scheme, routing and number of tokens, for every dispatcher with all experts.
+    """The sweep of `--dispatch` and `--layers`: each scheme, routing and number of tokens.
 
     One dispatcher after another takes all numbers of tokens, so that only one holds its buffers.
 

@@ -72,7 +72,7 @@ class CompactRows:
 
 
 class Epilogue(NamedTuple):
-    """What `rows_gemm` does with the sums q of a row.
+    """The end of a `rows_gemm`, which gets the sums q of a row.
 
     kind "store": store q + bias in ``out``. "early": multiply it by `weight_before` of the weights
     first. "activation": store q + bias in ``h``, (S, 2I or I), and the activation of it in ``out``.
