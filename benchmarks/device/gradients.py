@@ -21,8 +21,10 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from multiprocessing import get_context
 from typing import Any
 from unittest import mock
 
@@ -222,15 +224,11 @@ def kernels(args: argparse.Namespace) -> None:
                     say(f"{took:9.1f}  {key}")
 
 
-@contextmanager
-def using(**tiles: Any) -> Iterator[None]:
-    """Let the named products run with other tiles."""
+def using(tiles: Any) -> Any:
+    """Let every step run with these tiles."""
     from moekit_triton import training
 
-    rule = training.choose_tiles
-    changed = lambda problem, count: replace(rule(problem, count), **tiles)  # noqa: E731
-    with mock.patch.object(training, "choose_tiles", changed):
-        yield
+    return mock.patch.object(training, "choose_tiles", lambda problem, count: tiles)
 
 
 def tiles(args: argparse.Namespace) -> None:
@@ -243,11 +241,25 @@ def tiles(args: argparse.Namespace) -> None:
             layer = layer_of(step.problem)
             rule = choose_tiles(step.problem, tokens * step.problem.top_k)
             say(f"\n{name} {tokens}: forward, backward µs")
-            for product, tile in vars(rule).items():
-                for tried in dict.fromkeys((tile, *others(product, tile))):
-                    with using(**{product: tried}), part(f"{product} {tried.describe()}"):
-                        one, two = times(step, {EXPERTS: layer}, 5)[EXPERTS]
-                        say(f"{product:9} {tried.describe():32} {one:9.1f} {two:9.1f}")
+            tried = [
+                (product, each)
+                for product, tile in vars(rule).items()
+                for each in dict.fromkeys((tile, *others(product, tile)))
+            ]
+            plans = [replace(rule, **{product: tile}) for product, tile in tried]
+            with ProcessPoolExecutor(8, get_context("spawn")) as pool:
+                list(pool.map(compile_plan, [name] * len(plans), plans))
+            for (product, tile), plan in zip(tried, plans, strict=True):
+                with using(plan), part(f"{product} {tile.describe()}"):
+                    one, two = times(step, {EXPERTS: layer}, 5)[EXPERTS]
+                    say(f"{product:9} {tile.describe():32} {one:9.1f} {two:9.1f}")
+
+
+def compile_plan(name: str, plan: Any) -> None:
+    """Fill Triton's cache: run a small step in a process of its own."""
+    step = Step(name, 256)
+    with using(plan), suppress(Exception):  # the run that is timed shows it
+        step.backward(*step.forward(layer_of(step.problem)))
 
 
 def others(product: str, tile: Any) -> list[Any]:

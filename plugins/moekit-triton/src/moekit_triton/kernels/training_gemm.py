@@ -262,6 +262,8 @@ def _rows(
     KIND: tl.constexpr = FORM.kind
     GATED: tl.constexpr = FORM.gated
     TWO: tl.constexpr = KIND == "activation" and GATED  # sums: of gate and of up
+    ACTIVATION: tl.constexpr = FORM.activation
+    CLAMP: tl.constexpr = FORM.clamp
     row_blocks = tl.load(pointers.blocks)
     col_blocks = tl.cdiv(N, BLOCK_N)
     if tl.program_id(0) >= row_blocks * col_blocks:
@@ -332,9 +334,9 @@ def _rows(
         tl.store(h_ptrs, convert(acc, pointers.h.dtype.element_ty), mask=ok)
         if GATED:
             tl.store(h_ptrs + N, convert(up, pointers.h.dtype.element_ty), mask=ok)
-            acc = activate_gated(acc, up, alpha, limit, FORM.activation, FORM.clamp)
+            acc = activate_gated(acc, up, alpha, limit, ACTIVATION, CLAMP)
         else:
-            acc = activate(acc, FORM.activation)
+            acc = activate(acc, ACTIVATION)
     elif KIND == "early":
         acc *= weight_before(weight_M1)
     out_ptrs = pointers.out + row_M1 * strides.out + col_N[None, :]
@@ -351,6 +353,7 @@ def _halves(x):
 def _pull(q, weight_M1, row_M, ok_M, col0, pointers, strides, N, alpha, limit, FORM: tl.constexpr):
     """Pull weights * q back through the activation of the stored h. Return the sums of a * q."""
     ACTIVATION: tl.constexpr = FORM.activation
+    CLAMP: tl.constexpr = FORM.clamp
     col = col0 + tl.arange(0, q.shape[1])[None, :]
     ok = ok_M[:, None] & (col < N)
     row_M1 = row_M[:, None].to(tl.int64)
@@ -359,7 +362,7 @@ def _pull(q, weight_M1, row_M, ok_M, col0, pointers, strides, N, alpha, limit, F
     dup = gate
     if FORM.gated:
         up = tl.load(h_ptrs + N, mask=ok, other=0.0).to(tl.float32)
-        a, dgate, dup = pull_gated(gate, up, weight_M1 * q, alpha, limit, ACTIVATION, FORM.clamp)
+        a, dgate, dup = pull_gated(gate, up, weight_M1 * q, alpha, limit, ACTIVATION, CLAMP)
     else:
         a, dgate = pull_plain(gate, weight_M1 * q, ACTIVATION)
     if pointers.dh is not None:
