@@ -62,10 +62,10 @@ _DTYPES: dict[torch.dtype, Any] = {
 
 
 @gluon.jit
-def next_slot(slot, phase):
+def next_slot(slot, phase, LENGTH: gl.constexpr = STAGES):
     """Return the ring's next stage and its phase."""
     slot += 1
-    if slot == STAGES:
+    if slot == LENGTH:
         slot = 0
         phase ^= 1
     return slot, phase
@@ -82,15 +82,15 @@ def renamed(integers):
 
 
 @gluon.jit
-def ring_barriers(EACH: gl.constexpr):
+def ring_barriers(EACH: gl.constexpr, LENGTH: gl.constexpr = STAGES, READERS: gl.constexpr = 2):
     """Allocate each stage's barriers: EACH full ones, for parts of the stage, and an empty one,
-    which both consumer groups release. Fence before use."""
-    full = gl.allocate_shared_memory(gl.int64, [EACH * STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
+    which READERS consumer groups release. Fence before use."""
+    full = gl.allocate_shared_memory(gl.int64, [EACH * LENGTH, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [LENGTH, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(LENGTH):
         for part in gl.static_range(EACH):
             mbarrier.init(full.index(EACH * slot + part), count=1)
-        mbarrier.init(empty.index(slot), count=2)
+        mbarrier.init(empty.index(slot), count=READERS)
     return full, empty
 
 
@@ -239,13 +239,19 @@ def silu_divisor(gate):
 
 
 @gluon.jit
-def silu_mul(gate, up):
-    """Return silu(gate) * up. Two columns share a reciprocal; NaN in one does not reach the other,
+def sigmoid(gate):
+    """Return sigmoid(gate). Two columns share a reciprocal; NaN in one does not reach the other,
     because `silu_divisor` is finite."""
     below0, below1 = halves_of(silu_divisor(gate))
     inverse = rcp(below0 * below1)
     both = gl.join(inverse * below1, inverse * below0).permute([0, 2, 1]).reshape(gate.shape)
-    return gate * up * gl.convert_layout(both, gate.type.layout, assert_trivial=True)
+    return gl.convert_layout(both, gate.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def silu_mul(gate, up):
+    """Return silu(gate) * up."""
+    return gate * up * sigmoid(gate)
 
 
 @gluon.jit
