@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .tiles import SpecializedTile
 from .training_gemm import CompactRows, Epilogue
@@ -85,18 +86,14 @@ def specialized_rows(
     width = COLUMNS // 2 if kind == "activation" else COLUMNS
     wide = 64 if kind == "pull" else 128
     stored = None if out is None else descriptor(out, 64, wide)
-    of_h = [descriptor(e.h[:, i * n : (i + 1) * n], 64, wide) for i in (0, 1)] if e.h is not None \
-        else [None, None]
-    of_dh = [descriptor(e.dh[:, i * n : (i + 1) * n], 64, wide) for i in (0, 1)] \
-        if e.dh is not None else [None, None]
     counter = torch.zeros(1, dtype=torch.int32, device=a_SK.device)
     _launch_rows(
         (min(rows.most_blocks * triton.cdiv(n, width), num_sms),),
         descriptor(a_SK, 64, 64),
         descriptor(w.view(-1, w.shape[2]), width if across else 64, 64 if across else COLUMNS),
-        stored, *of_h, *of_dh, out, e.h if kind == "activation" else e.dh, rows.order_S,
-        rows.blocks, rows.ends_L, e.weights, e.partials, counter, n, k, rows.most_blocks,
-        tile.group_m, KIND=kind, ACROSS=across, LENGTH=_STAGES[kind], num_warps=4,
+        stored, *_halves(e.h, wide), *_halves(e.dh, wide), out, e.dh if kind == "pull" else e.h,
+        rows.order_S, rows.blocks, rows.ends_L, e.weights, e.partials, counter, n, k,
+        rows.most_blocks, tile.group_m, KIND=kind, ACROSS=across, LENGTH=_STAGES[kind], num_warps=4,
     )  # fmt: skip
 
 
@@ -126,6 +123,13 @@ def specialized_outer(
         rows.ends_L, counter, m, n, experts, tile.group_m, DIRECT=direct, ADD=add, LENGTH=4,
         num_warps=4,
     )  # fmt: skip
+
+
+def _halves(pairs_SW: torch.Tensor | None, columns: int) -> list[TensorDescriptor | None]:
+    """Return descriptors of the gate's columns and of up's."""
+    if pairs_SW is None:
+        return [None, None]
+    return [descriptor(half, 64, columns) for half in pairs_SW.chunk(2, dim=1)]
 
 
 # -- consumer warp groups -----------------------------------------------------------------------
