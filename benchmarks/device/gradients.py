@@ -228,7 +228,7 @@ def using(tiles: Any) -> Any:
     """Let every step run with these tiles."""
     from moekit_triton import training
 
-    return mock.patch.object(training, "choose_tiles", lambda problem, count: tiles)
+    return mock.patch.object(training, "choose_tiles", lambda *_: tiles)
 
 
 def tiles(args: argparse.Namespace) -> None:

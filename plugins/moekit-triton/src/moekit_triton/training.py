@@ -5,9 +5,10 @@
                      gradient of x is the sum over k of W13' dh
     backward_weight  of W2: g (p a)'; of W13: dh x'; of the biases: p g and dh
 
-p is the router weight and g the gradient of the output row. The products gather x and g, and the
-product for q writes dh, p a and partial sums of <q, a>. The host never waits for the device: grids
-are upper bounds. Each sum has a fixed order, so two runs give the same bits.
+p is the router weight and g the gradient of the output row. The products gather x and g, or read
+sorted copies by specialized warps, and the product for q writes dh, p a and partial sums of <q, a>.
+The host never waits for the device: grids are upper bounds. Each sum has a fixed order, so two runs
+give the same bits.
 
 Shape suffixes beyond the contract's: A assignments (R * K), S assignments sorted by expert, W rows
 of w13.
@@ -22,6 +23,7 @@ import torch
 import triton
 from moekit_kernels.align import SortedAssignments, align, align_capacity, align_scratch
 from moekit_kernels.rows import weighted_sum
+from moekit_kernels.sorted_rows import copy_rows
 from torch import Tensor
 
 from moekit.plugin import (
@@ -34,10 +36,12 @@ from moekit.plugin import (
     Wanted,
 )
 
-from .capabilities import shared_memory, tma_possible
+from .calls import Layer
+from .capabilities import num_sms, shared_memory, specializable, tma_possible
 from .experts import TritonExperts
 from .kernels.derivatives import list_blocks, router_gradient, sum_rows
-from .kernels.tiles import GemmTile
+from .kernels.specialized_training import specialized_outer, specialized_rows
+from .kernels.tiles import GemmTile, SpecializedTile
 from .kernels.training_gemm import CompactRows, Epilogue, outer_gemm, rows_gemm
 
 
@@ -46,18 +50,24 @@ class Tiles:
     """The tiles of a training step: of GEMM 1 and of q, which have epilogues, of GEMM 2, of the
     gradient of x, and of the gradients of w13 and w2."""
 
-    up: GemmTile
-    pull: GemmTile
-    down: GemmTile
-    back: GemmTile
-    outer_13: GemmTile
-    outer_2: GemmTile
+    up: GemmTile | SpecializedTile
+    pull: GemmTile | SpecializedTile
+    down: GemmTile | SpecializedTile
+    back: GemmTile | SpecializedTile
+    outer_13: GemmTile | SpecializedTile
+    outer_2: GemmTile | SpecializedTile
+
+    @property
+    def specialized(self) -> bool:
+        """Whether products read sorted copies of x and g."""
+        return isinstance(self.up, SpecializedTile)
 
 
-def choose_tiles(problem: MoEProblem, assignments: int) -> Tiles:
+def choose_tiles(problem: MoEProblem, assignments: int, contiguous: bool = True) -> Tiles:
     """Choose the tiles for a number of assignments. The rule is not measured yet.
 
-    Tiles have 128 rows, and as few as 16 for fewer rows per expert.
+    Tiles have 128 rows, and as few as 16 for fewer rows per expert. ``contiguous``: whether the
+    weights are, as specialized warps need.
     """
     p, H, inner = problem, problem.hidden_size, problem.local_intermediate_size
     half, wide = p.dtype.itemsize == 2, (p.device.capability or (9, 0))[0] in (9, 10)
@@ -81,6 +91,10 @@ def choose_tiles(problem: MoEProblem, assignments: int) -> Tiles:
         return replace(tile(size(m, 128 if half else 64), n, per_expert, plain), tma=False)
 
     block_m, sums = size(per_expert, 128 if half else 64), 2 if p.activation.gated else 1
+    if contiguous and block_m == 128 and _specializable(p):
+        special = SpecializedTile()
+        down = tile(block_m, H, inner, plain) if Layer.of(p).split_weights else special
+        return Tiles(special, special, down, special, special, special)
     return Tiles(
         up=tile(block_m, inner, H, min(columns, plain // sums), sums),
         pull=tile(block_m, inner, H, columns),
@@ -89,6 +103,11 @@ def choose_tiles(problem: MoEProblem, assignments: int) -> Tiles:
         outer_13=outer(p.w13_rows, H),
         outer_2=outer(H, inner),
     )
+
+
+def _specializable(p: MoEProblem) -> bool:
+    whole = p.hidden_size % 128 == 0 and p.local_intermediate_size % 128 == 0
+    return whole and p.dtype.itemsize == 2 and specializable(p)
 
 
 class TrainableTriton(TritonExperts, TrainableExperts):
@@ -105,17 +124,18 @@ class TrainableTriton(TritonExperts, TrainableExperts):
 
     def forward(self, y_RH: Tensor, tokens: Dispatched, weights: PackedWeights) -> list[Tensor]:
         ids_RK, topk_weights = _ids_and_weights(tokens)
-        tiles, layer = choose_tiles(self.problem, ids_RK.numel()), self._layer
+        tiles, layer = self._tiles(ids_RK, weights), self._layer
         rows, places_A = self._sorted(ids_RK, tiles.up.block_m)
         x, held, p, S = _unit(tokens.x), weights.experts, self.problem, ids_RK.numel()
         h_SW = x.new_empty((S, p.w13_rows))
         a_SI = x.new_empty((S, p.local_intermediate_size))
         first = Epilogue("activation", layer.activation, h_SW, _bias(weights, "w13_bias"))
-        rows_gemm(x, held["w13"].mT, a_SI, rows, tiles.up, gather=True, epilogue=first)
         y_SH = x.new_empty((S, p.hidden_size))
+        source = _source(x, tiles, places_A, y_SH)  # until GEMM 2 writes y
+        self._multiply(source, held["w13"].mT, a_SI, rows, tiles.up, first, gather=source is x)
         kind, early = ("early", topk_weights) if layer.split_weights else ("store", None)
         second = Epilogue(kind, bias=_bias(weights, "w2_bias"), weights=early)
-        rows_gemm(a_SI, held["w2"].mT, y_SH, rows, tiles.down, epilogue=second)
+        self._multiply(a_SI, held["w2"].mT, y_SH, rows, tiles.down, second)
         y = y_RH if y_RH.stride(1) == 1 else y_RH.new_empty(y_RH.shape)
         weighted_sum(
             y_SH, topk_weights, ids_RK, y, places_A, weight_before_applied=layer.split_weights
@@ -133,16 +153,19 @@ class TrainableTriton(TritonExperts, TrainableExperts):
         wanted: Wanted,
     ) -> InputGradients:
         ids_RK, topk_weights = _ids_and_weights(tokens)
-        tiles, held, p = choose_tiles(self.problem, ids_RK.numel()), weights.experts, self.problem
+        tiles, held, p = self._tiles(ids_RK, weights), weights.experts, self.problem
         h_SW, places_A = saved[0], saved[2]
         rows, S = _rows(saved, tiles, ids_RK), ids_RK.numel()
         inner, new = p.local_intermediate_size, h_SW.new_empty
         parts = triton.cdiv(inner, tiles.pull.block_n)
-        dh_SW = torch.empty_like(h_SW) if wanted.x or wanted.weights else None
+        g = _source(grad_RH, tiles, places_A)
+        gather = g is grad_RH
+        needed = wanted.x or wanted.weights or not gather
+        dh_SW = torch.empty_like(h_SW) if needed else None
         pa_SI = new((S, inner)) if "w2" in wanted.weights else None
         partials = new((S, parts), dtype=torch.float32) if wanted.topk_weights else None
         pull = Epilogue("pull", self._layer.activation, h_SW, None, topk_weights, dh_SW, partials)
-        rows_gemm(grad_RH, held["w2"], pa_SI, rows, tiles.pull, gather=True, epilogue=pull)
+        self._multiply(g, held["w2"], pa_SI, rows, tiles.pull, pull, gather=gather)
         dp_RK = dx_RH = None
         if partials is not None:
             dp_RK = torch.empty_like(topk_weights)
@@ -151,11 +174,12 @@ class TrainableTriton(TritonExperts, TrainableExperts):
             router_gradient(partials, places_A, dp_RK.view(-1), of_bias)
         if wanted.x:
             assert dh_SW is not None
-            dx_SH = new((S, p.hidden_size))
-            rows_gemm(dh_SW, held["w13"], dx_SH, rows, tiles.back)
+            dx_SH = new((S, p.hidden_size)) if gather or pa_SI is not None else g
+            self._multiply(dh_SW, held["w13"], dx_SH, rows, tiles.back, Epilogue())
             dx_RH = grad_RH.new_empty(tokens.x.shape)
             weighted_sum(dx_SH, None, ids_RK, dx_RH, places_A)
-        kept = tuple(t for t in (dh_SW, pa_SI) if t is not None) if wanted.weights else ()
+        made = dh_SW, pa_SI, None if gather or pa_SI is None else g
+        kept = tuple(t for t in made if t is not None) if wanted.weights else ()
         return InputGradients(dx_RH, dp_RK, kept)
 
     def backward_weight(
@@ -169,12 +193,16 @@ class TrainableTriton(TritonExperts, TrainableExperts):
     ) -> None:
         ids_RK, topk_weights = _ids_and_weights(tokens)
         tiles = choose_tiles(self.problem, ids_RK.numel())
-        rows = _rows(saved, tiles, ids_RK)
+        rows, places_A = _rows(saved, tiles, ids_RK), saved[2]
         if "w13" in into:
-            x, tile = _unit(tokens.x), tiles.outer_13
-            outer_gemm(kept[0], x, into["w13"], rows, tile, gather="b", add=add)
+            x = _unit(tokens.x)
+            b = _source(x, tiles, places_A)
+            gather = "b" if b is x else ""
+            self._outer(kept[0], b, into["w13"], rows, "outer_13", gather, add)
         if "w2" in into:
-            outer_gemm(grad_RH, kept[1], into["w2"], rows, tiles.outer_2, gather="a", add=add)
+            g = kept[2] if len(kept) == 3 else _source(grad_RH, tiles, places_A)
+            gather = "a" if g is grad_RH else ""
+            self._outer(g, kept[1], into["w2"], rows, "outer_2", gather, add)
         if "w13_bias" in into:
             sum_rows(kept[0], rows.ends_L, into["w13_bias"], add)
         if "w2_bias" in into:
@@ -190,11 +218,50 @@ class TrainableTriton(TritonExperts, TrainableExperts):
         """Return the most of the forward's bytes and the backward's."""
         p, assignments = self.problem, rows * self.problem.top_k
         H, inner, size = p.hidden_size, p.local_intermediate_size, p.dtype.itemsize
-        parts: int = triton.cdiv(inner, choose_tiles(p, assignments).pull.block_n)
+        tiles = choose_tiles(p, assignments)
+        parts: int = triton.cdiv(inner, choose_tiles(p, assignments, False).pull.block_n)
         forward = (H + inner) * size
-        backward = (H + inner + p.w13_rows) * size + 4 * parts
+        backward = ((1 + tiles.specialized) * H + inner + p.w13_rows) * size + 4 * parts
         scratch = 4 * align_scratch(assignments, p.num_local_experts)
         return max(super().transient_bytes(rows), assignments * max(forward, backward) + scratch)
+
+    def _tiles(self, ids_RK: Tensor, weights: PackedWeights) -> Tiles:
+        held = weights.experts.values()
+        return choose_tiles(self.problem, ids_RK.numel(), all(map(_contiguous, held)))
+
+    def _multiply(
+        self,
+        a: Tensor,
+        w_LKN: Tensor,
+        out: Tensor | None,
+        rows: CompactRows,
+        tile: GemmTile | SpecializedTile,
+        epilogue: Epilogue,
+        gather: bool = False,
+    ) -> None:
+        """Compute a product of rows. ``gather`` is of a tile that does not need sorted rows."""
+        if isinstance(tile, SpecializedTile):
+            specialized_rows(a, w_LKN, out, rows, tile, num_sms(self.problem), epilogue)
+        else:
+            rows_gemm(a, w_LKN, out, rows, tile, gather=gather, epilogue=epilogue)
+
+    def _outer(
+        self,
+        a: Tensor,
+        b: Tensor,
+        out_LMN: Tensor,
+        rows: CompactRows,
+        product: str,
+        gather: str,
+        add: bool,
+    ) -> None:
+        """Compute the gradient of a weight, by specialized warps if they can write it."""
+        possible = not gather and _contiguous(out_LMN)
+        tile = getattr(choose_tiles(self.problem, len(rows.order_S), possible), product)
+        if isinstance(tile, SpecializedTile):
+            specialized_outer(a, b, out_LMN, rows, tile, num_sms(self.problem), add)
+        else:
+            outer_gemm(a, b, out_LMN, rows, tile, gather=gather, add=add)
 
     def _sorted(self, ids_RK: Tensor, block_m: int) -> tuple[CompactRows, Tensor]:
         """Sort the assignments, and return their rows and the row of each assignment."""
@@ -224,9 +291,24 @@ def _rows(saved: list[Tensor], tiles: Tiles, ids_RK: Tensor) -> CompactRows:
     return CompactRows(order_S, ends_L, blocks, tiles.up.block_m, ids_RK.shape[1])
 
 
+def _source(rows: Tensor, tiles: Tiles, places_A: Tensor, out_SH: Tensor | None = None) -> Tensor:
+    """Return what products read in place of gathered rows: for specialized warps a copy in the
+    order of the experts, for others ``rows`` itself."""
+    if not tiles.specialized:
+        return rows
+    if out_SH is None:
+        out_SH = rows.new_empty((len(places_A), rows.shape[1]))
+    copy_rows(_unit(rows), SortedAssignments(None, None, None, 1, places_A, places_A), out_SH)
+    return out_SH
+
+
 def _ids_and_weights(tokens: Dispatched) -> tuple[Tensor, Tensor]:
     assert tokens.topk_ids is not None and tokens.topk_weights is not None
     return tokens.topk_ids.contiguous(), tokens.topk_weights.contiguous()
+
+
+def _contiguous(t: Tensor) -> bool:
+    return t.is_contiguous() and t.data_ptr() % 16 == 0
 
 
 def _unit(rows: Tensor) -> Tensor:

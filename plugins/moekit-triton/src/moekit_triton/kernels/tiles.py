@@ -91,6 +91,7 @@ class SpecializedTile(_Tile):
 
     head = "specialized"
     block_m: ClassVar[int] = 128
+    block_n: ClassVar[int] = 256
     group_m: int = 8
     halves: bool = False
 
