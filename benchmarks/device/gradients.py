@@ -264,6 +264,8 @@ def compile_plan(name: str, plan: Any) -> None:
 
 def others(product: str, tile: Any) -> list[Any]:
     """Return tiles to try in place of one. All products but the outer ones share block_m."""
+    if not hasattr(tile, "num_stages"):  # specialized warps
+        return [replace(tile, group_m=group_m) for group_m in (4, 16)]
     changes: list[dict[str, Any]] = [
         {"num_stages": 3}, {"group_m": 4}, {"group_m": 16}, {"num_warps": 4},
         {"block_n": tile.block_n // 2, "num_warps": 4}, {"block_n": tile.block_n // 2},

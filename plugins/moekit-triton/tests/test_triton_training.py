@@ -126,6 +126,27 @@ def test_a_hot_expert(device, small):
     assert [bool(made[2][i].any()) for i in range(5)] == [False, False, True, False, False]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_specialized_warps(specialized, device, dtype):
+    """Experts without rows, partial, half and whole tiles; two runs agree in all bits."""
+    counts = (0, 1, 63, 64, 65, 129, 700, 0)
+    sizes = dict(hidden_size=256, intermediate_size=384, num_experts=len(counts), has_bias=False)
+    p = problem_of(device, dtype=dtype, **sizes)
+    x, ids, topk_weights = inputs(p, counts)
+    assert training.choose_tiles(p, ids.numel()).specialized
+    made = check(p, parameters(p), x, ids, topk_weights)
+    assert not any(t[i].any() for t in made[2:] for i in (0, 7))
+    step = Step(p, counts)
+    for into in (dtype, torch.float32):
+        names = ("w13", "w2")
+        found = step.gradients(names), step.gradients(names)
+        ones = {n: torch.ones(t.shape, device=device, dtype=into) for n, t in found[0].items()}
+        added = step.gradients(names, **ones)
+        for name, t in found[0].items():
+            assert torch.equal(t, found[1][name]), name
+            assert relative(added[name], t.float() + 1.0) < 4e-3, name
+
+
 def test_transposed_and_interleaved_parameters(device, small):
     """Views reach the kernels: nothing copies them. Calls without gradients read them as well."""
     p = problem_of(device, activation="swigluoai")
@@ -152,10 +173,10 @@ def test_transposed_and_interleaved_parameters(device, small):
 class Step:
     """The methods of the experts, called one after another."""
 
-    def __init__(self, p: MoEProblem) -> None:
+    def __init__(self, p: MoEProblem, counts=COUNTS) -> None:
         self.experts = moekit.compose(p, "local", "triton").experts
         assert type(self.experts) is TrainableTriton
-        x, ids, topk_weights = inputs(p)
+        x, ids, topk_weights = inputs(p, counts)
         self.tokens = Dispatched(x, None, ids, topk_weights)
         self.weights = self.experts.pack(parameters(p))
         self.grad = torch.randn(x.shape).to(x)

@@ -206,9 +206,7 @@ def _consume_outer(
 ):  # fmt: skip
     """Compute half the rows of every tile of the matrices."""
     a_s, b_s, buffers = memory
-    slot = 0
-    phase = 0
-    count = 0
+    slot, phase, count = 0, 0, 0
     row, col, length = wait_message(mail, count)
     while row >= 0:
         steps = gl.maximum(gl.cdiv(length, STEP), 1)
@@ -261,9 +259,7 @@ def _consume_rows(
     a_s, b_s, buffers, h_full, h_empty = memory
     full, empty = barriers
     steps = gl.cdiv(K, STEP)
-    slot = 0
-    phase = 0
-    count = 0
+    slot, phase, count = 0, 0, 0
     row, col, rows = wait_message(mail, count)
     while rows > 0:
         row += WHICH * ROWS
@@ -278,23 +274,14 @@ def _consume_rows(
                       h_full, h_empty)  # fmt: skip
             elif KIND == "activation":
                 gate, up = halves_of(acc)
-                if rows >= ROWS:
-                    store_tile(gate, buffers, WHICH, first, row, col, 1)
-                    a = silu_mul(gate, up)
-                    store_tile(up, buffers, WHICH, second, row, col, 1)
-                    store_tile(a, buffers, WHICH, out, row, col, 1)
-                else:
-                    _store_parts(gate, h_ptr, row, col, 2 * N, N, rows, False)
-                    _store_parts(up, h_ptr + N, row, col, 2 * N, N, rows, False)
-                    _store_parts(silu_mul(gate, up), out_ptr, row, col, N, N, rows, False)
+                _store(WHICH, gate, first, h_ptr, row, col, 2 * N, N, rows, buffers)
+                a = silu_mul(gate, up)
+                _store(WHICH, up, second, h_ptr + N, row, col, 2 * N, N, rows, buffers)
+                _store(WHICH, a, out, out_ptr, row, col, N, N, rows, buffers)
             else:
                 left, right = halves_of(acc)
-                if rows >= ROWS:
-                    store_tile(left, buffers, WHICH, out, row, col, 1)
-                    store_tile(right, buffers, WHICH, out, row, col + WIDE // 2, 1)
-                else:
-                    _store_parts(left, out_ptr, row, col, N, N, rows, False)
-                    _store_parts(right, out_ptr, row, col + WIDE // 2, N, N, rows, False)
+                _store(WHICH, left, out, out_ptr, row, col, N, N, rows, buffers)
+                _store(WHICH, right, out, out_ptr, row, col + WIDE // 2, N, N, rows, buffers)
         else:  # release the stages unread
             for _ in range(steps):
                 mbarrier.wait(full.index(slot), phase)
@@ -303,6 +290,15 @@ def _consume_rows(
         count += 1
         row, col, rows = wait_message(mail, count)
     tma.store_wait(0)
+
+
+@gluon.jit
+def _store(WHICH: gl.constexpr, x, out, ptr, row, col, stride, N, rows, buffers):
+    """Store x at (row, col) of the tensor at ptr, which ``out`` describes."""
+    if rows >= ROWS:
+        store_tile(x, buffers, WHICH, out, row, col, 1)
+    else:
+        _store_parts(x, ptr, row, col, stride, N, rows, False)
 
 
 @gluon.jit
@@ -400,9 +396,7 @@ def _load_outer(operands, sizes, experts, memory, barriers, mail, LENGTH: gl.con
     a_s, b_s = memory
     full, empty = barriers
     tiles = experts * (M // (2 * ROWS)) * gl.cdiv(N, WIDE)
-    slot = 0
-    phase = 1
-    count = 0
+    slot, phase, count = 0, 1, 0
     tile = gl.program_id(0)
     row, col, m, start, length = _outer_tile(tile, tiles, sizes, ends_ptr)
     while tile < tiles:
@@ -463,9 +457,7 @@ def _load_rows(
     tiles = row_blocks * gl.cdiv(N, OUT)
     steps = gl.cdiv(K, STEP)
     look_ahead = gl.minimum(steps, LENGTH) - 1
-    slot = 0
-    phase = 1
-    count = 0
+    slot, phase, count = 0, 1, 0
     tile = gl.program_id(0)
     row, rows, col, expert = _row_tile(tile, row_blocks, sizes, lists, OUT)
     while tile < tiles:
