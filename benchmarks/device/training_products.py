@@ -129,7 +129,7 @@ def check(args: argparse.Namespace) -> None:
         steps.append((name, lambda p=p: Step(p, routings_of(p, 2048)[0].topk_ids)))
     for name, make in steps:
         step = make()
-        experts = range(8) if name == "uneven" else (0, 1, step.L - 1)
+        experts = range(step.L) if name == "uneven" else (0, 1, step.L - 1)
         for product in step.flop:
             with part(f"{name} {product}"):
                 step.run(product, True)
