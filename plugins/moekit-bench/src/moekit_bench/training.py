@@ -54,7 +54,7 @@ class Step:
 
 @dataclass(frozen=True)
 class TrainingCase(Case):
-    """A case whose inputs have the gradient of the output, too."""
+    """A case whose inputs include the gradient of the output."""
 
     @classmethod
     def of(cls, case: Case) -> TrainingCase:
