@@ -63,9 +63,9 @@ class Layout:
     row's ids lie elsewhere then, and ids of an earlier call would be taken for this one's.
 
     x: rows as they travel, at most hidden_size * itemsize bytes; scale: fp32; ids: int32 local
-    experts; weights: fp32; y: the experts' output; grads: fp32, router gradients, in layers that train;
-    counts: int32, by batch and expert; flags: int64. chunks: parts of a call that are combined as
-    they come, each with a flag.
+    experts; weights: fp32; y: the experts' output; grads: fp32, router gradients, in layers that
+    train; counts: int32, by batch and expert; flags: int64. chunks: parts of a call that are
+    combined as they come, each with a flag.
     """
 
     batched: bool

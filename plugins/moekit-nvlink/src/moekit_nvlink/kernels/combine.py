@@ -23,7 +23,6 @@ from .flags import (
     wait_for_kernel,
 )
 
-
 # Tokens of a step that sums router gradients.
 _STEP = tl.constexpr(64)
 
