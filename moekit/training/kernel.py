@@ -178,7 +178,7 @@ class TrainableKernel(ModularKernel):
                         into = {n: call.buffers[n] for n in wanted.weights}
                     add = call.buffers is not None
                     self.experts.backward_weight(grad_RH, tokens, saved, found.kept, into, add)
-            finally:  # after a fault, too: other ranks may wait for this rank's rows
+            finally:  # also after a fault: other ranks may wait for this rank's rows
                 of_x, of_topk_weights = returning.result()
             return of_x, of_topk_weights, made
 

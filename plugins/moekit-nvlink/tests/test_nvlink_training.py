@@ -142,6 +142,8 @@ def micro_batches(rank: int, ranks: int, way: str) -> None:
         batches, want = right(ranks, COUNTS, 2)
         given = [Tokens.of(rank, b, n[rank]) for b, n in enumerate(COUNTS)]
         outs = [model([layer(0), layer(1)], tokens) for tokens in given]
+        with torch.no_grad():
+            expect([model([layer(0), layer(1)], given[2])], [outs[2].detach()], "no gradients")
         if way == "changed":
             for tokens in given:
                 for routing in tokens.routings:

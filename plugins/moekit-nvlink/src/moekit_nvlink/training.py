@@ -1,8 +1,8 @@
 """The backward of `nvlink_ht`: gradients travel as tokens do, by the routing of the forward.
 
 Rows depend on the routing alone, so a second dispatch gives the gradient of the output the rows
-that the tokens had. The combine then brings the gradients of rows home, and with them those of the
-router weights, from a part of the buffer that only layers that train have.
+that the tokens had. The combine then brings the gradients of rows and of router weights home; the
+latter lie in a part of the buffer that only layers that train have.
 
 The next call, of this layer or another one, overwrites the buffer. So `prepare` copies what a call
 saves. The rows of a backward are not copied: they are read until the gradients of weights have been
