@@ -45,7 +45,8 @@ class Layer:
         parallel = moekit.ParallelConfig(ep_size=ranks, ep_rank=dist.get_rank() % ranks)
         options = {"training": True, "max_num_tokens": tokens, "parallel": parallel}
         self.problem = p = shape(sizes).problem(device=DEVICE, **options)
-        whole = whole or random_weights(p, torch.device(DEVICE))
+        all_experts = p.replace(parallel=moekit.ParallelConfig())
+        whole = whole or random_weights(all_experts, torch.device(DEVICE))
         self.weights = whole.select(list(p.local_experts))._map(lambda t: t.requires_grad_())
         self.kernel: Any = moekit.compose(p, name, EXPERTS)
 
