@@ -1,6 +1,7 @@
 """torch alone: argsort, two grouped GEMMs, SiLU * mul and a weighted sum.
 
-bf16 through F.grouped_mm; fp8 channel x token through torch._scaled_grouped_mm (CUTLASS).
+bf16 through F.grouped_mm; fp8 channel x token through torch._scaled_grouped_mm (CUTLASS). Training
+has the order of operations of transformers 5.24's grouped_mm, with autograd.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from _glue import quantize, silu_mul, sorted_by_expert, weighted_sum
 from moekit_bench import Unavailable
 
-name = "torch_grouped_mm"
+name, trains = "torch_grouped_mm", True
 
 
 def version() -> str:
@@ -29,7 +30,21 @@ def make(problem, weights, device):
         z = F.grouped_mm(silu_mul(h), w2, offs=ends)
         return weighted_sum(z, place, routing.topk_weights)
 
+    def training(x, routing):
+        (T, K), H = routing.topk_ids.shape, x.shape[1]
+        ids, order = torch.sort(routing.topk_ids.reshape(-1))
+        counts = torch.histc(ids.float(), bins=L, min=0, max=L - 1)
+        ends = counts.cumsum(0, dtype=torch.int32)
+        gate, up = F.grouped_mm(x[order // K], w13, offs=ends).chunk(2, dim=-1)
+        y = F.grouped_mm(F.silu(gate) * up, w2, offs=ends)
+        weighted = y * routing.topk_weights.reshape(-1)[order].unsqueeze(-1)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        return weighted[back].view(T, K, H).sum(dim=1).to(x.dtype)
+
     if problem.quant.name == "none":
+        if problem.training:
+            return training
         if problem.dtype != torch.bfloat16:
             raise Unavailable(f"F.grouped_mm is for bfloat16, not {problem.dtype_name}")
         return bf16

@@ -110,7 +110,8 @@ class TrainableDispatcher(PrepareAndFinalize):
     """A STANDARD dispatcher that moves gradients by the map of the call that moved the tokens.
 
     What ``Dispatched.handle`` holds, and its tensors, stay valid until the backward has ended, also
-    if other calls come between. The backward may run twice, or never.
+    if other calls come between. The backward may run twice, or never. `abandon` also ends a
+    backward whose experts failed, in place of `finalize_backward`.
     """
 
     @abstractmethod

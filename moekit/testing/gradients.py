@@ -43,6 +43,8 @@ Gradients = dict[str, Tensor]
 
 # The errors of rows and elements, in units of the bounds on outputs (seen: 3.13).
 _WIDER = 4
+# The elements of weights' gradients are sums of products of two values, and both may be large.
+_WIDER_OF_PRODUCTS = 8
 
 # What is unusual in a call -> its routing, its tokens (None: the usual number), and changes of the
 # problem. Every call has biases if the backend declares them.
@@ -178,10 +180,17 @@ def _complaint(name: str, found: Tensor, want: Tensor, case: Case) -> str:
     if len(wrong := (~want.any(dim=1) & found.any(dim=1)).nonzero()):
         whose = "tokens without an expert" if name == "x" else "experts without tokens"
         return f"is not zero for {whose}: {wrong.flatten().tolist()}"
-    return _beyond(found, want, case)
+    return _beyond(found, want, case, wider=_WIDER if name == "x" else _WIDER_OF_PRODUCTS)
 
 
-def _beyond(found: Tensor, want: Tensor, case: Case, *, of_router_weights: bool = False) -> str:
+def _beyond(
+    found: Tensor,
+    want: Tensor,
+    case: Case,
+    *,
+    wider: float = _WIDER,
+    of_router_weights: bool = False,
+) -> str:
     """Describe the errors beyond the bounds on outputs, which are wider for rows and elements.
 
     There the slope of the activation magnifies the rounding of h. The gradient of a router weight
@@ -189,7 +198,7 @@ def _beyond(found: Tensor, want: Tensor, case: Case, *, of_router_weights: bool 
     incoming gradients as well.
     """
     bound = tolerance(case.problem, effective_tokens=1)
-    bound = replace(bound, row=_WIDER * bound.row, element=_WIDER * bound.element)
+    bound = replace(bound, row=_WIDER * bound.row, element=wider * bound.element)
     beyond = errors(found, want).beyond(bound)
     if beyond and of_router_weights:
         draws = [right_gradients(case, random_grad(case, i))["topk_weights"] for i in range(8)]

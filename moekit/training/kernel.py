@@ -145,9 +145,10 @@ class TrainableKernel(ModularKernel):
             observer.sent()
             tokens = arriving.result()
             observer.arrived()
-            y_RH = self._place(tokens, out, self.problem.dtype)
-            saved = self.experts.forward(y_RH, tokens, weights)
-            observer.computed()
+            with self._ended_by_faults(tokens, observer):
+                y_RH = self._place(tokens, out, self.problem.dtype)
+                saved = self.experts.forward(y_RH, tokens, weights)
+                observer.computed()
             out = torch.empty_like(x_TH) if out is None else out
             combining = self.dispatcher.finalize(y_RH, tokens, out)
             observer.combining()
@@ -163,19 +164,33 @@ class TrainableKernel(ModularKernel):
             observer.sent()
             grad_RH = arriving.result()
             observer.arrived()
-            found = self.experts.backward_input(grad_RH, tokens, call.weights, saved, wanted)
-            observer.computed()
+            with self._ended_by_faults(tokens, observer):
+                found = self.experts.backward_input(grad_RH, tokens, call.weights, saved, wanted)
+                observer.computed()
             returning = self.dispatcher.finalize_backward(found.x, found.topk_weights, tokens)
             observer.combining()
             made: dict[str, Tensor] = {}
-            if wanted.weights:  # while the rows travel
-                if call.buffers is None:
-                    into = made = {n: torch.empty_like(call.weights[n]) for n in wanted.weights}
-                else:
-                    into = {n: call.buffers[n] for n in wanted.weights}
-                add = call.buffers is not None
-                self.experts.backward_weight(grad_RH, tokens, saved, found.kept, into, add)
-            return *returning.result(), made
+            try:
+                if wanted.weights:  # while the rows travel
+                    if call.buffers is None:
+                        into = made = {n: torch.empty_like(call.weights[n]) for n in wanted.weights}
+                    else:
+                        into = {n: call.buffers[n] for n in wanted.weights}
+                    add = call.buffers is not None
+                    self.experts.backward_weight(grad_RH, tokens, saved, found.kept, into, add)
+            finally:  # also after a fault: other ranks may wait for this rank's rows
+                of_x, of_topk_weights = returning.result()
+            return of_x, of_topk_weights, made
+
+    @contextmanager
+    def _ended_by_faults(self, tokens: Dispatched, observer: Observer) -> Iterator[None]:
+        """End a call whose experts fail on some rank, as `ModularKernel` does."""
+        try:
+            yield
+        except BaseException as error:
+            observer.failed(error)  # before `abandon`, which may wait for the other ranks
+            self.dispatcher.abandon(tokens)
+            raise
 
     @contextmanager
     def _observed(self, x: Tensor, routing: Routing) -> Iterator[Observer]:

@@ -10,8 +10,8 @@ from pathlib import Path
 import moekit_bench as bench
 import pytest
 import torch
-from moekit_bench import Case, Ceilings, Prepared, Timer, Work, experts, take_turns
-from moekit_bench.experts import oracle_rows, relative_error, sampled_rows
+from moekit_bench import Case, Ceilings, Prepared, Timer, Work, cases, take_turns
+from moekit_bench.cases import oracle_rows, relative_error, sampled_rows
 from moekit_bench.limits import arithmetic, bytes_per_expert
 
 import moekit
@@ -130,7 +130,7 @@ def test_inputs_are_added_where_the_cache_would_hold_their_weights(monkeypatch, 
     p = problem()
     weights = bench.random_weights(p, CPU)
     read = Case.make(p, weights, 40).work.active_experts * bytes_per_expert(weights)
-    monkeypatch.setattr(experts, "_cache_bytes", lambda device: 10 * read)
+    monkeypatch.setattr(cases, "_cache_bytes", lambda device: 10 * read)
     assert len(Case.make(p, weights, 40, count=count).inputs) == drawn
 
 
@@ -382,5 +382,36 @@ def test_the_shipped_baselines_load(capsys, tmp_path):
     (row,) = data["cells"][0]["results"]
     assert row["name"] == "torch_grouped_mm" and row["right"]
     refused = {r["name"]: r["reason"] for r in data["refused"]}
-    assert set(refused) == {"vllm_triton", "deepgemm_bare", "quack", "marlin_bare"}
+    assert set(refused) == {"vllm_triton", "deepgemm_bare", "quack", "marlin_bare", "liger"}
     assert not any("does not load" in reason for reason in refused.values())
+
+
+# -- training -----------------------------------------------------------------------------------
+
+
+def test_a_wrong_gradient_is_seen_where_the_output_is_right(capsys, tmp_path):
+    bodies = {
+        "autograd": "return right",
+        "twice_x": "return lambda x, routing: right(2 * x - x.detach(), routing)",
+        "twice_w2": "return lambda x, routing: oracle(x, weights.__class__(weights.w13, 2 * "
+        "weights.w2 - weights.w2.detach()), routing, problem)",
+        "frozen": "weights = weights._map(lambda t: t.detach()); return right",
+        "untrained": "return right",
+    }
+    for name, body in bodies.items():
+        file = adapter(tmp_path, name, body)
+        if name != "untrained":
+            file.write_text(file.read_text() + "\ntrains = True\n")
+    file = tmp_path / "run.json"
+    code, out, _ = run(
+        capsys, "--train", "--experts", "torch", "--baselines", str(tmp_path), "--json", str(file),
+        "--dtype", "float32",
+    )  # fmt: skip
+    data = json.loads(file.read_text())
+    assert code == 0 and data["mode"] == "train" and "of forward and backward" in out
+    for cell in data["cells"]:
+        found = {result["name"]: result for result in cell["results"]}
+        right = {name for name, result in found.items() if result["right"]}
+        assert right == {"torch", "autograd"}, found
+        assert "not have been used" in found["frozen"]["reason"]
+    assert [r["name"] for r in data["refused"]] == ["untrained"]

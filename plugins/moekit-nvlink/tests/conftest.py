@@ -9,6 +9,11 @@ _QUICK = {
         "test_two_calls_in_flight[2",
         "test_slices_and_shared_tokens[ep1-tp2-dp2",
     ),
+    "TestGradients": (
+        "test_gradients[2ranks-last_first",
+        "test_gradients[2ranks-ids_of_-1",
+        "test_gradients_of_slices_and_shared_tokens[ep1-tp2-dp2",
+    ),
     "TestLowLatency": (
         "test_two_calls_in_flight[2",
         "test_failure_after_dispatch[2",

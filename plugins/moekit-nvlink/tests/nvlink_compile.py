@@ -45,13 +45,14 @@ class Layer:
     hidden: int = 7168
     quant: str = "none"
     dtype: torch.dtype = torch.bfloat16
+    training: bool = False
 
     def launch(self) -> None:
         """Launch the kernels of a call."""
         problem = moekit.MoEProblem(
             num_experts=self.experts, top_k=self.top_k, hidden_size=self.hidden,
             intermediate_size=256 * self.tp, max_num_tokens=self.tokens, quant=self.quant,
-            dtype=self.dtype, device="cpu",
+            dtype=self.dtype, device="cpu", training=self.training,
             parallel=moekit.ParallelConfig(
                 ep_size=self.ep, tp_size=self.tp, dp_size=self.ep * self.tp // self.copies
             ),
@@ -72,7 +73,8 @@ class Layer:
             scale = torch.empty(problem.quant.activation.scale_shape(self.tokens, self.hidden))
         steps, arrived = rank.send(buffer, x, scale, Routing(ids.float(), ids))
         out = torch.empty(self.tokens, self.hidden, dtype=self.dtype)
-        steps += rank.gather(arrived.handle, out)
+        grads = torch.empty(self.tokens, self.top_k) if self.training else None
+        steps += rank.gather(arrived.handle, out, grads)
         if rank.layout.chunks > 1:
             rows = torch.empty(rank.layout.rows * self.top_k, self.hidden, dtype=self.dtype)
             places = torch.zeros(rank.layout.rows, self.top_k, dtype=torch.int32)
@@ -90,6 +92,7 @@ LAYERS = [
     *_QUICK,
     *(replace(layer, quant="fp8_block") for layer in _QUICK),
     *(replace(layer, ep=8) for layer in _QUICK),
+    *(replace(layer, training=True, ep=ep) for layer in _QUICK[:3] for ep in (2, 8)),
     *(replace(layer, ep=4, tp=2, experts=250) for layer in _QUICK),
     *(replace(layer, ep=4, copies=2, top_k=32) for layer in _QUICK),
     *(replace(layer, dtype=torch.float32, hidden=2880) for layer in _QUICK),
@@ -114,7 +117,8 @@ def main() -> int:
                     f"{made.ptx.count('cp.async.c'):3} cp.async  "
                     f"{'ll' if layer.batched else 'ht'} T={layer.tokens} "
                     f"ep={layer.ep} tp={layer.tp} copies={layer.copies} "
-                    f"K={layer.top_k} H={layer.hidden} {layer.quant} {str(layer.dtype)[6:]}",
+                    f"K={layer.top_k} H={layer.hidden} {layer.quant} {str(layer.dtype)[6:]}"
+                    f"{' training' * layer.training}",
                     flush=True,
                 )
             seen = len(launches)

@@ -96,11 +96,14 @@ class Host:
         self._take(steps)
         return Flight(place, arrived, [len(xs[i // copies]) for i in range(len(self.layer))])
 
-    def combine(self, flight: Flight, work, leave=(), refused=False) -> list[torch.Tensor]:
+    def combine(
+        self, flight: Flight, work, leave=(), refused=False, grads=None
+    ) -> list[torch.Tensor]:
         """Let ``work(rank, tokens, y)`` write y, combine, and return each rank's output.
 
         leave: ranks whose experts leave the sum to the combine: there ``work`` returns Unreduced.
-        refused: whether a rank makes the call NaN.
+        refused: whether a rank makes the call NaN. grads: (T, K) of each rank, get the sums of the
+        router gradients, which ``work`` also writes.
         """
         buffers, steps, outs = self.sets[flight.place], [], []
         for i, (transfer, tokens) in enumerate(zip(self.ranks, flight.arrived, strict=True)):
@@ -114,7 +117,8 @@ class Host:
             else:
                 # The sums are one step, and the combine the next one.
                 before = [lambda: None] if leave else []
-                steps.append(before + transfer.gather(tokens.handle, outs[-1]))
+                sums = None if grads is None else grads[i]
+                steps.append(before + transfer.gather(tokens.handle, outs[-1], sums))
         number, flags = int(buffers[0].epoch) + 1, [self.flags(each) for each in buffers]
         told = [int(each.refused) for each in buffers]
         assert any(told) == refused

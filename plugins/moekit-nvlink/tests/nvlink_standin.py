@@ -18,7 +18,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from moekit_nvlink import buffers, dispatcher, moekit_dispatchers
+from moekit_nvlink import buffers, dispatcher, moekit_dispatchers, training
 from moekit_nvlink.settings import Settings
 from moekit_nvlink.transfer import Tile
 from nvlink_host import problems
@@ -85,6 +85,10 @@ class HighThroughput(_StandIn, dispatcher.HighThroughputDispatcher):
     pass
 
 
+class TrainableHighThroughput(_StandIn, training.TrainableHighThroughput):
+    pass
+
+
 class LowLatency(_StandIn, dispatcher.LowLatencyDispatcher):
     pass
 
@@ -98,8 +102,9 @@ def specs() -> list[DispatcherSpec]:
     made = []
     for spec, name in zip(moekit_dispatchers(), ("HighThroughput", "LowLatency"), strict=True):
         check = partial(_check, spec.check)
+        trainable = spec.training and f"nvlink_standin:Trainable{name}"
         made.append(replace(spec, name=f"{spec.name}_standin", devices=("cpu",), check=check,
-                            target=f"nvlink_standin:{name}"))  # fmt: skip
+                            target=f"nvlink_standin:{name}", training=trainable))  # fmt: skip
     return made
 
 

@@ -40,10 +40,11 @@ class Shape:
     capacity: int = 8
     programs: int = 3
     dtype: torch.dtype = torch.float32
+    training: bool = False
 
     def host(self, seed: int = 0) -> Host:
         layer = problems(self.ep, self.tp, self.experts, self.top_k, self.hidden, self.capacity,
-                         self.copies, dtype=self.dtype)  # fmt: skip
+                         self.copies, dtype=self.dtype, training=self.training)  # fmt: skip
         return Host(layer, self.batched, self.programs, seed)
 
 
@@ -78,6 +79,10 @@ class Call:
         self.xs = [torch.randn(n, shape.hidden, generator=draw).to(shape.dtype) for n in now]
         self.routings = [routing_of(n, shape, kind, draw, most) for n in now]
         self.rows = batches * (shape.capacity if most is None else max(1, most))
+        ranks = range(len(host.layer)) if shape.training else ()
+        nan = float("nan")
+        self.grads = [torch.full_like(self.routings[r // shape.copies].topk_weights, nan)
+                      for r in ranks]  # fmt: skip
 
     def dispatch(self, place: int = 0) -> None:
         self.flight = self.host.dispatch(self.xs, self.routings, place=place)
@@ -110,8 +115,11 @@ class Call:
             assert torch.equal(got[here[used]], want[here[used]])
 
     def combine(self) -> None:
-        """Expert e returns (e + 1) * x in slices of different sizes, and nothing for padding."""
-        self.check(self.host.combine(self.flight, self.experts))
+        """Expert e returns (e + 1) * x in slices of different sizes, and nothing for padding.
+
+        In training, e + 1 is also the router gradient.
+        """
+        self.check(self.host.combine(self.flight, self.experts, grads=self.grads or None))
 
     def check(self, outs: Sequence[torch.Tensor]) -> None:
         for rank, out in enumerate(outs):
@@ -123,6 +131,10 @@ class Call:
             size = x * factors.abs().sum(1)[:, None]  # the sum's terms, which may cancel
             assert not out.isnan().any()
             assert (out.float() - want).norm() <= limit * size.norm() + 1e-6
+            if self.grads:
+                assert torch.allclose(
+                    self.grads[rank], torch.where(there, routing.topk_ids + 1, 0.0)
+                )
 
     def experts(self, rank: int, tokens, y) -> None:
         problem, tp = self.host.layer[rank], self.shape.tp
@@ -137,6 +149,9 @@ class Call:
             tokens.topk_ids >= 0, (tokens.topk_ids + first + 1) * tokens.topk_weights, 0.0
         ).sum(1)
         y[used] = (tokens.x[used].float() * factor[used, None] * slice_of).to(y.dtype)
+        if self.grads:
+            found = torch.where(tokens.topk_ids >= 0, tokens.topk_ids + first + 1, 0.0) * slice_of
+            self.host.ranks[rank].router_gradients(tokens.handle)[used] = found[used]
 
 
 def run(shape: Shape, calls, kinds=("random",), seed: int = 0) -> None:
@@ -162,6 +177,13 @@ CALLS = [(5, 0, 8, 1), (8,), (0,), (1, 0, 0, 2)]
 )
 def test_tokens_reach_their_experts_and_come_back(batched, ep, tp, copies) -> None:
     run(Shape(batched, ep, tp, copies), CALLS, KINDS, seed=1)
+
+
+@pytest.mark.parametrize("few", [512, 0])
+@pytest.mark.parametrize(("ep", "tp", "copies"), [(3, 1, 1), (2, 2, 2)])
+def test_router_gradients_come_home(ep, tp, copies, few, monkeypatch) -> None:
+    monkeypatch.setattr(transfer.Tile, "few", few)
+    run(Shape(False, ep, tp, copies, top_k=5, training=True), CALLS, KINDS, seed=2)
 
 
 UNHURRIED = {"deadline": None, "suppress_health_check": list(HealthCheck)}

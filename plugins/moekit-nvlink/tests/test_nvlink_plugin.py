@@ -141,9 +141,12 @@ def test_layers_of_another_top_k_do_not_share_buffers(batched: bool) -> None:
 
 
 def test_regions_of_a_buffer_do_not_overlap() -> None:
-    for batched in (False, True):
-        at = Layout.of(problems(3, 2, 10, 4, 48, 7, quant="fp8_block")[0], batched)
-        starts = [at.x, at.scale, at.ids, at.weights, at.y, at.counts, at.flags, at.nbytes]
+    for batched, training in ((False, False), (False, True), (True, False)):
+        problem = problems(3, 2, 10, 4, 48, 7, quant="fp8_block", training=training)[0]
+        at = Layout.of(problem, batched)
+        starts = [at.x, at.scale, at.ids, at.weights, at.y, at.grads, at.counts, at.flags]
+        starts.append(at.nbytes)
+        assert (at.counts > at.grads) is training
         assert starts == sorted(starts) and not any(start % 256 for start in starts[:-1])
 
 

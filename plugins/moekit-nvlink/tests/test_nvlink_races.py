@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -90,10 +90,12 @@ class Layer:
                 else:
                     call.experts(rank, arrived, y_here)
 
-            world.touch(experts, reads, [y])
+            grads = [moves.router_gradients(arrived.handle)] if self.shape.training else []
+            world.touch(experts, reads, [y, *grads])
             outs[number] = torch.full_like(call.xs[batch], float("nan"))
             if left is None:
-                steps = moves.gather(arrived.handle, outs[number])
+                sums = call.grads[rank] if self.shape.training else None
+                steps = moves.gather(arrived.handle, outs[number], sums)
             else:
                 steps = moves.reduce(arrived.handle, left, outs[number])
             for step in steps:
@@ -133,6 +135,31 @@ def test_three_ranks(batched, two) -> None:
 def test_sums_are_left_to_the_combine(leave, two, monkeypatch) -> None:
     monkeypatch.setattr(sys.modules["moekit_nvlink.layout"], "REDUCED_FROM", 1)
     Layer(small(False), COUNTS, two, leave=leave).run()
+
+
+@pytest.mark.parametrize(
+    ("ep", "tp", "copies"), [(3, 1, 1), (4, 1, 2), pytest.param(2, 2, 1, marks=pytest.mark.full)]
+)
+@pytest.mark.parametrize("two", [False, True], ids=["one", "two"])
+def test_router_gradients(ep, tp, copies, two) -> None:
+    Layer(small(False, ep, tp=tp, copies=copies, training=True), COUNTS, two).run()
+
+
+def test_router_gradients_need_memory_that_no_dispatch_writes(monkeypatch) -> None:
+    """A rank may send the next call's weights while another one of its batch reads gradients."""
+    made = Shape.host
+
+    def host(shape: Shape):
+        host = made(shape)
+        host.ranks = [
+            replace(each, layout=replace(each.layout, grads=each.layout.weights))
+            for each in host.ranks
+        ]
+        return host
+
+    monkeypatch.setattr(Shape, "host", host)
+    with pytest.raises(Race):
+        Layer(small(False, 4, copies=2, training=True), [(4, 4)] * 4).run()
 
 
 @pytest.mark.full

@@ -6,7 +6,7 @@ Not on a GPU, where test_nvlink_conformance.py does the same with symmetric memo
 import pytest
 import torch
 
-from moekit.testing import DispatcherConformance
+from moekit.testing import DispatcherConformance, DispatcherGradientConformance
 from moekit.testing.distributed import RankPool
 
 if torch.cuda.is_available():
@@ -16,6 +16,12 @@ import nvlink_standin  # noqa: E402
 
 
 class TestHighThroughput(DispatcherConformance):
+    backend = "nvlink_ht_standin"
+    backends = nvlink_standin.registry()
+    world_sizes = (2, 4)
+
+
+class TestGradients(DispatcherGradientConformance):
     backend = "nvlink_ht_standin"
     backends = nvlink_standin.registry()
     world_sizes = (2, 4)

@@ -126,6 +126,9 @@ def train(problem: MoEProblem, tiles: training.Tiles) -> None:
         saved = experts.forward(torch.empty_like(x), tokens, packed)
         wanted = Wanted(True, True, frozenset(packed.experts))
         kept = experts.backward_input(x, tokens, packed, saved, wanted).kept
+        for x_alone in (True, False):  # the others' results have no memory
+            few = Wanted(x_alone, not x_alone, frozenset())
+            experts.backward_input(x, tokens, packed, saved, few)
         for dtype, add in ((problem.dtype, False), (torch.float32, True)):
             into = {name: torch.zeros_like(t, dtype=dtype) for name, t in packed.experts.items()}
             experts.backward_weight(x, tokens, saved, kept, into, add)

@@ -7,7 +7,7 @@ are taken.
 
 from __future__ import annotations
 
-from .experts import Case, run_cell
+from .cases import Case, run_cell
 from .implementations import KernelCall, Unavailable
 from .limits import Work, known_ceilings, limit_us, work
 from .records import Ceilings, Result

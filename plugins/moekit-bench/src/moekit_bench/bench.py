@@ -1,4 +1,5 @@
-"""``python -m moekit bench``: time experts, dispatchers (--dispatch) or whole layers (--layers)."""
+"""``python -m moekit bench``: time experts, their training (--train), dispatchers (--dispatch) or
+whole layers (--layers)."""
 
 from __future__ import annotations
 
@@ -81,8 +82,19 @@ def _experts(args: argparse.Namespace, command: str) -> ExpertsSweep:
     return experts_sweep(args, found, command)
 
 
+def _train(args: argparse.Namespace, command: str) -> ExpertsSweep:
+    asked = args.experts
+    if asked is None:
+        asked = [name for name in unnamed() if registry().experts[name].training]
+    found = backends(asked, args.dispatcher) + baselines(args.baselines, args.only_baselines)
+    return experts_sweep(args, found, command, training=True)
+
+
 def experts_sweep(
-    args: argparse.Namespace, implementations: Sequence[Implementation], command: str
+    args: argparse.Namespace,
+    implementations: Sequence[Implementation],
+    command: str,
+    training: bool = False,
 ) -> ExpertsSweep:
     """Return the sweep that `options.EXPERTS`, --routing, --ep and --measure-ceilings describe."""
     registry().dispatcher(args.dispatcher)  # raises an error that lists the names
@@ -97,6 +109,7 @@ def experts_sweep(
         implementations=implementations,
         device=device,
         ceilings=measure_ceilings(device) if args.measure_ceilings else ceilings,
+        training=training,
         **_swept(args, command),
     )
 
@@ -186,6 +199,16 @@ _MODES = {
             "measure-ceilings": False, "batch-invariant": False, "list-shapes": False, "ep": 1,
         },
         _experts,
+    ),
+    "--train": _Mode(
+        "Time forward and backward of the whole routed-experts block, each gradient checked "
+        "against autograd of the fp32 oracle.",
+        {
+            **options.EXPERTS, **options.RUN, "shapes": "qwen3-30b,olmoe,mixtral,dsv3-ep8",
+            "tokens": "4096,16384", "baselines": [], "only-baselines": None,
+            "measure-ceilings": False, "list-shapes": False,
+        },
+        _train,
     ),
     "--dispatch": _Mode(
         "Time dispatchers without experts, over tokens on each rank; each is checked.",

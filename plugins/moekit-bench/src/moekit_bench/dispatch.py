@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moekit.plugin import Dispatched, MoEProblem, PrepareAndFinalize, partition, quant
 
-from .experts import relative_error
+from .cases import relative_error
 from .ranks import Task, local_device, made_once
 from .records import Result
 from .timer import Prepared, Timer

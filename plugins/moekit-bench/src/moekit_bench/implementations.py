@@ -1,9 +1,11 @@
 """Implementations of the experts block: moekit's backends, and baselines from adapter files.
 
 An adapter is a Python file that defines ``name`` and ``make(problem, weights, device)``, which
-returns a `Call` or raises `Unavailable`, and optionally ``version()``. The weights are canonical
-`ExpertWeights` in the problem's scheme. What a call does only the first time it sees an input is
-not timed; what it does every time is. Files whose name begins with ``_`` are helpers.
+returns a `Call` or raises `Unavailable`, and optionally ``version()`` and ``trains = True``: it
+also makes calls for ``problem.training``, through which gradients flow to x, the router weights and
+the weights. The weights are canonical `ExpertWeights` in the problem's scheme. What a call does
+only the first time it sees an input is not timed; what it does every time is. Files whose name
+begins with ``_`` are helpers.
 """
 
 from __future__ import annotations
@@ -91,6 +93,9 @@ def backends(names: Sequence[str], dispatcher: str = "local") -> list[Implementa
             kernel = moekit.compose(
                 problem, dispatcher, experts, workspace=workspace, backends=known
             )
+            if problem.training:
+                train: Any = kernel  # which takes parameters unpacked
+                return lambda x, routing: train(x, weights, routing)
             return KernelCall(kernel, kernel.pack(weights))
 
         return Implementation(name, INVARIANT if name.endswith(IN_MODE) else BACKEND, make)
@@ -137,7 +142,7 @@ def baselines(paths: Sequence[str], only: Sequence[str] | None = None) -> list[I
 def _baseline(file: Path) -> Implementation:
     try:
         module = _load(file)
-        name, make = str(module.name), module.make
+        name, make = str(module.name), _asked_to_train(module)
         version = str(module.version()) if hasattr(module, "version") else ""
     except Exception as error:
         reason = f"{file} does not load: {type(error).__name__}: {error}"
@@ -147,6 +152,18 @@ def _baseline(file: Path) -> Implementation:
 
         return Implementation(file.stem, BASELINE, broken)
     return Implementation(name, BASELINE, make, version)
+
+
+def _asked_to_train(module: Any) -> Callable[..., Call]:
+    """Return the adapter's `make`, which refuses training if the adapter does not mention it."""
+
+    def make(problem: MoEProblem, weights: ExpertWeights, device: torch.device) -> Call:
+        if problem.training and not getattr(module, "trains", False):
+            raise Unavailable("its adapter has no backward")
+        made: Call = module.make(problem, weights, device)
+        return made
+
+    return make
 
 
 def _load(file: Path) -> Any:

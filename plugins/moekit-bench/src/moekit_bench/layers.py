@@ -26,7 +26,7 @@ from moekit.plugin import (
     registry,
 )
 
-from .experts import oracle_rows, relative_error, sampled_rows
+from .cases import oracle_rows, relative_error, sampled_rows
 from .implementations import KernelCall, asked_of
 from .internals import benchmark_bound
 from .ranks import Task, local_device, made_once

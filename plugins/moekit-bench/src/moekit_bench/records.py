@@ -57,6 +57,8 @@ class Result:
     num_sms: int | None = None
     buffer_bytes: int | None = None
     stated_bytes: int | None = None
+    saved_bytes: int | None = None
+    peak_bytes: int | None = None
 
     def judged(self, error: float, bound: float, **more: Any) -> Result:
         """Return the record with the output's relative error, and further fields."""
@@ -185,8 +187,8 @@ class Settings:
 class Run:
     """A run of `bench`.
 
-    mode: "experts", "dispatch" or "layers". ranks: that exchange tokens. capacity: the tokens of a
-    rank that kernels were composed for.
+    mode: "experts", "train", "dispatch" or "layers". ranks: that exchange tokens. capacity: the
+    tokens of a rank that kernels were composed for.
     """
 
     mode: str

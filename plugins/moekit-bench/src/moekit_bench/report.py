@@ -58,13 +58,14 @@ def markdown(run: Run) -> str:
 
 _SUBJECTS = {
     "experts": "of a call",
+    "train": "of forward and backward",
     "dispatch": "of dispatch and combine, for T tokens on each rank",
     "layers": "of prepare, experts and finalize, for T tokens on each rank",
 }
 
 
 def _ceilings(run: Run) -> str:
-    if run.mode != "experts":
+    if run.mode not in ("experts", "train"):
         return ""
     if run.ceilings is None:
         return " No ceilings are known for this device (see --measure-ceilings), so no fractions."
@@ -128,6 +129,8 @@ _COLUMNS: Mapping[str, Callable[[Result], str]] = {
     "SMs": lambda r: _number(r.num_sms, "d"),
     "buffers": lambda r: _bytes(r.buffer_bytes),
     "stated": lambda r: _bytes(r.stated_bytes),
+    "saved": lambda r: _bytes(r.saved_bytes),
+    "peak": lambda r: _bytes(r.peak_bytes),
     "why": lambda r: r.reason or r.note,
 }
 

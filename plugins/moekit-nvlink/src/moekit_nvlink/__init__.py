@@ -69,6 +69,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
     standard = DispatcherSpec(
         name="nvlink_ht",
         target="moekit_nvlink.dispatcher:HighThroughputDispatcher",
+        training="moekit_nvlink.training:TrainableHighThroughput",
         format=ActivationFormat.STANDARD,
         devices=("cuda>=8.0",),
         requires=("triton", "moekit_kernels"),
@@ -89,6 +90,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
         standard,
         name="nvlink_ll",
         target="moekit_nvlink.dispatcher:LowLatencyDispatcher",
+        training=None,
         format=ActivationFormat.BATCHED,
         priority=2,
         prefer=None,

@@ -63,8 +63,9 @@ class Layout:
     row's ids lie elsewhere then, and ids of an earlier call would be taken for this one's.
 
     x: rows as they travel, at most hidden_size * itemsize bytes; scale: fp32; ids: int32 local
-    experts; weights: fp32; y: the experts' output; counts: int32, by batch and expert; flags:
-    int64. chunks: parts of a call that are combined as they come, each with a flag.
+    experts; weights: fp32; y: the experts' output; grads: fp32, router gradients, in layers that
+    train; counts: int32, by batch and expert; flags: int64. chunks: parts of a call that are
+    combined as they come, each with a flag.
     """
 
     batched: bool
@@ -78,6 +79,7 @@ class Layout:
     ids: int
     weights: int
     y: int
+    grads: int
     counts: int
     flags: int
     chunks: int
@@ -97,16 +99,17 @@ class Layout:
             rows * 4 * each,
             rows * 4 * each,
             rows * row,
+            rows * 4 * each * p.training,
             ranks.batches * p.num_physical_experts * 4 * batched,
         ]
         padded = (round_up(size, _ALIGN) for size in sizes)
-        x, scale, ids, weights, y, counts, flags = accumulate(padded, initial=0)
+        x, scale, ids, weights, y, grads, counts, flags = accumulate(padded, initial=0)
         reduced = not batched and ranks.copies == 1 and capacity >= REDUCED_FROM
         chunks = _CHUNKS if reduced and 1 < ranks.count <= _REDUCED_RANKS else 1
         nbytes = flags + (_PHASES + chunks) * 8 * ranks.count
         return cls(
-            batched, capacity, p.top_k, slots, rows, entries, x, scale, ids, weights, y, counts,
-            flags, chunks, nbytes,
+            batched, capacity, p.top_k, slots, rows, entries, x, scale, ids, weights, y, grads,
+            counts, flags, chunks, nbytes,
         )  # fmt: skip
 
     def of_call(self, tokens: int) -> Layout:

@@ -147,18 +147,28 @@ class Transfer(ABC):
         p, at = self.problem, call.layout
         return call.buffer.region(at.y, at.shape(p.hidden_size), p.dtype)
 
-    def gather(self, call: Call, out_TH: Tensor) -> list[Step]:
-        """Return the steps that write the sum of each token's outputs; out_TH has unit strides."""
+    def router_gradients(self, call: Call) -> Tensor:
+        """Return fp32 (R, K), where `gather` takes the rows' router gradients."""
+        return call.buffer.region(call.layout.grads, (call.layout.rows, self.problem.top_k),
+                                  torch.float32)  # fmt: skip
+
+    def gather(self, call: Call, out_TH: Tensor, grads_TK: Tensor | None = None) -> list[Step]:
+        """Return the steps that write the sum of each token's outputs; out_TH has unit strides.
+
+        grads_TK: contiguous, gets the sums of router gradients.
+        """
         r, at, buffer, (T, H) = self.ranks, call.layout, call.buffer, out_TH.shape
+        K = 0 if grads_TK is None else grads_TK.shape[1]
         tile = Tile.of_combine(T, H, out_TH.itemsize, at.entries * r.tp, self.settings.programs)
         return [partial(
             _combine, (tile.programs,),
-            out_TH, buffer.peers, call.places, call.weights, buffer.counters, buffer.epoch,
-            buffer.refused, buffer.lost.ranks, buffer.lost.flags, T, out_TH.stride(0), r.rank,
-            at.rows, _SPINS, at.y, at.flags,
+            out_TH, out_TH if grads_TK is None else grads_TK, buffer.peers, call.places,
+            call.weights, buffer.counters, buffer.epoch, buffer.refused, buffer.lost.ranks,
+            buffer.lost.flags, T, out_TH.stride(0), r.rank, at.rows, _SPINS, at.y, at.grads,
+            at.flags,
             RANKS=r.count, RANKS_2=r.count_2, TP=r.tp, LISTED=self.batched, ROWS_EACH=at.entries,
-            CHUNKS=at.chunks, H=H, TOKENS=tile.tokens, COLUMNS=tile.columns, STAGES=tile.stages,
-            num_warps=tile.warps,
+            CHUNKS=at.chunks, H=H, K=K, K_2=triton.next_power_of_2(max(1, K)), TOKENS=tile.tokens,
+            COLUMNS=tile.columns, STAGES=tile.stages, num_warps=tile.warps,
         )]  # fmt: skip
 
     def reduce(self, call: Call, given: Unreduced, out_TH: Tensor) -> list[Step]:

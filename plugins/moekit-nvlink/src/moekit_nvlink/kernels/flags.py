@@ -32,7 +32,7 @@ Memory is written again only when nobody reads it:
                                        n, which waited for the flag COMBINE of all ranks. A rank
                                        raises that flag when its experts, which read x, are done,
                                        and its sums for other ranks, which read their ids.
-    y (read by other ranks)            Experts write y of call n + 1 after they have acquired the
+    y, grads (read by other ranks)     Experts write y of call n + 1 after they have acquired the
                                        flag ROWS of all ranks, which each rank raises after its
                                        combine of call n.
 

@@ -321,26 +321,26 @@ def _rows(
         if pointers.partials is not None:
             partial_ptrs = pointers.partials + row_M.to(tl.int64) * col_blocks + block_n
             tl.store(partial_ptrs, sum_M, mask=ok_M)
-        return
-    ok = ok_M[:, None] & (col_N < N)[None, :]
-    row_M1 = row_M[:, None].to(tl.int64)
-    if pointers.bias is not None:
-        bias_ptrs = pointers.bias + expert.to(tl.int64) * strides.bias + col_N
-        acc += tl.load(bias_ptrs, mask=col_N < N, other=0.0).to(tl.float32)[None, :]
-        if TWO:
-            up += tl.load(bias_ptrs + N, mask=col_N < N, other=0.0).to(tl.float32)[None, :]
-    if KIND == "activation":
-        h_ptrs = pointers.h + row_M1 * strides.h + col_N[None, :]
-        tl.store(h_ptrs, convert(acc, pointers.h.dtype.element_ty), mask=ok)
-        if GATED:
-            tl.store(h_ptrs + N, convert(up, pointers.h.dtype.element_ty), mask=ok)
-            acc = activate_gated(acc, up, alpha, limit, ACTIVATION, CLAMP)
-        else:
-            acc = activate(acc, ACTIVATION)
-    elif KIND == "early":
-        acc *= weight_before(weight_M1)
-    out_ptrs = pointers.out + row_M1 * strides.out + col_N[None, :]
-    tl.store(out_ptrs, convert(acc, pointers.out.dtype.element_ty), mask=ok)
+    else:
+        ok = ok_M[:, None] & (col_N < N)[None, :]
+        row_M1 = row_M[:, None].to(tl.int64)
+        if pointers.bias is not None:
+            bias_ptrs = pointers.bias + expert.to(tl.int64) * strides.bias + col_N
+            acc += tl.load(bias_ptrs, mask=col_N < N, other=0.0).to(tl.float32)[None, :]
+            if TWO:
+                up += tl.load(bias_ptrs + N, mask=col_N < N, other=0.0).to(tl.float32)[None, :]
+        if KIND == "activation":
+            h_ptrs = pointers.h + row_M1 * strides.h + col_N[None, :]
+            tl.store(h_ptrs, convert(acc, pointers.h.dtype.element_ty), mask=ok)
+            if GATED:
+                tl.store(h_ptrs + N, convert(up, pointers.h.dtype.element_ty), mask=ok)
+                acc = activate_gated(acc, up, alpha, limit, ACTIVATION, CLAMP)
+            else:
+                acc = activate(acc, ACTIVATION)
+        elif KIND == "early":
+            acc *= weight_before(weight_M1)
+        out_ptrs = pointers.out + row_M1 * strides.out + col_N[None, :]
+        tl.store(out_ptrs, convert(acc, pointers.out.dtype.element_ty), mask=ok)
 
 
 @triton.jit
