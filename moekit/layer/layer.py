@@ -78,7 +78,7 @@ class FusedMoE(nn.Module):
         shared_experts: (T, H) -> (T, H), added to every token's output, or a `SharedExperts`.
         dispatcher, experts, checked, peer_timeout: As in `moekit.compose`.
         device: Where the layer runs. Default: this machine's accelerator, else the CPU.
-        prefix: The layer's name, unique among living layers.
+        prefix: The layer's name, for people.
         keywords: Fields of `RoutingConfig` and `LayerParallelism` in place of the records, such
             as ``renormalize``, ``num_expert_group``, ``tp_size`` or ``reduce_results``.
 
@@ -122,7 +122,8 @@ class FusedMoE(nn.Module):
         if keywords:
             raise TypeError(f"FusedMoE got an unexpected keyword argument {next(iter(keywords))!r}")
         shared = SharedExperts.of(shared_experts)
-        self.prefix, self.device = ops.free_name(prefix), resolve_device(device)
+        self.number, self.device = ops.register(self), resolve_device(device)
+        self.prefix = prefix or f"fused_moe.{self.number}"
         parallel, sequence = parallelism.config(), parallelism.is_sequence_parallel
         self.problem = MoEProblem(
             num_experts=num_experts,
@@ -181,7 +182,6 @@ class FusedMoE(nn.Module):
         self._flows = {self.problem.dtype: self.flow}
         if self.placement.physical_to_logical != tuple(range(num_experts)):
             self.set_replicas(self.placement.logical_to_physical(self.device))
-        ops.register(self, self.prefix)
 
     @classmethod
     def from_checkpoint(
@@ -341,7 +341,7 @@ class FusedMoE(nn.Module):
             # torch.compile would replay a rank's graph while another rank runs Python, and waits.
             graphs = self.graph_safe and not self.ranks.moves
             operator = ops.operators.plain if graphs else ops.operators.without_graphs
-            return operator(*inputs, self.prefix)
+            return operator(*inputs, self.number)
         with torch.no_grad() if grad_enabled else nullcontext():
             return self.run(inputs)
 
@@ -391,11 +391,10 @@ class FusedMoE(nn.Module):
         return "\n".join([*lines, f"weights: {loaded}"])
 
     def destroy(self) -> None:
-        """Free the dispatcher's buffers, the weights and the name; idempotent."""
+        """Free the dispatcher's buffers and the weights; idempotent."""
         self.packed = None
         for flow in self._flows.values():
             flow.kernel.destroy()
-        ops.unregister(self, self.prefix)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedMoE:
         here = torch.empty(0, dtype=self.problem.dtype, device=self.device)
