@@ -32,18 +32,10 @@ from moekit.problem.weights import ExpertWeights
 from moekit.runtime.checks import check_tokens
 from moekit.runtime.device import on_device
 from moekit.selection.select import compose
-from moekit.untrusted.arguments import FUNCTION, NAME, accept, instance, optional
 
 if TYPE_CHECKING:
     from moekit.checkpoint import Checkpoint, ExpertNames
 
-# The records, the problem and `compose` check the other arguments.
-_KINDS = {
-    "routing": optional(instance("a RoutingConfig", RoutingConfig)),
-    "parallelism": optional(instance("a LayerParallelism", LayerParallelism)),
-    "shared_experts": optional(FUNCTION),
-    "prefix": optional(NAME),
-}
 _SHOWN = 4  # experts of a rank in the layer's repr
 
 
@@ -116,7 +108,6 @@ class FusedMoE(nn.Module):
         **keywords: Any,
     ) -> None:
         super().__init__()
-        accept(_KINDS, locals())
         routing = take_record(RoutingConfig, "routing", routing, keywords)
         parallelism = take_record(LayerParallelism, "parallelism", parallelism, keywords)
         if keywords:

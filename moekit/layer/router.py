@@ -12,22 +12,12 @@ from torch import Tensor, nn
 
 from moekit.contract import Routing
 from moekit.errors import InvalidInput, InvalidProblem
-from moekit.layer.route import OPTIONS, check_hash_table, route
+from moekit.layer.route import check_hash_table, route
 from moekit.runtime.checks import check_tensor
-from moekit.untrusted.arguments import FUNCTION, MAX_EXPERTS, accept_fields, optional, size
 
 RoutingFunction = Callable[[Tensor, Tensor, int, bool], "tuple[Tensor, Tensor]"]
 """(hidden_states (T, H), logits (T, E) fp32, top_k, renormalize) -> weights and ids (T, K)"""
 
-_KINDS = {
-    "renormalize": OPTIONS["renormalize"],
-    "scoring_func": OPTIONS["scoring"],
-    "num_expert_group": OPTIONS["num_expert_group"],
-    "topk_group": OPTIONS["topk_group"],
-    "routed_scaling_factor": OPTIONS["routed_scaling_factor"],
-    "custom_routing_function": optional(FUNCTION),
-    "zero_expert_num": size(0, MAX_EXPERTS),
-}
 # The options that each way of choosing all experts would ignore.
 _IGNORED = {
     "hash_table": ("e_score_correction_bias", "num_expert_group", "topk_group"),
@@ -59,7 +49,7 @@ class RoutingConfig:
             need ``token_ids``. A Parameter may be filled later.
 
     Raises:
-        InvalidProblem: A value has the wrong type, or one would be ignored.
+        InvalidProblem: A value would be ignored.
     """
 
     renormalize: bool = True
@@ -73,7 +63,6 @@ class RoutingConfig:
     hash_table: Tensor | None = None
 
     def __post_init__(self) -> None:
-        accept_fields(self, _KINDS)
         if self.e_score_correction_bias is not None:
             check_tensor("e_score_correction_bias", self.e_score_correction_bias)
         if self.hash_table is not None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moekit.runtime.checks import check_shared
-from moekit.untrusted.arguments import FLAG, FUNCTION, accept_fields
 
 
 @dataclass(frozen=True)
@@ -21,16 +20,10 @@ class SharedExperts:
             its state_dict, and does not move with it.
         partial: ``function`` computes a slice of the intermediate size, so its output must be
             summed over the ranks that hold the same tokens.
-
-    Raises:
-        InvalidProblem: A value has the wrong type.
     """
 
     function: Callable[[Tensor], Tensor]
     partial: bool = False
-
-    def __post_init__(self) -> None:
-        accept_fields(self, {"function": FUNCTION, "partial": FLAG})
 
     @classmethod
     def of(cls, shared: SharedExperts | Callable[[Tensor], Tensor] | None) -> SharedExperts | None:

@@ -53,8 +53,6 @@ def test_records_and_keywords_make_the_same_layer() -> None:
             {"parallelism": LayerParallelism(), "tp_size": 1},
             "parallelism and tp_size are both given",
         ),
-        ({"routing": {"renormalize": True}}, "routing=.* must be a RoutingConfig, or None"),
-        ({"parallelism": ParallelConfig()}, "parallelism=.* must be a LayerParallelism, or None"),
     ],
 )
 def test_contradicting_arguments_are_refused(arguments, said) -> None:
