@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from moekit.contract import PackedWeights, Routing
 from moekit.errors import InvalidProblem, MoekitError
 from moekit.layer import ops, parameters
-from moekit.layer.arguments import resolve_device, take_record
 from moekit.layer.flow import LayerFlow, LayerInputs
 from moekit.layer.parallelism import LayerParallelism
 from moekit.layer.placement import Placement
@@ -26,6 +25,7 @@ from moekit.layer.router import Router, RoutingConfig
 from moekit.layer.shared import SharedExperts
 from moekit.problem import MoEProblem
 from moekit.problem.activation import Activation
+from moekit.problem.device import DeviceSpec
 from moekit.problem.problem import summary
 from moekit.problem.quant import QuantScheme
 from moekit.problem.weights import ExpertWeights
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from moekit.checkpoint import Checkpoint, ExpertNames
 
 _SHOWN = 4  # experts of a rank in the layer's repr
+_Record = TypeVar("_Record", RoutingConfig, LayerParallelism)
 
 
 class FusedMoE(nn.Module):
@@ -49,7 +50,7 @@ class FusedMoE(nn.Module):
     For inference, weights are no parameters: `load_weights` packs them for the chosen backend,
     state_dict() is empty, and there is no backward. With ``trainable=True``, this rank's experts
     are the parameters ``w13``, ``w2``, ``w13_bias`` and ``w2_bias``, and gradients also flow to x
-    and to what routes. No layer can be moved, cast, copied or pickled.
+    and to what routes. A layer runs where it was made: it cannot be moved, copied or pickled.
 
     Construction is collective where ranks exchange anything, and so are calls. Each rank may pass
     any number of tokens, also none.
@@ -108,12 +109,12 @@ class FusedMoE(nn.Module):
         **keywords: Any,
     ) -> None:
         super().__init__()
-        routing = take_record(RoutingConfig, "routing", routing, keywords)
-        parallelism = take_record(LayerParallelism, "parallelism", parallelism, keywords)
+        routing = _record(RoutingConfig, "routing", routing, keywords)
+        parallelism = _record(LayerParallelism, "parallelism", parallelism, keywords)
         if keywords:
             raise TypeError(f"FusedMoE got an unexpected keyword argument {next(iter(keywords))!r}")
         shared = SharedExperts.of(shared_experts)
-        self.number, self.device = ops.register(self), resolve_device(device)
+        self.number, self.device = ops.register(self), _indexed(device)
         self.prefix = prefix or f"fused_moe.{self.number}"
         parallel, sequence = parallelism.config(), parallelism.is_sequence_parallel
         self.problem = MoEProblem(
@@ -208,7 +209,7 @@ class FusedMoE(nn.Module):
         from moekit.checkpoint import layer_arguments
 
         given = arguments.get("parallelism")
-        parallelism = take_record(LayerParallelism, "parallelism", given, dict(arguments))
+        parallelism = _record(LayerParallelism, "parallelism", given, dict(arguments))
         tp_size = parallelism.config().tp_size
         found = layer_arguments(path, layer, names, dequantize, tp_size, arguments)
         made = cls(**{**found, **arguments})
@@ -387,23 +388,35 @@ class FusedMoE(nn.Module):
         for flow in self._flows.values():
             flow.kernel.destroy()
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedMoE:
-        here = torch.empty(0, dtype=self.problem.dtype, device=self.device)
-        there = fn(here)
-        if there.device != here.device or there.dtype != here.dtype:
-            raise MoekitError(
-                f"layer {self.prefix!r} was composed for {here.dtype} on {here.device} and cannot "
-                f"become {there.dtype} on {there.device}: build it with device and params_dtype "
-                "as it is to run"
-            )
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        return self
-
     def __getstate__(self) -> dict[str, Any]:
         raise MoekitError(
             f"layer {self.prefix!r} cannot be copied or pickled, because it holds buffers that "
             "ranks share: build another one and load its weights"
         )
+
+
+def _record(
+    kind: type[_Record], argument: str, given: _Record | None, keywords: dict[str, Any]
+) -> _Record:
+    """Return the record that is given, or one made of its fields, which leave ``keywords``."""
+    names = [field.name for field in fields(kind) if field.name in keywords]
+    if given is None:
+        return kind(**{name: keywords.pop(name) for name in names})
+    if names:
+        raise InvalidProblem(
+            f"{argument} and {', '.join(names)} are both given: set them in the {kind.__name__}, "
+            f"or leave {argument} out"
+        )
+    return given
+
+
+def _indexed(device: torch.device | str | None) -> torch.device:
+    """Return the device with its index; None means this machine's accelerator, else the CPU."""
+    found = torch.device(DeviceSpec.detect().type if device is None else device)
+    DeviceSpec.of(found)  # raises where there is none
+    if found.type == "cpu" or found.index is not None:
+        return found
+    return torch.device(found.type, torch.get_device_module(found).current_device())
 
 
 def _train(layer: FusedMoE, inputs: LayerInputs) -> Tensor:

@@ -80,22 +80,12 @@ class RoutingConfig:
         return value is not default and (isinstance(value, Tensor) or value != default)
 
     def on(self, device: torch.device) -> RoutingConfig:
-        """Return the same with its tensors on ``device``. Parameters stay with their owners.
-
-        Raises:
-            InvalidInput: A tensor is a meta tensor.
-        """
+        """Return the same with its tensors on ``device``. Parameters stay with their owners."""
         moved: dict[str, Any] = {}
         for name in ("e_score_correction_bias", "hash_table"):
             tensor = getattr(self, name)
-            if tensor is None or isinstance(tensor, nn.Parameter):
-                continue
-            if tensor.is_meta:
-                raise InvalidInput(
-                    f"{name} is a meta tensor, which holds no values: make it on {device}, where "
-                    "it may be filled later"
-                )
-            moved[name] = tensor.to(device)
+            if tensor is not None and not isinstance(tensor, nn.Parameter):
+                moved[name] = tensor.to(device)
         return replace(self, **moved) if moved else self
 
     def __str__(self) -> str:

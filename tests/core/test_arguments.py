@@ -77,7 +77,6 @@ PARTS = [
     (lambda: Activation("silu", limit=float("nan")), "limit=nan: .*above 0"),
     (lambda: DeviceSpec("cpu").meets("9"), "wanted='9'"),
     (lambda: moekit.compose(PROBLEM, peer_timeout=float("nan")), "peer_timeout=nan"),
-    (lambda: layer(device="gpu"), "device=.gpu.: .* leave device out"),
 ]
 
 INPUTS = [

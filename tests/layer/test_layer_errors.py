@@ -39,16 +39,6 @@ def given(ids=ROUTING.topk_ids, weights=ROUTING.topk_weights) -> dict:
             r"correction_bias must be \(8,\) of a float dtype",
         ),
         (
-            {"e_score_correction_bias": torch.zeros(E, device="meta")},
-            InvalidInput,
-            "e_score_correction_bias is a meta tensor, which holds no values: make it on cpu",
-        ),
-        (
-            {"hash_table": torch.zeros((9, K), dtype=torch.int64, device="meta")},
-            InvalidInput,
-            "hash_table is a meta tensor",
-        ),
-        (
             {"custom_routing_function": lambda *a: a, "routed_scaling_factor": 2.0},
             InvalidProblem,
             "would ignore routed_scaling_factor",
@@ -102,7 +92,7 @@ def test_wrong_arguments(knobs, error, said) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_a_device_that_this_machine_lacks() -> None:
-    with pytest.raises(InvalidProblem, match="device='cuda'.*no cuda device"):
+    with pytest.raises(InvalidProblem, match="device 'cuda' was asked for, but torch sees none"):
         make_layer(device="cuda")
 
 
@@ -202,16 +192,9 @@ def test_replicas_of_another_shape() -> None:
         layer.set_replicas(torch.zeros(E, 1, dtype=torch.long, device="meta"))
 
 
-def test_a_layer_cannot_be_moved_cast_or_copied() -> None:
+def test_a_layer_cannot_be_copied() -> None:
     layer, weights = loaded_layer(shared_experts=nn.Linear(H, H))
     assert layer.to("cpu") is layer and layer.to(torch.float32) is layer and layer.eval() is layer
-    for move in (
-        lambda: layer.to("meta"),
-        lambda: layer.bfloat16(),
-        lambda: nn.Sequential(layer).double(),
-    ):
-        with pytest.raises(MoekitError, match="build it with device and params_dtype"):
-            move()
     for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(MoekitError, match="cannot be copied or pickled"):
             duplicate(layer)
