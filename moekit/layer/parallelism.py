@@ -78,22 +78,12 @@ class LayerParallelism:
             )
 
     def config(self) -> ParallelConfig:
-        """Return the ParallelConfig of this process.
-
-        Raises:
-            InvalidProblem: The rank is needed and torch.distributed is not initialized.
-        """
+        """Return the ParallelConfig of this process, whose rank torch.distributed knows."""
         group, tp_size, dp_size = self.group, self.tp_size, self.dp_size
         if self.parallel is not None:
             return self.parallel
         if group is None and (tp_size or 1) == dp_size == 1:
             return ParallelConfig()
-        if not (dist.is_available() and dist.is_initialized()):
-            raise InvalidProblem(
-                f"tp_size={tp_size}, dp_size={dp_size}: the rank comes from torch.distributed, "
-                "which is not initialized; initialize it, or pass "
-                "parallel=parallel_config(..., rank=...)"
-            )
         if tp_size is None:
             tp_size = 1 if group is None else max(1, group.size() // dp_size)
         rank = dist.get_rank(group)

@@ -85,8 +85,7 @@ class DeviceSpec:
         wanted: "any", a type, ``"cuda>=9.0"``, ``"cuda==9.0"`` or ``"gfx942"``.
         """
         match = DEVICE_PATTERN.fullmatch(wanted)
-        if match is None:
-            raise InvalidProblem(f"wanted={shown(wanted)}: it must be like 'cpu' or 'cuda>=9.0'")
+        assert match is not None, wanted  # specs are checked when they are made
         if match["arch"] or wanted == "any":
             return wanted in ("any", self.arch)
         if match["op"] is None:

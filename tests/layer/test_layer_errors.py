@@ -66,7 +66,6 @@ def given(ids=ROUTING.topk_ids, weights=ROUTING.topk_weights) -> dict:
             InvalidProblem,
             "places no replicas",
         ),
-        ({"tp_size": 2}, InvalidProblem, "torch.distributed, which is not initialized"),
         (
             {"tp_size": 2, "parallel": ParallelConfig()},
             InvalidProblem,
