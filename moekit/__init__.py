@@ -27,7 +27,6 @@ from moekit.layer.parallelism import LayerParallelism, parallel_config
 from moekit.layer.replicas import to_physical
 from moekit.layer.route import route
 from moekit.layer.router import RoutingConfig
-from moekit.layer.shared import SharedExperts
 from moekit.layer.simulate import simulate_routing
 from moekit.problem import ActivationFormat, DeviceSpec, MoEProblem, ParallelConfig
 from moekit.problem.activation import Activation
@@ -66,7 +65,6 @@ __all__ = [
     "Registry",
     "Routing",
     "RoutingConfig",
-    "SharedExperts",
     "Workspace",
     "compose",
     "explain",

@@ -22,7 +22,6 @@ from moekit.layer.placement import Placement
 from moekit.layer.ranks import LayerRanks
 from moekit.layer.replicas import check_replicas, to_physical
 from moekit.layer.router import Router, RoutingConfig
-from moekit.layer.shared import SharedExperts
 from moekit.problem import MoEProblem
 from moekit.problem.activation import Activation
 from moekit.problem.device import DeviceSpec
@@ -68,7 +67,8 @@ class FusedMoE(nn.Module):
             Calls compute in params_dtype, in autocast's dtype, or in the one that FSDP casts to.
         routing: How experts are chosen. Default: softmax, renormalized.
         parallelism: How the layer is spread over ranks. Default: one rank.
-        shared_experts: (T, H) -> (T, H), added to every token's output, or a `SharedExperts`.
+        shared_experts: (T, H) -> (T, H), added to every token's output. It runs on a separate
+            stream while tokens travel, and stays its owner's: it is no submodule of the layer.
         dispatcher, experts, checked, peer_timeout: As in `moekit.compose`.
         device: Where the layer runs. Default: this machine's accelerator, else the CPU.
         prefix: The layer's name, for people.
@@ -99,7 +99,7 @@ class FusedMoE(nn.Module):
         trainable: bool = False,
         routing: RoutingConfig | None = None,
         parallelism: LayerParallelism | None = None,
-        shared_experts: SharedExperts | Callable[[Tensor], Tensor] | None = None,
+        shared_experts: Callable[[Tensor], Tensor] | None = None,
         dispatcher: str | None = None,
         experts: str | None = None,
         checked: bool | None = None,
@@ -113,7 +113,6 @@ class FusedMoE(nn.Module):
         parallelism = _record(LayerParallelism, "parallelism", parallelism, keywords)
         if keywords:
             raise TypeError(f"FusedMoE got an unexpected keyword argument {next(iter(keywords))!r}")
-        shared = SharedExperts.of(shared_experts)
         self.number, self.device = ops.register(self), _indexed(device)
         self.prefix = prefix or f"fused_moe.{self.number}"
         parallel, sequence = parallelism.config(), parallelism.is_sequence_parallel
@@ -134,13 +133,6 @@ class FusedMoE(nn.Module):
             parallel=replace(parallel, dp_size=parallel.num_ranks) if sequence else parallel,
             device=self.device,
         )
-        sliced = shared is not None and shared.partial
-        if sliced and (sequence or batch_invariant):
-            raise InvalidProblem(
-                "SharedExperts(partial=True) are slices that ranks with the same tokens add up, in "
-                "an order that depends on their number: let each rank compute them whole, or leave "
-                "is_sequence_parallel and batch_invariant out"
-            )
         if trainable:
             parameters.check(self.problem, parallelism)
         self.router = Router(routing.on(self.device), num_experts, top_k, batch_invariant)
@@ -149,7 +141,7 @@ class FusedMoE(nn.Module):
         common = (
             f"{strategy}, reduce_results={parallelism.reduce_results}, "
             f"is_sequence_parallel={sequence}, zero_expert_num={routing.zero_expert_num}, "
-            f"shared_experts={shared is not None}, partial={sliced}"
+            f"shared_experts={shared_experts is not None}"
         )
         with on_device(self.device):
             self.ranks = LayerRanks(self.problem, parallel, parallelism, common, peer_timeout)
@@ -170,7 +162,7 @@ class FusedMoE(nn.Module):
             parameters.add(self, self.problem, self.device)
             # Not a decorator: it imports dynamo.
             self._train = torch.compiler.disable(_train)  # type: ignore[no-untyped-call]
-        self.flow = LayerFlow(self.prefix, self.router, self.ranks, self.kernel, shared)
+        self.flow = LayerFlow(self.prefix, self.router, self.ranks, self.kernel, shared_experts)
         self._flows = {self.problem.dtype: self.flow}
         if self.placement.physical_to_logical != tuple(range(num_experts)):
             self.set_replicas(self.placement.logical_to_physical(self.device))

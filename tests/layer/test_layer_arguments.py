@@ -6,7 +6,7 @@ import pytest
 import torch
 from layer_cases import E, logits_for, make_layer
 
-from moekit import LayerParallelism, ParallelConfig, RoutingConfig, SharedExperts
+from moekit import LayerParallelism, ParallelConfig, RoutingConfig
 from moekit.errors import InvalidProblem
 from moekit.testing.cases import random_weights, random_x
 
@@ -29,8 +29,8 @@ def test_records_and_keywords_make_the_same_layer() -> None:
     outs, layers = [], []
     for arguments in (
         {"routing": RoutingConfig(**ROUTING), "parallelism": LayerParallelism(**PARALLELISM),
-         "shared_experts": SharedExperts(torch.sin, partial=True)},
-        {**ROUTING, **PARALLELISM, "shared_experts": SharedExperts(torch.sin, partial=True)},
+         "shared_experts": torch.sin},
+        {**ROUTING, **PARALLELISM, "shared_experts": torch.sin},
     ):  # fmt: skip
         layer = make_layer(**arguments)
         layer.load_weights(random_weights(layer.problem))
@@ -38,7 +38,7 @@ def test_records_and_keywords_make_the_same_layer() -> None:
         layers.append(layer)
     assert torch.equal(*outs)
     one, other = ((v.problem, v.placement, v.partial, v.flow.shared) for v in layers)
-    assert one == other and one[3] == SharedExperts(torch.sin, partial=True)
+    assert one == other and one[3] is torch.sin
     assert "routing: sigmoid, best 2 of 3 groups, correction bias, scaled by 2.5" in repr(layers[0])
 
 

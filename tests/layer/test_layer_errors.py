@@ -11,7 +11,7 @@ from layer_cases import E, H, I, K, check_logits, loaded_layer, logits_for, make
 from torch import nn
 
 import moekit
-from moekit import ParallelConfig, SharedExperts
+from moekit import ParallelConfig
 from moekit.errors import (
     GroupMismatch,
     InvalidInput,
@@ -47,14 +47,6 @@ def given(ids=ROUTING.topk_ids, weights=ROUTING.topk_weights) -> dict:
             {"custom_routing_function": lambda *a: a, "scoring_func": "sigmoid", "topk_group": 1},
             InvalidProblem,
             "would ignore scoring_func, topk_group",
-        ),
-        (
-            {
-                "shared_experts": SharedExperts(torch.sin, partial=True),
-                "is_sequence_parallel": True,
-            },
-            InvalidProblem,
-            "leave is_sequence_parallel and batch_invariant out",
         ),
         (
             {"expert_placement_strategy": "random"},
@@ -197,7 +189,7 @@ def test_a_layer_cannot_be_copied() -> None:
     for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(MoekitError, match="cannot be copied or pickled"):
             duplicate(layer)
-    linear = layer.flow.shared.function.requires_grad_(False)
+    linear = layer.flow.shared.requires_grad_(False)
     check_logits(layer, weights, shared=linear, renormalize=True)
 
 
