@@ -78,20 +78,10 @@ def improve(policy: Policy, load_E: Tensor, now: Placement, min_gain: float = 0.
         InvalidInput: The policy returned no placement of the same experts.
     """
     now.rank_loads(load_E)  # raises for a wrong load_E
-    answer = policy(load_E.clone(), now)
-    try:
-        held = torch.as_tensor(answer, device="cpu")
-        wanted = torch.Size([len(now.physical_to_logical)])
-        if held.shape != wanted or held.dtype not in (torch.int64, torch.int32):
-            raise InvalidInput(
-                f"it must return {wanted.numel()} ids (got {tuple(held.shape)} {held.dtype})"
-            )
-        proposal = replace(now, physical_to_logical=tuple(held.tolist()))
-    except (TypeError, ValueError, RuntimeError) as error:
-        name = getattr(policy, "__name__", policy)
-        raise InvalidInput(
-            f"policy {name} returned no placement, so nothing was moved: {error}"
-        ) from error
+    held = torch.as_tensor(policy(load_E.clone(), now), device="cpu").tolist()
+    if len(held) != (slots := len(now.physical_to_logical)):
+        raise InvalidInput(f"the policy returned {len(held)} ids, expected one for each of {slots}")
+    proposal = replace(now, physical_to_logical=tuple(held))
     before, after = (float(p.rank_loads(load_E).max()) for p in (now, proposal))
     return proposal if after < before * (1 - min_gain) else now
 

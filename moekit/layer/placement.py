@@ -13,8 +13,6 @@ from moekit.problem import MoEProblem, partition
 from moekit.runtime.checks import check_tensor
 from moekit.untrusted.arguments import shown
 
-_MOST_REPLICAS = 2**27
-
 
 @dataclass(frozen=True)
 class Placement:
@@ -91,11 +89,6 @@ class Placement:
     def logical_to_physical(self, device: torch.device | str = "cpu") -> Tensor:
         """Return `replicas` for `moekit.to_physical`: (E, P - E + 1) int64, -1 past the last."""
         width = len(self.physical_to_logical) - self.num_experts + 1
-        if width * self.num_experts > _MOST_REPLICAS:
-            raise InvalidInput(
-                f"a table of {self.num_experts} experts with up to {width} replicas each has more "
-                f"than {_MOST_REPLICAS} entries: use fewer redundant experts"
-            )
         padded = [[*slots, *[-1] * (width - len(slots))] for slots in self.replicas]
         return torch.tensor(padded, dtype=torch.int64, device=device)
 
