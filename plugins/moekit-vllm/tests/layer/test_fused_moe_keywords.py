@@ -251,13 +251,11 @@ WRONG = {
     "gate": (dict(gate=nn.Linear(2, 2)), "has no gate .*: it computes routed experts from router_"),
     "shared": (dict(fuse_shared_experts=True), "has no fuse_shared_experts .*do the rest in the m"),
     "runner": (dict(runner_args={"a": 1}), "choose dispatcher=... and experts=... by name"),
-    "ranks": (dict(tp_size=2), "the rank comes from torch.distributed"),
     "hash": (dict(hash_indices_table=torch.zeros(9, K).int()), "scoring_func='sqrtsoftplus' only"),
     "numbers": (dict(activation=moekit.Activation("silu"), swiglu_beta=7.0), "and swiglu_beta are"),
     "number": (dict(swiglu_limit="7"), "limit='7': it must be a finite number"),
     "other numbers": (dict(activation="swigluoai", swiglu_limit=5.0), "got swiglu_limit=5.0 and"),
     "kind": (dict(activation="swish", swiglu_limit=5.0), "activation 'swish' is unknown; choose"),
-    "factor": (dict(routed_scaling_factor="2"), "routed_scaling_factor='2': it must be a finite"),
     "zeros": (
         dict(apply_routed_scale_to_output=True, routed_scaling_factor=2.0, zero_expert_num=1),
         "apply_routed_scale_to_output=True scales no identity experts",
@@ -266,7 +264,6 @@ WRONG = {
     "ep": (dict(ep_size=3, tp_size=2), "ep_size=3 must be tp_size . dp_size"),
     "both": (dict(parallelism=LayerParallelism(), dp_size=2), "parallelism and dp_size are both"),
     "zero": (dict(zero_expert_type="copy"), "zero_expert_type='copy': it must be 'identity' or"),
-    "flag": (dict(renormalize="yes"), "renormalize='yes': it must be True or False"),
     "config": (dict(quant_config=3), "quant_config=3: it must be a model's quantization_config"),
     "scheme": (dict(quant_config="fp9"), "quant scheme 'fp9' is unknown; choose one of: none, fp8"),
     "no scheme": (
