@@ -71,7 +71,6 @@ class Detected:
     Attributes:
         names: What the checkpoint calls the experts' tensors.
         groups: The layers with routed experts, by what they have in common.
-        format, scheme, activation: The first group's.
     """
 
     model_type: str
@@ -82,18 +81,6 @@ class Detected:
     def layers(self) -> tuple[int, ...]:
         """The layers with routed experts."""
         return tuple(sorted(layer for group in self.groups for layer in group.layers))
-
-    @property
-    def format(self) -> Format:
-        return self.groups[0].formats[0]
-
-    @property
-    def scheme(self) -> str | None:
-        return self.groups[0].scheme
-
-    @property
-    def activation(self) -> Activation:
-        return self.groups[0].problem.activation
 
     def __str__(self) -> str:
         lines = [f"{self.model_type or 'model'}, {self.groups[0].problem.dtype_name}"]
@@ -242,7 +229,6 @@ def model_type_of(checkpoint: Checkpoint) -> str:
 
 
 def _sizes(config: Mapping[str, Any], layer: int, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes of a layer's experts."""
     keys = dict(hidden_size=HIDDEN, intermediate_size=INNER, num_experts=EXPERTS, top_k=TOP_K)
     return {
         field: given.get(field) or _size(config, layer, field, names)
