@@ -161,7 +161,9 @@ def _hashed(
 ) -> Tensor:
     """Return the experts (T, K) int64 of the tokens."""
     if table is None or token_ids is None:
-        raise InvalidInput("hash_table and token_ids go together: give both or none")
+        raise InvalidInput(
+            "hash_table and token_ids (vLLM's input_ids) go together: give both or none"
+        )
     T, E = logits.shape
     _expect("hash_table", table, (None, top_k), *_IDS, logits.device)
     _expect("token_ids", token_ids, (T,), *_IDS, logits.device)

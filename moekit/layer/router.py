@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from moekit.contract import Routing
-from moekit.errors import InvalidInput, InvalidProblem
+from moekit.errors import InvalidProblem
 from moekit.layer.route import check_hash_table, route
-from moekit.runtime.checks import check_tensor
 
 RoutingFunction = Callable[[Tensor, Tensor, int, bool], "tuple[Tensor, Tensor]"]
 """(hidden_states (T, H), logits (T, E) fp32, top_k, renormalize) -> weights and ids (T, K)"""
@@ -63,10 +62,6 @@ class RoutingConfig:
     hash_table: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.e_score_correction_bias is not None:
-            check_tensor("e_score_correction_bias", self.e_score_correction_bias)
-        if self.hash_table is not None:
-            check_tensor("hash_table", self.hash_table)
         given = {field.name for field in fields(self) if self._is_given(field.name, field.default)}
         for way in given & _IGNORED.keys():
             if ignored := [name for name in _IGNORED[way] if name in given]:
@@ -156,12 +151,6 @@ class Router:
         """Choose ``top_k`` experts for each token."""
         config = self.config
         custom = config.custom_routing_function
-        if (config.hash_table is None) != (token_ids is None):
-            raise InvalidInput(
-                "this layer routes by hash_table: give token_ids (vLLM's input_ids)"
-                if token_ids is None
-                else "token_ids have no effect without a hash_table: leave them out"
-            )
 
         def of_this_call(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
             assert custom is not None
