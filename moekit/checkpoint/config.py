@@ -358,7 +358,7 @@ def layer_arguments(
     return {
         **{name: getattr(problem, name) for name in (*_FIELDS, "quant")},
         "params_dtype": given.get("params_dtype", problem.dtype),
-        **({} if "routing" in given else routing),
+        **routing,
     }
 
 
@@ -387,7 +387,7 @@ def routing_of(checkpoint: Checkpoint, layer: int, given: Mapping[str, Any]) -> 
             "topk_group": config.get("topk_group") if grouped else None,
             _BIAS: _correction_bias(checkpoint, layer),
         }
-    if given.keys() & {"routing", "renormalize", "scoring_func", "custom_routing_function"}:
+    if given.keys() & {"renormalize", "scoring_func", "custom_routing_function"}:
         return {}
     raise WeightsError(
         f"how model type {model_type!r} routes is not known: pass it, for example "

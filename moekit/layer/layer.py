@@ -8,13 +8,13 @@ from copy import copy
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from moekit.contract import PackedWeights, Routing
-from moekit.errors import InvalidProblem, MoekitError
+from moekit.errors import MoekitError
 from moekit.layer import ops, parameters
 from moekit.layer.flow import LayerFlow, LayerInputs
 from moekit.layer.parallelism import LayerParallelism
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from moekit.checkpoint import Checkpoint, ExpertNames
 
 _SHOWN = 4  # experts of a rank in the layer's repr
-_Record = TypeVar("_Record", RoutingConfig, LayerParallelism)
 
 
 class FusedMoE(nn.Module):
@@ -65,19 +64,17 @@ class FusedMoE(nn.Module):
             must be invariant themselves.
         trainable: Make the weights parameters, with the values that `torch.nn.Linear` begins with.
             Calls compute in params_dtype, in autocast's dtype, or in the one that FSDP casts to.
-        routing: How experts are chosen. Default: softmax, renormalized.
-        parallelism: How the layer is spread over ranks. Default: one rank.
         shared_experts: (T, H) -> (T, H), added to every token's output. It runs on a separate
             stream while tokens travel, and stays its owner's: it is no submodule of the layer.
         dispatcher, experts, checked, peer_timeout: As in `moekit.compose`.
         device: Where the layer runs. Default: this machine's accelerator, else the CPU.
         prefix: The layer's name, for people.
-        keywords: Fields of `RoutingConfig` and `LayerParallelism` in place of the records, such
-            as ``renormalize``, ``num_expert_group``, ``tp_size`` or ``reduce_results``.
+        keywords: Fields of `RoutingConfig`, which say how experts are chosen, such as
+            ``renormalize`` or ``num_expert_group``; and of `LayerParallelism`, which spread the
+            layer over ranks, such as ``tp_size`` or ``reduce_results``.
 
     Raises:
-        InvalidProblem: Arguments do not fit each other, or a record and one of its fields are
-            both given.
+        InvalidProblem: Arguments do not fit each other.
         GroupMismatch: The process group does not fit, or ranks passed different arguments.
         BackendError: No backend can run the problem; see `moekit.compose`.
     """
@@ -97,8 +94,6 @@ class FusedMoE(nn.Module):
         max_num_tokens: int | None = None,
         batch_invariant: bool = False,
         trainable: bool = False,
-        routing: RoutingConfig | None = None,
-        parallelism: LayerParallelism | None = None,
         shared_experts: Callable[[Tensor], Tensor] | None = None,
         dispatcher: str | None = None,
         experts: str | None = None,
@@ -109,8 +104,8 @@ class FusedMoE(nn.Module):
         **keywords: Any,
     ) -> None:
         super().__init__()
-        routing = _record(RoutingConfig, "routing", routing, keywords)
-        parallelism = _record(LayerParallelism, "parallelism", parallelism, keywords)
+        routing = RoutingConfig(**_taken(RoutingConfig, keywords))
+        parallelism = LayerParallelism(**_taken(LayerParallelism, keywords))
         if keywords:
             raise TypeError(f"FusedMoE got an unexpected keyword argument {next(iter(keywords))!r}")
         self.number, self.device = ops.register(self), _indexed(device)
@@ -200,8 +195,7 @@ class FusedMoE(nn.Module):
         """
         from moekit.checkpoint import layer_arguments
 
-        given = arguments.get("parallelism")
-        parallelism = _record(LayerParallelism, "parallelism", given, dict(arguments))
+        parallelism = LayerParallelism(**_taken(LayerParallelism, dict(arguments)))
         tp_size = parallelism.config().tp_size
         found = layer_arguments(path, layer, names, dequantize, tp_size, arguments)
         made = cls(**{**found, **arguments})
@@ -387,19 +381,9 @@ class FusedMoE(nn.Module):
         )
 
 
-def _record(
-    kind: type[_Record], argument: str, given: _Record | None, keywords: dict[str, Any]
-) -> _Record:
-    """Return the record that is given, or one made of its fields, which leave ``keywords``."""
-    names = [field.name for field in fields(kind) if field.name in keywords]
-    if given is None:
-        return kind(**{name: keywords.pop(name) for name in names})
-    if names:
-        raise InvalidProblem(
-            f"{argument} and {', '.join(names)} are both given: set them in the {kind.__name__}, "
-            f"or leave {argument} out"
-        )
-    return given
+def _taken(kind: type[Any], keywords: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords that are fields of ``kind``, which leave ``keywords``."""
+    return {f.name: keywords.pop(f.name) for f in fields(kind) if f.name in keywords}
 
 
 def _indexed(device: torch.device | str | None) -> torch.device:

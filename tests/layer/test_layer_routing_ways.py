@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import moekit
-from moekit import ExpertWeights, FusedMoE, RoutingConfig
+from moekit import ExpertWeights, FusedMoE
 from moekit.errors import InvalidInput, InvalidProblem
 from moekit.layer.simulate import SIMULATED
 
@@ -22,9 +22,7 @@ def hash_table() -> Tensor:
 
 
 def layer(**routing: Any) -> FusedMoE:
-    made = FusedMoE(
-        E, K, H, I, params_dtype=torch.float32, device="cpu", routing=RoutingConfig(**routing)
-    )
+    made = FusedMoE(E, K, H, I, params_dtype=torch.float32, device="cpu", **routing)
     made.load_weights(ExpertWeights(torch.randn(E, 2 * I, H) / 4, torch.randn(E, H, I) / 4))
     return made
 

@@ -15,7 +15,7 @@ from moekit_vllm.layer.quantization import resolve
 from torch import nn
 
 import moekit
-from moekit import LayerParallelism, ParallelConfig
+from moekit import ParallelConfig
 from moekit.errors import InvalidInput, InvalidProblem
 from moekit.problem.quant import SCHEMES
 from moekit.testing.cases import random_x
@@ -229,21 +229,13 @@ def test_sizes_of_ranks(sizes: tuple, want: dict) -> None:
 
 def test_the_view_of_one_rank() -> None:
     parallel = ParallelConfig(ep_size=4, ep_rank=1, dp_size=1)
-    layer = make(
-        parallelism=LayerParallelism(
-            parallel=parallel, num_redundant_experts=2, reduce_results=False
-        )
-    )
+    layer = make(parallel=parallel, num_redundant_experts=2, reduce_results=False)
     assert layer.expert_map.tolist() == [-1, -1, 0, 1, -1, -1, -1, -1]
     assert (layer.global_num_experts, layer.local_num_experts) == (8, 2)
     assert (layer.ep_size, layer.tp_size, layer.partial) == (4, 1, True)
     assert not layer.must_reduce_shared_expert_outputs()
-    robin = LayerParallelism(
-        parallel=parallel, expert_placement_strategy="round_robin", reduce_results=False
-    )
-    direct = make(parallel=parallel, expert_placement_strategy="round_robin")
-    assert direct.expert_map.tolist() == make(parallelism=robin).expert_map.tolist()
-    assert make(parallelism=robin).expert_map.tolist() == [-1, 0, -1, -1, -1, 1]
+    robin = make(parallel=parallel, expert_placement_strategy="round_robin")
+    assert robin.expert_map.tolist() == [-1, 0, -1, -1, -1, 1]
     assert make().expert_map is None
 
 
@@ -262,7 +254,6 @@ WRONG = {
     ),
     "groups": (dict(use_grouped_topk=True), "use_grouped_topk=True needs num_expert_group and"),
     "ep": (dict(ep_size=3, tp_size=2), "ep_size=3 must be tp_size . dp_size"),
-    "both": (dict(parallelism=LayerParallelism(), dp_size=2), "parallelism and dp_size are both"),
     "zero": (dict(zero_expert_type="copy"), "zero_expert_type='copy': it must be 'identity' or"),
     "config": (dict(quant_config=3), "quant_config=3: it must be a model's quantization_config"),
     "scheme": (dict(quant_config="fp9"), "quant scheme 'fp9' is unknown; choose one of: none, fp8"),
