@@ -117,7 +117,7 @@ def host_of(store: Any) -> str:
     return f"the process{at} that hosts it (torchrun's launcher or global rank 0)"
 
 
-def _serve(store: Store, jobs: _Line) -> None:
+def _serve(store: Any, jobs: _Line) -> None:
     client: Any = None
     while (job := jobs.get()) is not None:
         if job.abandoned:
