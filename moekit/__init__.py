@@ -26,8 +26,6 @@ from moekit.layer.layer import FusedMoE
 from moekit.layer.parallelism import LayerParallelism, parallel_config
 from moekit.layer.replicas import to_physical
 from moekit.layer.route import route
-from moekit.layer.router import RoutingConfig
-from moekit.layer.shared import SharedExperts
 from moekit.layer.simulate import simulate_routing
 from moekit.problem import ActivationFormat, DeviceSpec, MoEProblem, ParallelConfig
 from moekit.problem.activation import Activation
@@ -65,8 +63,6 @@ __all__ = [
     "QuantScheme",
     "Registry",
     "Routing",
-    "RoutingConfig",
-    "SharedExperts",
     "Workspace",
     "compose",
     "explain",

@@ -65,7 +65,7 @@ def moekit_experts() -> list[ExpertsSpec]:
         torch,
         name="reference",
         target="moekit.backends.reference:ReferenceExperts",
-        training="moekit.backends.reference:TrainableReference",
+        training=None,
         describe=None,
         reduces=False,
         priority=-100,

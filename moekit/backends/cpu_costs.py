@@ -2,9 +2,7 @@
 
 The fastest method depends on the instruction sets that torch and oneDNN use, the number of threads,
 the dtype, the size of an expert and its rows. So a short calibration times the methods themselves,
-and the user's cache folder keeps the times. If calibration is switched off
-(``MOEKIT_CALIBRATE=0``), or other work disturbs it, the shipped table of the nearest capability is
-used.
+and the user's cache folder keeps the times. With ``MOEKIT_CALIBRATE=0`` one method runs everything.
 """
 
 from __future__ import annotations
@@ -21,10 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -72,8 +68,6 @@ class Costs:
 
 # -- the machine --------------------------------------------------------------------------------
 
-# The shipped tables by a flag of /proc/cpuinfo, the best first, where torch uses AVX-512.
-_TABLES = {"amx_bf16": "AMX", "avx512_bf16": "AVX512_BF16"}
 _timing = threading.Lock()  # calibrations at the same time would disturb each other
 _switch = threading.Lock()  # held while oneDNN is switched off, and to count `onednn_kept`
 _off, _kept = False, 0
@@ -85,32 +79,21 @@ def capability() -> str:
     `ATEN_CPU_CAPABILITY`, `ONEDNN_MAX_CPU_ISA` and `torch.backends.mkldnn.flags` change them.
     """
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "on")
-    return f"{_newest()}, oneDNN {limit if onednn_enabled() else 'off'}"
-
-
-def _newest() -> str:
-    """Return the newest instruction set that this CPU has and torch may use."""
     aten = torch.backends.cpu.get_cpu_capability()
-    flags = _cpuinfo().get("flags", "").split() if aten.startswith("AVX512") else ()
-    return next((name for flag, name in _TABLES.items() if flag in flags), aten)
+    return f"{aten}, oneDNN {limit if onednn_enabled() else 'off'}"
 
 
 @cache
 def cpu_name() -> str:
     """Return the processor's name, family and model, which identify a machine's calibration."""
     wanted = ("cpu family", "model", "model name", "stepping", "CPU implementer", "CPU part")
-    found = [_cpuinfo()[name] for name in wanted if name in _cpuinfo()]
-    return " ".join(found) or platform.processor() or platform.machine()
-
-
-@cache
-def _cpuinfo() -> dict[str, str]:
-    """Return what the system says about the first processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     except OSError:
-        return {}
-    return {name.strip(): value.strip() for name, _, value in (s.partition(":") for s in lines)}
+        lines = []
+    said = {name.strip(): value.strip() for name, _, value in (s.partition(":") for s in lines)}
+    found = [said[name] for name in wanted if name in said]
+    return " ".join(found) or platform.processor() or platform.machine()
 
 
 def onednn_enabled() -> bool:
@@ -176,15 +159,15 @@ def waited_for_cores() -> float:
 
 def measure(
     methods: Sequence[str], call_of: Callable[[str, int], tuple[Callable[[], object], int]]
-) -> dict[str, list[tuple[int, float]]] | None:
+) -> tuple[dict[str, list[tuple[int, float]]], bool]:
     """Time every method with every number of rows, in rounds of one call of each method.
 
     Args:
         call_of: (method, rows) -> a call, and how many experts of that many rows it runs.
 
     Returns:
-        method -> [(rows, least seconds of an expert)], or None if several threads waited for cores,
-        which makes times wrong by factors.
+        method -> [(rows, least seconds of an expert)], and whether to keep them: if several threads
+        waited for cores, they are wrong by factors.
     """
     # A thread's own clock does not count the time of other processes.
     threads = torch.get_num_threads()
@@ -210,45 +193,35 @@ def measure(
             points[method].append((rows, seconds))
             if seconds > _HOPELESS * min(times.values()) and rows > ROWS[0]:
                 alive.remove(method)
-        took = time.perf_counter() - start_of_all
-        if threads > 1 and waited_for_cores() - waited > BUSY * threads * max(took, _LEAST_SECONDS):
-            return None
-    return points
+    took, waited = time.perf_counter() - start_of_all, waited_for_cores() - waited
+    return points, threads == 1 or waited <= BUSY * threads * max(took, _LEAST_SECONDS)
 
 
 # -- the stored times ---------------------------------------------------------------------------
 
 
 def find(
-    key: tuple[object, ...],
-    dtype: str,
-    elements: int,
-    timed: Callable[[], Mapping[str, Points] | None] | None,
+    key: tuple[object, ...], timed: Callable[[], tuple[Mapping[str, Points], bool]] | None
 ) -> Costs | None:
     """Return the costs of one kind of expert on this machine with the current number of threads.
 
-    Where other work disturbs the calibration, the costs are shipped ones and are not kept: the
-    next process tries again.
-
     Args:
         key: What the costs depend on.
-        dtype: Of the products.
-        elements: Of an expert's weights.
         timed: Times the methods by `measure`, if the cache folder has no times yet. Without it the
             result is None then.
     """
     where = f"{capability()}, {torch.get_num_threads()} thread(s)"
     if not switch(CALIBRATE, True):
-        return shipped(dtype, elements, f"{CALIBRATE}=0 asks for them")
+        return Costs({"right": [(1, 1.0), (ROWS[-1], 1.0)]}, f"{CALIBRATE}=0: nothing was timed")
     file = _file(f"{where}: {key!r}")
     with _timing:
         points = _read(file)
         if points is None:
             if timed is None:
                 return None
-            points = timed()
-            if points is None:
-                return shipped(dtype, elements, "other work disturbed the calibration")
+            points, keep = timed()
+            if not keep:  # the next process times again
+                return Costs(points, "timed once, because other work disturbed the calibration")
             try:
                 text = json.dumps(points, indent=1)
                 replace_file(file, text, "name a folder of yours in XDG_CACHE_HOME")
@@ -270,24 +243,3 @@ def _read(file: Path) -> Mapping[str, Points] | None:
         if all([n for n, _ in p] == list(ROWS[: len(p)]) for p in points.values()):
             return points
     return None
-
-
-def shipped(dtype: str, elements: int, why: str) -> Costs:
-    """Return the shipped costs of the nearest capability and size, scaled by ``elements``.
-
-    why: the reason for them, a clause for `explain`.
-    """
-    newest = _newest() if onednn_enabled() else "AVX2"
-    name = newest if newest in ("AMX", "AVX512_BF16", "AVX512") else "AVX2"
-    tables = [t for t in _shipped() if t["capability"] == name and t["dtype"] == dtype]
-    nearest = min(tables, key=lambda t: abs(math.log(t["elements"] / elements)))
-    scale = elements / nearest["elements"]
-    points = {m: [(n, t * scale) for n, t in found] for m, found in nearest["seconds"].items()}
-    return Costs(points, f"shipped costs for {name}: {why}")
-
-
-@cache
-def _shipped() -> list[dict[str, Any]]:
-    file = resources.files(__package__) / "cpu_costs.json"  # the package may be in a zip file
-    tables: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
-    return tables

@@ -177,9 +177,7 @@ def choice(problem: MoEProblem, may_time: bool = True) -> Choice | None:
     key = (p.dtype_name, *sizes, p.activation.name, p.has_bias, methods)
     full = (*key, torch.get_num_threads())
     if full not in _choices:
-        elements = p.hidden_size * (p.w13_rows + p.local_intermediate_size)
-        timed = partial(_timed, p, methods) if may_time else None
-        costs = cpu_costs.find(key, p.dtype_name, elements, timed)
+        costs = cpu_costs.find(key, partial(_timed, p, methods) if may_time else None)
         if costs is None:
             return None
         _choices[full] = Choice(costs, methods)
@@ -194,8 +192,8 @@ def describe(problem: MoEProblem) -> str:
     return str(found) if found else "its methods are timed when weights are first packed"
 
 
-def _timed(problem: MoEProblem, methods: Sequence[str]) -> Mapping[str, Points] | None:
-    """Time the methods on experts of the problem's sizes, or of a share of them."""
+def _timed(problem: MoEProblem, methods: Sequence[str]) -> tuple[Mapping[str, Points], bool]:
+    """Time the methods on experts of the problem's sizes, or of a share of them; see `measure`."""
     p, H = problem, problem.hidden_size
     halves = p.w13_rows // p.local_intermediate_size
     most = max(32, _MAX_ELEMENTS // (H * (halves + 1)) // 32 * 32)
@@ -229,9 +227,9 @@ def _timed(problem: MoEProblem, methods: Sequence[str]) -> Mapping[str, Points] 
         return some_experts, _BURST
 
     with torch.inference_mode():
-        found = cpu_costs.measure(methods, call_of)
+        found, keep = cpu_costs.measure(methods, call_of)
     scale = p.local_intermediate_size / inner
-    return found and {m: [(n, t * scale) for n, t in points] for m, points in found.items()}
+    return {m: [(n, t * scale) for n, t in points] for m, points in found.items()}, keep
 
 
 # -- methods -----------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moekit.backends import cpu_costs
 from moekit.backends.cpu_experts import Experts, activate, is_plain_silu
+from moekit.backends.sorted_rows import SortedRows
 from moekit.problem import Activation, MoEProblem
 
 _BLOCK = 16
@@ -50,21 +51,16 @@ def run(experts: Experts, sizes: Sizes, y_RKH: Tensor, x_RH: Tensor, ids_RK: Ten
         x_RH: in the problem's dtype.
         ids_RK: local ids, -1 for none.
     """
-    K, L = ids_RK.shape[1], experts.problem.num_local_experts
-    ids_S, order_S = torch.sort(ids_RK.reshape(-1), stable=True)
-    end, *counts = torch.bincount(ids_S + 1, minlength=L + 1).tolist()
-    y_AH = y_RKH.view(-1, y_RKH.shape[2])
-    for expert, rows in enumerate(counts):
-        if not rows:
-            continue
+    rows, y_AH = SortedRows.of(ids_RK, experts.problem), y_RKH.view(-1, y_RKH.shape[2])
+    for expert, run in rows.runs():
+        left_S = rows.order_S[run]
         w13, w2 = (_aligned(w) for w in experts.matrices(expert, experts.problem.dtype))
-        for size in cover(rows, sizes):
-            mine = order_S[end : end + min(size, rows)]
+        for size in cover(len(left_S), sizes):
+            mine, left_S = left_S[:size], left_S[size:]
             x_BH = x_RH.new_zeros((size, x_RH.shape[1]))
-            x_BH[: len(mine)] = x_RH[mine // K]
+            x_BH[: len(mine)] = x_RH[mine // rows.top_k]
             z_BH = _mlp(experts, expert, w13, w2, x_BH)[: len(mine)]
             y_AH[mine] = _in_range(experts, expert, x_BH, z_BH).to(y_AH.dtype)
-            end, rows = end + len(mine), rows - len(mine)
 
 
 def transient_bytes(problem: MoEProblem, rows: int) -> int:

@@ -1,6 +1,6 @@
 """The `torch` experts: fast everywhere torch runs, with nothing else installed.
 
-Shape suffix beyond the kernel's: S expert-sorted assignments.
+Shape suffixes beyond the kernel's: S expert-sorted assignments, W rows of w13.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moekit.backends import cpu_costs, cpu_experts, row_blocks
 from moekit.backends.cpu_experts import Experts, activate
+from moekit.backends.sorted_rows import SortedRows
 from moekit.contract import BufferSpec, Dispatched, PackedWeights, PermuteExpertsUnpermute
-from moekit.problem import MoEProblem, quant
+from moekit.problem import quant
 from moekit.problem.weights import ExpertWeights
 
 
@@ -107,59 +107,16 @@ class TorchExperts(PermuteExpertsUnpermute):
 
 
 def _on_any_device(
-    experts: Experts,
-    y_RH: Tensor,
-    x_RH: Tensor,
-    ids_RK: Tensor,
-    topk_weights_RK: Tensor,
+    experts: Experts, y_RH: Tensor, x_RH: Tensor, ids_RK: Tensor, topk_weights_RK: Tensor
 ) -> None:
-    """Sort, run two grouped GEMMs (no host synchronization), permute back and sum in fp32."""
-    problem, weights = experts.problem, experts.weights
-    (R, H), K, L = x_RH.shape, ids_RK.shape[1], problem.num_local_experts
-    ids_S, order_S = torch.sort(torch.where(ids_RK < 0, L, ids_RK).view(-1), stable=True)
-    ends_L = torch.searchsorted(
-        ids_S, torch.arange(L, device=ids_S.device, dtype=ids_S.dtype), right=True
-    ).int()
-    x_SH = x_RH[order_S // K]
-    if _has_grouped_mm(problem):
-        bias_row = ids_S.clamp(max=L - 1)
-        h = F.grouped_mm(x_SH, weights["w13"].mT, offs=ends_L)
-        if (bias := experts.bias("w13")) is not None:
-            h = h + bias[bias_row]
-        act = activate(h, problem.activation)
-        z_SH = F.grouped_mm(act, weights["w2"].mT, offs=ends_L)
-        if (bias := experts.bias("w2")) is not None:
-            z_SH = z_SH + bias[bias_row]
-    else:
-        z_SH = _expert_loop(experts, x_SH, ends_L.tolist())
-    # Rows past ends_L[-1] were never written: select, never multiply by zero.
-    weighted = torch.where(
-        ids_S[:, None] < L, z_SH.float() * topk_weights_RK.reshape(-1)[order_S, None], 0.0
-    )
-    back_S = torch.empty_like(order_S)
-    back_S[order_S] = torch.arange(R * K, device=order_S.device)
-    y_RH.copy_(weighted[back_S].view(R, K, H).sum(dim=1))
+    """Write the weighted sum of each token's experts to y, summed in fp32.
 
-
-def _has_grouped_mm(problem: MoEProblem) -> bool:
-    """Return whether torch's grouped GEMM runs: bf16, 16-byte rows, capability 8.0 or later, fewer
-    than 1024 experts (its CUDA kernels' limit)."""
-    sizes = (problem.hidden_size, problem.local_intermediate_size)
-    return (
-        problem.device.type == "cuda"
-        and (problem.device.capability or (0, 0)) >= (8, 0)
-        and problem.dtype == torch.bfloat16
-        and problem.quant.weight is None
-        and problem.num_local_experts < 1024
-        and all(size % 8 == 0 for size in sizes)
-    )
-
-
-def _expert_loop(experts: Experts, x_SH: Tensor, ends: Sequence[int]) -> Tensor:
-    """Return the experts' outputs in fp32."""
-    z_SH, start = torch.empty_like(x_SH, dtype=torch.float32), 0
-    for expert, end in enumerate(ends):
-        if end > start:
-            cpu_experts.run_expert("right", experts, expert, x_SH[start:end], z_SH[start:end])
-            start = end
-    return z_SH
+    Where there is a grouped GEMM, the host does not wait for the device.
+    """
+    rows = SortedRows.of(ids_RK, experts.problem)
+    h_SW = rows.linear(x_RH[rows.token_S], experts, "w13")
+    z_SH = rows.linear(activate(h_SW, experts.problem.activation), experts, "w2")
+    weighted_SH = rows.real(z_SH.float() * topk_weights_RK.reshape(-1)[rows.order_S, None])
+    each = weighted_SH.new_zeros(ids_RK.numel(), x_RH.shape[1])
+    each[rows.order_S] = weighted_SH
+    y_RH.copy_(each.view(*ids_RK.shape, -1).sum(dim=1))

@@ -13,112 +13,19 @@ Shape suffixes beyond the contract's: S assignments sorted by expert, W rows of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moekit.backends.cpu_experts import Experts
-from moekit.backends.torch_experts import TorchExperts, _has_grouped_mm
+from moekit.backends.sorted_rows import SortedRows, has_grouped_mm
+from moekit.backends.torch_experts import TorchExperts
 from moekit.contract import Dispatched, PackedWeights
 from moekit.contract.training import InputGradients, TrainableExperts, Wanted
 from moekit.problem import MoEProblem
 from moekit.problem.activation import apply_activation
 from moekit.problem.weights import ExpertWeights
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """The assignments in the order of their experts.
-
-    order_S: the place of each in ids (R, K'). ends_L: where each expert's run ends; behind the last
-    one, on devices with a grouped GEMM, are assignments without an expert.
-    """
-
-    order_S: Tensor
-    ends_L: Tensor
-    top_k: int
-    grouped: bool
-
-    @classmethod
-    def of(cls, ids_RK: Tensor, problem: MoEProblem) -> _Rows:
-        L, grouped = problem.num_local_experts, _has_grouped_mm(problem)
-        ids_S, order_S = torch.sort(torch.where(ids_RK < 0, L, ids_RK).view(-1), stable=True)
-        experts = torch.arange(L, device=ids_S.device, dtype=ids_S.dtype)
-        ends_L = torch.searchsorted(ids_S, experts, right=True).int()
-        if not grouped:
-            order_S = order_S[: int(ends_L[-1])]
-        return cls(order_S, ends_L, ids_RK.shape[1], grouped)
-
-    @property
-    def token_S(self) -> Tensor:
-        return self.order_S // self.top_k
-
-    def runs(self) -> Iterator[tuple[int, slice]]:
-        """Yield each expert that has rows, and where they are. Waits for the device."""
-        start = 0
-        for expert, end in enumerate(self.ends_L.tolist()):
-            if end > start:
-                yield expert, slice(start, end)
-            start = end
-
-    def expert_S(self) -> Tensor:
-        """Return the expert of each row, and any expert for rows without one."""
-        places = torch.arange(len(self.order_S), device=self.ends_L.device)
-        found = torch.searchsorted(self.ends_L, places, right=True)
-        return found.clamp(max=len(self.ends_L) - 1)
-
-    def real(self, rows_SN: Tensor) -> Tensor:
-        """Return the rows, with zeros where there is no expert: those were never written."""
-        if not self.grouped:
-            return rows_SN
-        places = torch.arange(len(rows_SN), device=rows_SN.device)
-        return torch.where((places < self.ends_L[-1])[:, None], rows_SN, 0)
-
-    def product(self, rows_SK: Tensor, experts: Experts, name: str, back: bool = False) -> Tensor:
-        """Return the rows times each expert's matrix: ``W @ row``, or ``W' @ row`` for ``back``."""
-        if self.grouped:
-            w_LNK = experts.weights[name]
-            return self.real(F.grouped_mm(rows_SK, w_LNK if back else w_LNK.mT, offs=self.ends_L))
-        p = experts.problem
-        out, inner = {
-            "w13": (p.w13_rows, p.hidden_size),
-            "w2": (p.hidden_size, p.local_intermediate_size),
-        }[name]
-        made = rows_SK.new_empty((len(rows_SK), inner if back else out))
-        for expert, run in self.runs():
-            w_NK = experts.matrix(name, expert, rows_SK.dtype)
-            made[run] = rows_SK[run] @ (w_NK if back else w_NK.T)
-        return made
-
-    def outer(self, a_SM: Tensor, b_SN: Tensor, into_LMN: Tensor, add: bool) -> None:
-        """Write the sum of each expert's outer products, accumulated in fp32."""
-        if self.grouped and not add and into_LMN.dtype is a_SM.dtype:
-            into_LMN.copy_(F.grouped_mm(a_SM.mT, b_SN, offs=self.ends_L))
-            counts_L = torch.diff(self.ends_L, prepend=self.ends_L.new_zeros(1))
-            # torch leaves experts without rows unwritten.
-            into_LMN.masked_fill_(counts_L[:, None, None] == 0, 0)
-            return
-        if not add:
-            into_LMN.zero_()
-        for expert, run in self.runs():
-            into_LMN[expert] += a_SM[run].float().T @ b_SN[run].float()
-
-    def sums(self, rows_SN: Tensor, into_LN: Tensor, add: bool) -> None:
-        """Write the sum of each expert's rows, in fp32 and in the order of the rows."""
-        if not add:
-            into_LN.zero_()
-        for expert, run in self.runs():
-            into_LN[expert] += rows_SN[run].sum(dim=0, dtype=torch.float32)
-
-    def to_tokens(self, rows_SH: Tensor, ids_RK: Tensor, weights_RK: Tensor, experts: TorchExperts,
-                  y_RH: Tensor) -> None:  # fmt: skip
-        """Weight the rows, and sum each token's in the order of k."""
-        places = torch.zeros(ids_RK.numel(), dtype=torch.int64, device=ids_RK.device)
-        places[self.order_S] = torch.arange(len(self.order_S), device=ids_RK.device)
-        experts.weight_and_reduce(rows_SH, ids_RK, weights_RK, y_RH, places.view(ids_RK.shape))
 
 
 class TrainableTorch(TorchExperts, TrainableExperts):
@@ -132,14 +39,10 @@ class TrainableTorch(TorchExperts, TrainableExperts):
     def forward(self, y_RH: Tensor, tokens: Dispatched, weights: PackedWeights) -> list[Tensor]:
         ids, topk_weights = tokens.topk_ids, tokens.topk_weights
         assert ids is not None and topk_weights is not None
-        experts, rows = Experts(self.problem, weights), _Rows.of(ids, self.problem)
-        h_SW = rows.product(tokens.x[rows.token_S], experts, "w13")
-        if (bias := experts.bias("w13")) is not None:
-            h_SW += bias[rows.expert_S()]
-        y_SH = rows.product(apply_activation(h_SW, self.problem.activation), experts, "w2")
-        if (bias := experts.bias("w2")) is not None:
-            y_SH += bias[rows.expert_S()]
-        rows.to_tokens(y_SH, ids, topk_weights, self, y_RH)
+        experts, rows = Experts(self.problem, weights), SortedRows.of(ids, self.problem)
+        h_SW = rows.linear(tokens.x[rows.token_S], experts, "w13")
+        y_SH = rows.linear(apply_activation(h_SW, self.problem.activation), experts, "w2")
+        self._to_tokens(y_SH, rows, ids, topk_weights, y_RH)
         return [rows.real(h_SW), rows.order_S, rows.ends_L]
 
     def backward_input(
@@ -155,7 +58,7 @@ class TrainableTorch(TorchExperts, TrainableExperts):
         h_SW, rows = saved[0], self._rows(saved, ids)
         experts = Experts(self.problem, weights)
         g_SH = rows.real(grad_RH[rows.token_S])
-        q_SI = rows.product(g_SH, experts, "w2", back=True).float()
+        q_SI = rows.real(rows.product(g_SH, experts, "w2", back=True)).float()
         p_S1 = rows.real(topk_weights.reshape(-1)[rows.order_S, None])
         a_SI, pull = _activated(h_SW, self.problem)
         dh_SW = pull(p_S1 * q_SI).to(h_SW.dtype)
@@ -170,7 +73,7 @@ class TrainableTorch(TorchExperts, TrainableExperts):
         if wanted.x:
             dx_SH = rows.product(dh_SW, experts, "w13", back=True)
             dx_RH = torch.empty_like(tokens.x)
-            rows.to_tokens(dx_SH, ids, torch.ones_like(topk_weights), self, dx_RH)
+            self._to_tokens(dx_SH, rows, ids, torch.ones_like(topk_weights), dx_RH)
         kept = (dh_SW, (p_S1 * a_SI).to(h_SW.dtype)) if wanted.weights else ()
         return InputGradients(dx_RH, dp_RK, kept)
 
@@ -198,8 +101,16 @@ class TrainableTorch(TorchExperts, TrainableExperts):
             p_S1 = topk_weights.reshape(-1)[rows.order_S, None]
             rows.sums(rows.real(p_S1 * g_SH), into["w2_bias"], add)
 
-    def _rows(self, saved: list[Tensor], ids: Tensor) -> _Rows:
-        return _Rows(saved[1], saved[2], ids.shape[1], _has_grouped_mm(self.problem))
+    def _to_tokens(
+        self, rows_SH: Tensor, rows: SortedRows, ids_RK: Tensor, weights_RK: Tensor, y_RH: Tensor
+    ) -> None:
+        """Weight the rows, and sum each token's in the order of k."""
+        places = torch.zeros(ids_RK.numel(), dtype=torch.int64, device=ids_RK.device)
+        places[rows.order_S] = torch.arange(len(rows.order_S), device=ids_RK.device)
+        self.weight_and_reduce(rows_SH, ids_RK, weights_RK, y_RH, places.view(ids_RK.shape))
+
+    def _rows(self, saved: list[Tensor], ids: Tensor) -> SortedRows:
+        return SortedRows(saved[1], saved[2], ids.shape[1], has_grouped_mm(self.problem))
 
     def saved_bytes(self, rows: int) -> int:
         p, assignments = self.problem, rows * self.problem.top_k

@@ -71,7 +71,6 @@ class Detected:
     Attributes:
         names: What the checkpoint calls the experts' tensors.
         groups: The layers with routed experts, by what they have in common.
-        format, scheme, activation: The first group's.
     """
 
     model_type: str
@@ -82,18 +81,6 @@ class Detected:
     def layers(self) -> tuple[int, ...]:
         """The layers with routed experts."""
         return tuple(sorted(layer for group in self.groups for layer in group.layers))
-
-    @property
-    def format(self) -> Format:
-        return self.groups[0].formats[0]
-
-    @property
-    def scheme(self) -> str | None:
-        return self.groups[0].scheme
-
-    @property
-    def activation(self) -> Activation:
-        return self.groups[0].problem.activation
 
     def __str__(self) -> str:
         lines = [f"{self.model_type or 'model'}, {self.groups[0].problem.dtype_name}"]
@@ -242,7 +229,6 @@ def model_type_of(checkpoint: Checkpoint) -> str:
 
 
 def _sizes(config: Mapping[str, Any], layer: int, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes of a layer's experts."""
     keys = dict(hidden_size=HIDDEN, intermediate_size=INNER, num_experts=EXPERTS, top_k=TOP_K)
     return {
         field: given.get(field) or _size(config, layer, field, names)
@@ -372,7 +358,7 @@ def layer_arguments(
     return {
         **{name: getattr(problem, name) for name in (*_FIELDS, "quant")},
         "params_dtype": given.get("params_dtype", problem.dtype),
-        **({} if "routing" in given else routing),
+        **routing,
     }
 
 
@@ -401,7 +387,7 @@ def routing_of(checkpoint: Checkpoint, layer: int, given: Mapping[str, Any]) -> 
             "topk_group": config.get("topk_group") if grouped else None,
             _BIAS: _correction_bias(checkpoint, layer),
         }
-    if given.keys() & {"routing", "renormalize", "scoring_func", "custom_routing_function"}:
+    if given.keys() & {"renormalize", "scoring_func", "custom_routing_function"}:
         return {}
     raise WeightsError(
         f"how model type {model_type!r} routes is not known: pass it, for example "

@@ -99,12 +99,9 @@ class Checkpoint(Tensors):
             else:
                 entries = _open_safetensors(file)
         except FileNotFoundError as error:
-            why = (
-                "the checkpoint is incomplete"
-                if file.parent.is_dir() and file.suffix
-                else "there is no such folder either: download the model and pass its folder"
-            )
-            raise WeightsError(f"{file}: no such file; {why}") from error
+            raise WeightsError(
+                f"{file}: no such file; download the whole model and pass its folder"
+            ) from error
         except ImportError as error:
             raise WeightsError(
                 f"{file}: reading it needs a library: pip install {kind.lower()} ({error})"

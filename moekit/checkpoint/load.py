@@ -198,7 +198,6 @@ def local_experts(problem: MoEProblem, experts: Sequence[int] | None) -> list[in
 
 
 def _dtype(share: Share) -> torch.dtype:
-    """Return the dtype of the share's loaded weights."""
     p = share.problem
     if share.dequantize:
         return p.dtype
@@ -234,7 +233,6 @@ def _input_scales(share: Share, faults: list[str]) -> dict[str, Tensor]:
 
 
 def _raise(checkpoint: Tensors, faults: Sequence[str]) -> None:
-    """Raise WeightsError if there are faults."""
     if faults := list(dict.fromkeys(faults)):
         raise WeightsError(
             f"{checkpoint.path}: {len(faults)} tensor(s) or settings do not fit: {listed(faults)}"

@@ -279,20 +279,26 @@ class Reader:
         if not format.dtype:
             out.copy_(self._weights(piece, expert, piece.rows, piece.columns))
             return
-        blocks = isinstance(format, BlockFormat)
-        values = (self._block_values if blocks else self._scaled_values)(piece, expert)
+        values = self._values(piece, expert)
         step = max(1, _CHUNK // len(piece.columns))
         for start in range(0, len(out), step):
             part = slice(start, start + step)
             out[part].copy_(values(part))
-        if not is_finite(out):
-            overflow = f"is too large: {self.share.problem.dtype_name} overflows"
-            why = ("weight", _NOT_FINITE) if blocks else ("scale", overflow)
-            self._fault(piece, why[0], expert, why[1])
+        if is_finite(out):
+            return
+        if isinstance(format, BlockFormat):
+            return self._fault(piece, "weight", expert, _NOT_FINITE)
+        overflow = f"is too large: {self.share.problem.dtype_name} overflows"
+        self._fault(piece, "scale", expert, overflow)
 
-    def _scaled_values(self, piece: Piece, expert: int) -> Callable[[slice], Tensor]:
+    def _values(self, piece: Piece, expert: int) -> Callable[[slice], Tensor]:
         """Return a function that computes some of the piece's rows in fp32."""
         format = self._format(piece, expert)
+        if isinstance(format, BlockFormat):
+            left = piece.columns.start % format.weight.grid[1]
+            mine = slice(left, left + len(piece.columns))
+            blocks = self._entries(piece, "weight", expert, piece.rows, piece.columns)
+            return lambda part: dequantize(blocks[part], format.block)[:, mine]
         q = self._weights(piece, expert, piece.rows, piece.columns)
         ordered = self._order(piece, expert) is not None
         scale, zeros = self._scales_of(piece, expert, whole_k=ordered)
@@ -304,20 +310,6 @@ class Reader:
         def values(part: slice) -> Tensor:
             zero = None if zeros is None else zeros[part][:, entries].float()
             return format.values(q[part], zero) * scale[rows[part]][:, entries]
-
-        return values
-
-    def _block_values(self, piece: Piece, expert: int) -> Callable[[slice], Tensor]:
-        """Do the same with GGUF blocks, which are computed whole."""
-        format = self._format(piece, expert)
-        assert isinstance(format, BlockFormat)
-        unit = format.weight.grid[1]
-        left = piece.columns.start % unit
-
-        def values(part: slice) -> Tensor:
-            rows = piece.rows[part]
-            blocks = self._entries(piece, "weight", expert, rows, piece.columns)
-            return dequantize(blocks, format.block)[:, left : left + len(piece.columns)]
 
         return values
 

@@ -157,29 +157,21 @@ def scheme_of(
     Raises:
         WeightsError: ``quant`` does not, or moekit has no scheme for the format.
     """
-    if quant is None:
-        name = scheme_for(format, intermediate_size, tp_size)
-        if name is None:
-            raise WeightsError(_no_scheme(format, intermediate_size, tp_size))
+    if quant is not None:
+        if mismatch(format, quant):
+            raise WeightsError(misfit(format, quant, intermediate_size, tp_size))
+        return quant
+    if (name := scheme_for(format, intermediate_size, tp_size)) is not None:
         return SCHEMES[name]
-    if mismatch(format, quant):
-        raise WeightsError(misfit(format, quant, intermediate_size, tp_size))
-    return quant
-
-
-def _no_scheme(format: Format, intermediate_size: int, tp_size: int) -> str:
-    """Say why no scheme computes with the stored weights, and what to do."""
-    instead = "load them with dequantize=True"
-    if scheme_for(format, intermediate_size) is not None:
+    cut = scheme_for(format, intermediate_size) is not None
+    operand = format.activation
+    why = "moekit has no scheme for them"
+    if cut:
         why = f"tp_size={tp_size} cuts its groups of {format.group[1]} columns of w2"
-        instead = f"use expert parallelism, or {instead}"
-    elif (operand := format.activation) is not None:
-        when = "static" if operand.static else "dynamic"
-        why = (
-            f"moekit has no scheme for them with {operand.dtype} activations, a {when} "
-            f"{operand.scale_dtype} scale per {operand.group}"
-        )
-        instead = f"choose another scheme for these weights with quant=..., or {instead}"
-    else:
-        why = "moekit has no scheme for them"
-    return f"the experts are stored as {format}: {why}; {instead}"
+    elif operand is not None:
+        scale = f"{'static' if operand.static else 'dynamic'} {operand.scale_dtype} scale"
+        why += f" with {operand.dtype} activations, a {scale} per {operand.group}"
+    instead = "use expert parallelism" if cut else "choose another scheme for them with quant=..."
+    raise WeightsError(
+        f"the experts are stored as {format}: {why}; {instead}, or load them with dequantize=True"
+    )

@@ -75,22 +75,19 @@ class Tensors:
         return self.entries[name].dtype
 
     def view(self, name: str, *parts: slice, shape: Sequence[int] | None = None) -> Tensor:
-        """Return a part of a tensor without copying it. Do not change it; see `read`."""
+        """Return a part of a tensor without copying it. Do not change it.
+
+        shape: view the tensor in this shape, of as many elements, before slicing it.
+        """
         whole = self.entries[name].open()
         part = (whole if shape is None else whole.reshape(tuple(shape)))[parts]
         with self._lock:
             self.bytes_read += part.nbytes
         return part
 
-    def read(self, name: str, *parts: slice, shape: Sequence[int] | None = None) -> Tensor:
-        """Return a tensor, or a part of it.
-
-        Args:
-            name: The tensor's name.
-            parts: One slice for each leading dimension.
-            shape: View the tensor in this shape, of as many elements, before slicing it.
-        """
-        return self.view(name, *parts, shape=shape).clone(memory_format=torch.contiguous_format)
+    def read(self, name: str, *parts: slice) -> Tensor:
+        """Return a copy of a tensor, or of a part: one slice for each leading dimension."""
+        return self.view(name, *parts).clone(memory_format=torch.contiguous_format)
 
 
 def listed(faults: Sequence[str]) -> str:

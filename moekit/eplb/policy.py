@@ -11,15 +11,6 @@ from torch import Tensor
 
 from moekit.errors import InvalidInput, InvalidProblem
 from moekit.layer.placement import Placement
-from moekit.untrusted.arguments import (
-    FUNCTION,
-    MAX_EXPERTS,
-    accept,
-    accept_fields,
-    instance,
-    real,
-    size,
-)
 
 Policy = Callable[[Tensor, Placement], "Tensor | Sequence[int]"]
 """(load_E, current placement) -> the logical expert of each of P physical experts.
@@ -42,22 +33,19 @@ class Balanced:
             one node, an expert may be on any rank.
 
     Raises:
-        InvalidProblem: A value has the wrong type; when called, experts, ranks or replicas do not
-            divide into the groups and nodes.
+        InvalidProblem: When called: experts, ranks or replicas do not divide into the groups and
+            nodes.
     """
 
     num_groups: int = 1
     num_nodes: int = 1
-
-    def __post_init__(self) -> None:
-        accept_fields(self, dict.fromkeys(("num_groups", "num_nodes"), size(1, MAX_EXPERTS)))
 
     def __call__(self, load_E: Tensor, current: Placement) -> Sequence[int]:
         """Return the logical expert of each physical expert; see `Policy`."""
         load: list[float] = load_E.tolist()
         E, P, ep = current.num_experts, len(current.physical_to_logical), current.ep_size
         G, N = self.num_groups, self.num_nodes
-        if E % G or G % N or ep % N or (N > 1 and P % ep):
+        if min(G, N) < 1 or E % G or G % N or ep % N or (N > 1 and P % ep):
             raise InvalidProblem(
                 f"{E} experts and {P} physical experts on {ep} ranks do not divide into "
                 f"num_groups={G} on num_nodes={N}; correct these, or use Balanced()"
@@ -79,13 +67,6 @@ class Balanced:
         return placed
 
 
-_KINDS = {
-    "policy": FUNCTION,
-    "now": instance("a Placement", Placement),
-    "min_gain": real(most=1.0, finite=False),
-}
-
-
 def improve(policy: Policy, load_E: Tensor, now: Placement, min_gain: float = 0.0) -> Placement:
     """Return the policy's placement if it lowers the load of the hottest rank, else ``now``.
 
@@ -96,22 +77,11 @@ def improve(policy: Policy, load_E: Tensor, now: Placement, min_gain: float = 0.
     Raises:
         InvalidInput: The policy returned no placement of the same experts.
     """
-    accept(_KINDS, locals(), InvalidInput)
     now.rank_loads(load_E)  # raises for a wrong load_E
-    answer = policy(load_E.clone(), now)
-    try:
-        held = torch.as_tensor(answer, device="cpu")
-        wanted = torch.Size([len(now.physical_to_logical)])
-        if held.shape != wanted or held.dtype not in (torch.int64, torch.int32):
-            raise InvalidInput(
-                f"it must return {wanted.numel()} ids (got {tuple(held.shape)} {held.dtype})"
-            )
-        proposal = replace(now, physical_to_logical=tuple(held.tolist()))
-    except (TypeError, ValueError, RuntimeError) as error:
-        name = getattr(policy, "__name__", policy)
-        raise InvalidInput(
-            f"policy {name} returned no placement, so nothing was moved: {error}"
-        ) from error
+    held = torch.as_tensor(policy(load_E.clone(), now), device="cpu").tolist()
+    if len(held) != (slots := len(now.physical_to_logical)):
+        raise InvalidInput(f"the policy returned {len(held)} ids, expected one for each of {slots}")
+    proposal = replace(now, physical_to_logical=tuple(held))
     before, after = (float(p.rank_loads(load_E).max()) for p in (now, proposal))
     return proposal if after < before * (1 - min_gain) else now
 

@@ -12,7 +12,7 @@ from moekit.errors import WeightsError
 from moekit.formats.eight_bits import FP8, eight_bits, eight_bits_of, is_eight_bits
 from moekit.formats.format import Format, Grid
 from moekit.formats.fp4 import pairs
-from moekit.formats.method import Matrix, Method, Tensors, matches, tensors_of, words
+from moekit.formats.method import Matrix, Method, matches, words
 from moekit.problem.quant import OperandQuant
 from moekit.untrusted.arguments import shown
 
@@ -61,7 +61,7 @@ class CompressedTensors(Method):
             return eight_bits_of(matrix, _blocks(weights), activation)
         return None
 
-    def declare(self, config: Mapping[str, Any], module: str, n: int, k: int) -> Tensors:
+    def declare(self, config: Mapping[str, Any], module: str) -> Format:
         said, inputs = config.get("weights"), config.get("input_activations") or {}
         if not said:
             raise WeightsError("quantization_config has no config_groups with weights: add them")
@@ -69,24 +69,22 @@ class CompressedTensors(Method):
         if kind == "float" and bits == 8:
             static = "input_scale" if inputs and not inputs.get("dynamic") else ""
             powers = "float8_e8m0fnu" if grid == (1, 32) else "float32"
-            made = eight_bits(
+            return eight_bits(
                 "", FP8, grid, "weight_scale", None, scale_dtype=powers, input_scale=static
             )
-        elif kind == "float" and bits == 4:
+        if kind == "float" and bits == 4:
             nv = said.get("group_size") == 16
-            made = pairs("", "weight_packed", 16 if nv else 32, "weight_global_scale" * nv)
-        elif kind == "int" and bits == 8 and not str(config.get("format") or "").startswith("pack"):
-            made = eight_bits("", torch.int8, grid, "weight_scale", None)
-        elif kind == "int" and bits in (4, 8):
+            return pairs("", "weight_packed", 16 if nv else 32, "weight_global_scale" * nv)
+        if kind == "int" and bits == 8 and not str(config.get("format") or "").startswith("pack"):
+            return eight_bits("", torch.int8, grid, "weight_scale", None)
+        if kind == "int" and bits in (4, 8):
             zeros = said.get("symmetric") is False
             order = said.get("actorder") in ("group", "GROUP", True)
-            made = integers(bits, grid[1], None, zero_points=zeros, act_order=order)
-        else:
-            raise WeightsError(
-                f"quantization_config describes weights of {shown(bits)} bits of type "
-                f"{shown(kind)}, expected 4 or 8 bits of type int or float"
-            )
-        return tensors_of(made, n, k)
+            return integers(bits, grid[1], None, zero_points=zeros, act_order=order)
+        raise WeightsError(
+            f"quantization_config describes weights of {shown(bits)} bits of type "
+            f"{shown(kind)}, expected 4 or 8 bits of type int or float"
+        )
 
 
 def _packed(matrix: Matrix, weights: Mapping[str, Any], activation: OperandQuant | None) -> Format:

@@ -14,7 +14,7 @@ import torch
 
 from moekit.errors import WeightsError
 from moekit.formats.format import FLOATS, SCALES, Format, Grid, Part
-from moekit.formats.method import BLOCKS, Matrix, Method, Tensors, tensors_of
+from moekit.formats.method import BLOCKS, Matrix, Method
 from moekit.problem.quant import OperandQuant
 from moekit.untrusted.arguments import shown
 
@@ -43,14 +43,13 @@ class Fp8(Method):
             return None
         return eight_bits_of(matrix, matrix.config.get("weight_block_size"), by_convention)
 
-    def declare(self, config: Mapping[str, Any], module: str, n: int, k: int) -> Tensors:
+    def declare(self, config: Mapping[str, Any], module: str) -> Format:
         if config["quant_method"] == "fbgemm_fp8":
-            return tensors_of(eight_bits("", FP8, (1, -1), "weight_scale", None), n, k)
+            return eight_bits("", FP8, (1, -1), "weight_scale", None)
         if blocks := config.get("weight_block_size"):
-            return tensors_of(eight_bits("", FP8, tuple(blocks), "weight_scale_inv", None), n, k)
+            return eight_bits("", FP8, tuple(blocks), "weight_scale_inv", None)
         static = _INPUTS[0] if config.get("activation_scheme") == "static" else ""
-        made = eight_bits("", FP8, (-1, -1), "weight_scale", None, input_scale=static)
-        return tensors_of(made, n, k)
+        return eight_bits("", FP8, (-1, -1), "weight_scale", None, input_scale=static)
 
 
 def is_eight_bits(matrix: Matrix) -> bool:

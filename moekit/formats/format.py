@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moekit.problem.int4 import IN_ORDER, repack_rows, unpack_rows
-from moekit.problem.quant import E2M1, INT4_ZERO, OperandQuant, unpack_int4
+from moekit.problem.quant import INT4_ZERO, OperandQuant, numbers
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 SCALES = (*FLOATS, torch.float8_e8m0fnu, torch.uint8)
@@ -167,13 +167,10 @@ class Format:
 
     def values(self, weight: Tensor, zeros: Tensor | None) -> Tensor:
         """Return the core's ``weight`` (n, k) as fp32, before scaling. zeros: (n, k) or None."""
-        if self.dtype == "float4_e2m1":
-            pairs = fp4_pairs(weight.device)
-            return pairs.index_select(0, weight.flatten().int()).view(len(weight), -1)
+        values = numbers(weight, self.dtype)
         if self.dtype == "int4":
-            q = unpack_int4(weight).float()
-            return q - (float(INT4_ZERO) if zeros is None else zeros)
-        return weight.float()
+            values -= float(INT4_ZERO) if zeros is None else zeros
+        return values
 
 
 def filled(template: str, layer: int, expert: int) -> str:
@@ -195,10 +192,3 @@ def scale_values(stored: Tensor) -> Tensor:
     if stored.dtype == torch.uint8:
         stored = stored.view(torch.float8_e8m0fnu)
     return stored.float()
-
-
-def fp4_pairs(device: torch.device) -> Tensor:
-    """Return the two numbers of each byte, (256, 2), the lower half's first."""
-    nibble = torch.tensor([*E2M1, *(-v for v in E2M1)], dtype=torch.float32, device=device)
-    byte = torch.arange(256, device=device)
-    return torch.stack((nibble[byte & 15], nibble[byte >> 4]), dim=1)

@@ -9,7 +9,7 @@ import torch
 
 from moekit.formats.eight_bits import SCALE_NAMES
 from moekit.formats.format import FLOATS, SCALES, Format, Part
-from moekit.formats.method import Matrix, Method, Tensors, tensors_of
+from moekit.formats.method import Matrix, Method
 from moekit.problem.quant import OperandQuant
 
 _BYTES = (torch.uint8, torch.int8)
@@ -37,8 +37,8 @@ class Mxfp4(Method):
             return pairs("mxfp4", "weight", 32, scale=scale)
         return None
 
-    def declare(self, config: Mapping[str, Any], module: str, n: int, k: int) -> Tensors:
-        return tensors_of(pairs("mxfp4", "weight", 32), n, k)
+    def declare(self, config: Mapping[str, Any], module: str) -> Format:
+        return pairs("mxfp4", "weight", 32)
 
 
 def blocks() -> Format:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from moekit.errors import WeightsError
 from moekit.formats.format import Format
-from moekit.formats.method import Matrix, Method, Tensors, matches, skipped, tensors_of, words
+from moekit.formats.method import Matrix, Method, matches, skipped, words
 from moekit.problem.int4 import AWQ_ORDER
 from moekit.untrusted.arguments import shown
 
@@ -38,12 +36,12 @@ class Awq(Method):
             )
         return _awq_of(matrix)
 
-    def declare(self, config: Mapping[str, Any], module: str, n: int, k: int) -> Tensors:
+    def declare(self, config: Mapping[str, Any], module: str) -> Format:
         bits = config.get("bits", config.get("w_bit"))
         if bits != 4:
             raise WeightsError(f"quantization_config.bits is {shown(bits)}, expected 4")
         group = config.get("group_size") or config.get("q_group_size") or -1
-        return tensors_of(_awq(group, config.get("zero_point") is not False), n, k)
+        return _awq(group, config.get("zero_point") is not False)
 
 
 def _awq_of(matrix: Matrix) -> Format:
@@ -114,8 +112,8 @@ class Gptq(Method):
             return _gptq_of(matrix, _ZERO_OFFSETS[said])
         return None
 
-    def declare(self, config: Mapping[str, Any], module: str, n: int, k: int) -> Tensors:
-        return _declared(config, n, k)
+    def declare(self, config: Mapping[str, Any], module: str) -> Format:
+        return _declared(config)
 
 
 class AutoRound(Method):
@@ -165,10 +163,10 @@ class AutoRound(Method):
             )
         return _gptq_of(matrix, _AUTOROUND[packing])
 
-    def declare(self, config: Mapping[str, Any], module: str, n: int, k: int) -> Tensors:
+    def declare(self, config: Mapping[str, Any], module: str) -> Format:
         if "awq" in (config.get("packing_format") or ""):
-            return tensors_of(_awq(config.get("group_size") or -1), n, k)
-        return _declared(config, n, k)
+            return _awq(config.get("group_size") or -1)
+        return _declared(config)
 
 
 def _gptq_of(matrix: Matrix, zero_offset: int) -> Format:
@@ -200,13 +198,13 @@ def _gptq_of(matrix: Matrix, zero_offset: int) -> Format:
     )
 
 
-def _declared(config: Mapping[str, Any], n: int, k: int) -> Tensors:
-    """Return the tensors that GPTQ's config declares."""
+def _declared(config: Mapping[str, Any]) -> Format:
+    """Return GPTQ's as its config declares it: quantizers write qzeros also for 8 bits."""
     bits = config.get("bits")
     if bits not in (4, 8):
         raise WeightsError(f"quantization_config.bits is {shown(bits)}, expected 4 or 8")
-    made = _gptq(bits, config.get("group_size") or -1, g_idx=True)
-    return {"qzeros": ((), torch.int32), **tensors_of(made, n, k)}  # also of 8-bit weights
+    names = ("qweight", "scales", "qzeros", "g_idx")
+    return words("GPTQ", bits, config.get("group_size") or -1, names, (1, 32 // bits))
 
 
 def _gptq(bits: int, group: int, g_idx: bool, **more: Any) -> Format:

@@ -109,8 +109,8 @@ class Method(ABC):
             WeightsError: It is, in a variant that moekit does not support.
         """
 
-    def declare(self, config: Mapping[str, Any], module: str, n: int, k: int) -> Tensors:
-        """Return the tensors of a matrix (n, k) as a quantizer with this config writes them."""
+    def declare(self, config: Mapping[str, Any], module: str) -> Format:
+        """Return the form in which a quantizer with this config writes a matrix: its parts."""
         raise WeightsError(f"quantization_config of {self.names[0]} does not name its tensors")
 
     def of_module(self, config: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:
@@ -166,16 +166,6 @@ def words(
     if g_idx:
         parts["g_idx"] = Part(g_idx, WORDS, axes="K")
     return Format(name=name, dtype=f"int{bits}", parts=parts, **more)
-
-
-def tensors_of(format: Format, n: int, k: int) -> Tensors:
-    """Return the shape and dtype of each tensor of a matrix (n, k) in ``format``, by suffix."""
-    found = {}
-    for role, part in format.parts.items():
-        powers = role == "scale" and format.scale_dtype == "float8_e8m0fnu"
-        shape = () if part.grid == (-1, -1) else part.shape(n, k)
-        found[part.suffix] = (shape, torch.uint8 if powers else part.dtypes[0])
-    return found
 
 
 def skipped(config: Mapping[str, Any]) -> Iterator[str]:

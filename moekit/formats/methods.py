@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from moekit.errors import WeightsError
 from moekit.formats import compressed_tensors, fp4
 from moekit.formats.compressed_tensors import CompressedTensors, nearest_group
@@ -18,7 +20,7 @@ from moekit.formats.format import Format
 from moekit.formats.fp4 import Mxfp4
 from moekit.formats.gguf import Gguf
 from moekit.formats.gptq import AutoRound, Awq, Gptq
-from moekit.formats.method import PLAIN, Matrix, Method, Plain, skipped
+from moekit.formats.method import PLAIN, Matrix, Method, Plain, Tensors, skipped
 from moekit.formats.modelopt import ModelOpt
 from moekit.problem.quant import QuantScheme
 from moekit.untrusted.arguments import FLAG, Kind, accept, either, size
@@ -145,7 +147,7 @@ def declared_format(
     if fields is None or method.of_module(config, module) is None:
         return PLAIN
     n, k = hidden_size, intermediate_size
-    tensors = method.declare(fields, called[2], n, k)
+    tensors = _tensors(method.declare(fields, called[2]), n, k)
     down = Matrix(
         name=f"{module}.0.{called[2]}.weight", tensors=tensors, n=n, k=k, config=fields,
         method=config["quant_method"], inputs="input_scale" in tensors,
@@ -153,6 +155,16 @@ def declared_format(
     format = format_of(down)
     assert format is not None
     return format
+
+
+def _tensors(format: Format, n: int, k: int) -> Tensors:
+    """Return the shape and dtype of each tensor of a matrix (n, k) in ``format``, by suffix."""
+    found = {}
+    for role, part in format.parts.items():
+        powers = role == "scale" and format.scale_dtype == "float8_e8m0fnu"
+        shape = () if part.grid == (-1, -1) else part.shape(n, k)
+        found[part.suffix] = (shape, torch.uint8 if powers else part.dtypes[0])
+    return found
 
 
 def format_of_scheme(scheme: QuantScheme) -> Format:

@@ -12,7 +12,7 @@ from moekit.formats.compressed_tensors import nearest_group, operand
 from moekit.formats.eight_bits import FP8, by_convention, eight_bits, eight_bits_of, is_eight_bits
 from moekit.formats.format import Format
 from moekit.formats.fp4 import pairs
-from moekit.formats.method import Matrix, Method, Tensors, tensors_of
+from moekit.formats.method import Matrix, Method
 from moekit.problem.quant import SCHEMES, OperandQuant
 from moekit.untrusted.arguments import shown
 
@@ -47,18 +47,16 @@ class ModelOpt(Method):
             return eight_bits_of(matrix, matrix.config.get("weight_block_size"), _of_fp8)
         return None
 
-    def declare(self, config: Mapping[str, Any], module: str, n: int, k: int) -> Tensors:
+    def declare(self, config: Mapping[str, Any], module: str) -> Format:
         algorithm = (config.get("quant_algo") or "FP8").upper()
         if algorithm == "FP8":
-            made = eight_bits("", FP8, (-1, -1), "weight_scale", None, input_scale="input_scale")
-        elif "NVFP4" in algorithm:
-            made = pairs("", "weight", 16, "weight_scale_2")
-        else:
-            raise WeightsError(
-                f"quantization_config names ModelOpt's algorithm {shown(algorithm)}, expected FP8 "
-                "or NVFP4"
-            )
-        return tensors_of(made, n, k)
+            return eight_bits("", FP8, (-1, -1), "weight_scale", None, input_scale="input_scale")
+        if "NVFP4" in algorithm:
+            return pairs("", "weight", 16, "weight_scale_2")
+        raise WeightsError(
+            f"quantization_config names ModelOpt's algorithm {shown(algorithm)}, expected FP8 "
+            "or NVFP4"
+        )
 
 
 def _of_fp4(matrix: Matrix) -> OperandQuant | None:

@@ -45,7 +45,7 @@ def read(
             "router weights scale its input, which moekit computes for one expert of each token "
             f"(got num_experts_per_tok={top_k})",
         )
-    weights, gated = _weights(module)
+    weights, gated = weights_of(module)
     activation, interleaved = _activation(module, gated)
     weights = replace(weights, interleaved=interleaved)
     stored = weights.w13_scale is not None
@@ -69,14 +69,6 @@ def read(
     return problem.replace(quant=quant), weights
 
 
-def weights_of(module: nn.Module) -> ExpertWeights:
-    """Return the weights as they are now, through which gradients flow to the parameters.
-
-    `read` knows whether gate and up alternate.
-    """
-    return _weights(module)[0]
-
-
 def converted(weights: ExpertWeights, problem: MoEProblem) -> ExpertWeights:
     """Return the weights in the problem's dtype and scheme, unless transformers quantized them."""
     if weights.w13_scale is not None:
@@ -91,8 +83,11 @@ def _unsupported(module: nn.Module, reason: str) -> Unsupported:
     return Unsupported(f"moekit cannot run {type(module).__name__}: {reason}", [reason])
 
 
-def _weights(module: nn.Module) -> tuple[ExpertWeights, bool]:
-    """Return the parameters as w13 (E, 2I or I, H) and w2 (E, H, I), and if there is a gate."""
+def weights_of(module: nn.Module) -> tuple[ExpertWeights, bool]:
+    """Return the parameters as w13 (E, 2I or I, H) and w2 (E, H, I), and if there is a gate.
+
+    Gradients flow through them. `read` knows whether gate and up alternate.
+    """
     if hasattr(module, "v1"):
         return _dbrx_weights(module), True
     gated = getattr(module, "gate_up_proj", None) is not None

@@ -188,7 +188,7 @@ class Layer:
         """Return what computes a call. Only frozen weights are packed."""
         if not _trainable(module):
             return self.prepare(form).eager
-        weights, trained = weights_of(module), self._trained
+        (weights, _), trained = weights_of(module), self._trained
         seen = form, [(t.shape, t.dtype, t.device) for t in weights.tensors().values()]
         if trained is None or trained.seen != seen:
             with _lock, torch.no_grad():

@@ -16,10 +16,9 @@ from moekit.errors import InvalidInput, WeightsError
 from moekit.kernel import ModularKernel
 from moekit.layer.ranks import LayerRanks
 from moekit.layer.router import Router
-from moekit.layer.shared import SharedExperts
 from moekit.problem import partition
 from moekit.problem.weights import ExpertWeights
-from moekit.runtime.checks import check_ids, check_tensor, check_tokens
+from moekit.runtime.checks import check_ids, check_shared, check_tensor, check_tokens
 from moekit.runtime.overlap import ConcurrentExperts
 
 
@@ -44,7 +43,7 @@ class LayerFlow:
         router: Router,
         ranks: LayerRanks,
         kernel: ModularKernel,
-        shared: SharedExperts | None,
+        shared: Callable[[Tensor], Tensor] | None,
     ) -> None:
         self.name, self.router, self.ranks = name, router, ranks
         self.kernel, self.shared = kernel, shared
@@ -109,10 +108,10 @@ class LayerFlow:
 
     def _fork_shared(self, x_TH: Tensor) -> ConcurrentExperts | None:
         """Prepare the shared experts for the side stream, if this rank's output has them."""
-        shared = self.shared
         # Every rank has the complete output of shared experts, so one partial sum includes it.
-        if shared is None or (self.ranks.partial and self.ranks.rank and not shared.partial):
+        if self.shared is None or (self.ranks.partial and self.ranks.rank):
             return None
+        shared = partial(check_shared, self.shared)
         return ConcurrentExperts(shared, x_TH, streams=not self.kernel.problem.training)
 
     def _run_kernel(
@@ -151,13 +150,9 @@ class LayerFlow:
         shared: ConcurrentExperts | None,
     ) -> None:
         """Add shared and identity experts and sum over ranks, in place, each exactly once."""
-        extra = None if shared is None else shared.join()
-        if extra is not None and self.shared is not None and self.shared.partial:
-            out_TH += self.ranks.sum_batch(extra) if self.ranks.moves else extra
-            extra = None
         self.ranks.sum_all(out_TH)
-        if extra is not None:
-            out_TH += extra
+        if shared is not None:
+            out_TH += shared.join()
         if identity is not None and not (self.ranks.partial and self.ranks.rank):
             own = torch.where(identity != 0, x_TH.float() * identity, 0.0)
             out_TH.copy_(own.add_(out_TH))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,36 +14,27 @@ import torch
 from torch import Tensor, nn
 
 from moekit.contract import PackedWeights, Routing
-from moekit.errors import InvalidProblem, MoekitError
+from moekit.errors import MoekitError
 from moekit.layer import ops, parameters
-from moekit.layer.arguments import resolve_device, take_record
 from moekit.layer.flow import LayerFlow, LayerInputs
 from moekit.layer.parallelism import LayerParallelism
 from moekit.layer.placement import Placement
 from moekit.layer.ranks import LayerRanks
 from moekit.layer.replicas import check_replicas, to_physical
 from moekit.layer.router import Router, RoutingConfig
-from moekit.layer.shared import SharedExperts
 from moekit.problem import MoEProblem
 from moekit.problem.activation import Activation
+from moekit.problem.device import DeviceSpec
 from moekit.problem.problem import summary
 from moekit.problem.quant import QuantScheme
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime.checks import check_tokens
 from moekit.runtime.device import on_device
 from moekit.selection.select import compose
-from moekit.untrusted.arguments import FUNCTION, NAME, accept, instance, optional
 
 if TYPE_CHECKING:
     from moekit.checkpoint import Checkpoint, ExpertNames
 
-# The records, the problem and `compose` check the other arguments.
-_KINDS = {
-    "routing": optional(instance("a RoutingConfig", RoutingConfig)),
-    "parallelism": optional(instance("a LayerParallelism", LayerParallelism)),
-    "shared_experts": optional(FUNCTION),
-    "prefix": optional(NAME),
-}
 _SHOWN = 4  # experts of a rank in the layer's repr
 
 
@@ -57,7 +48,7 @@ class FusedMoE(nn.Module):
     For inference, weights are no parameters: `load_weights` packs them for the chosen backend,
     state_dict() is empty, and there is no backward. With ``trainable=True``, this rank's experts
     are the parameters ``w13``, ``w2``, ``w13_bias`` and ``w2_bias``, and gradients also flow to x
-    and to what routes. No layer can be moved, cast, copied or pickled.
+    and to what routes. A layer runs where it was made: it cannot be moved, copied or pickled.
 
     Construction is collective where ranks exchange anything, and so are calls. Each rank may pass
     any number of tokens, also none.
@@ -73,18 +64,17 @@ class FusedMoE(nn.Module):
             must be invariant themselves.
         trainable: Make the weights parameters, with the values that `torch.nn.Linear` begins with.
             Calls compute in params_dtype, in autocast's dtype, or in the one that FSDP casts to.
-        routing: How experts are chosen. Default: softmax, renormalized.
-        parallelism: How the layer is spread over ranks. Default: one rank.
-        shared_experts: (T, H) -> (T, H), added to every token's output, or a `SharedExperts`.
+        shared_experts: (T, H) -> (T, H), added to every token's output. It runs on a separate
+            stream while tokens travel, and stays its owner's: it is no submodule of the layer.
         dispatcher, experts, checked, peer_timeout: As in `moekit.compose`.
         device: Where the layer runs. Default: this machine's accelerator, else the CPU.
-        prefix: The layer's name, unique among living layers.
-        keywords: Fields of `RoutingConfig` and `LayerParallelism` in place of the records, such
-            as ``renormalize``, ``num_expert_group``, ``tp_size`` or ``reduce_results``.
+        prefix: The layer's name, for people.
+        keywords: Fields of `RoutingConfig`, which say how experts are chosen, such as
+            ``renormalize`` or ``num_expert_group``; and of `LayerParallelism`, which spread the
+            layer over ranks, such as ``tp_size`` or ``reduce_results``.
 
     Raises:
-        InvalidProblem: Arguments do not fit each other, or a record and one of its fields are
-            both given.
+        InvalidProblem: Arguments do not fit each other.
         GroupMismatch: The process group does not fit, or ranks passed different arguments.
         BackendError: No backend can run the problem; see `moekit.compose`.
     """
@@ -104,9 +94,7 @@ class FusedMoE(nn.Module):
         max_num_tokens: int | None = None,
         batch_invariant: bool = False,
         trainable: bool = False,
-        routing: RoutingConfig | None = None,
-        parallelism: LayerParallelism | None = None,
-        shared_experts: SharedExperts | Callable[[Tensor], Tensor] | None = None,
+        shared_experts: Callable[[Tensor], Tensor] | None = None,
         dispatcher: str | None = None,
         experts: str | None = None,
         checked: bool | None = None,
@@ -116,13 +104,12 @@ class FusedMoE(nn.Module):
         **keywords: Any,
     ) -> None:
         super().__init__()
-        accept(_KINDS, locals())
-        routing = take_record(RoutingConfig, "routing", routing, keywords)
-        parallelism = take_record(LayerParallelism, "parallelism", parallelism, keywords)
+        routing = RoutingConfig(**_taken(RoutingConfig, keywords))
+        parallelism = LayerParallelism(**_taken(LayerParallelism, keywords))
         if keywords:
             raise TypeError(f"FusedMoE got an unexpected keyword argument {next(iter(keywords))!r}")
-        shared = SharedExperts.of(shared_experts)
-        self.prefix, self.device = ops.free_name(prefix), resolve_device(device)
+        self.number, self.device = ops.register(self), _indexed(device)
+        self.prefix = prefix or f"fused_moe.{self.number}"
         parallel, sequence = parallelism.config(), parallelism.is_sequence_parallel
         self.problem = MoEProblem(
             num_experts=num_experts,
@@ -141,13 +128,6 @@ class FusedMoE(nn.Module):
             parallel=replace(parallel, dp_size=parallel.num_ranks) if sequence else parallel,
             device=self.device,
         )
-        sliced = shared is not None and shared.partial
-        if sliced and (sequence or batch_invariant):
-            raise InvalidProblem(
-                "SharedExperts(partial=True) are slices that ranks with the same tokens add up, in "
-                "an order that depends on their number: let each rank compute them whole, or leave "
-                "is_sequence_parallel and batch_invariant out"
-            )
         if trainable:
             parameters.check(self.problem, parallelism)
         self.router = Router(routing.on(self.device), num_experts, top_k, batch_invariant)
@@ -156,7 +136,7 @@ class FusedMoE(nn.Module):
         common = (
             f"{strategy}, reduce_results={parallelism.reduce_results}, "
             f"is_sequence_parallel={sequence}, zero_expert_num={routing.zero_expert_num}, "
-            f"shared_experts={shared is not None}, partial={sliced}"
+            f"shared_experts={shared_experts is not None}"
         )
         with on_device(self.device):
             self.ranks = LayerRanks(self.problem, parallel, parallelism, common, peer_timeout)
@@ -177,11 +157,10 @@ class FusedMoE(nn.Module):
             parameters.add(self, self.problem, self.device)
             # Not a decorator: it imports dynamo.
             self._train = torch.compiler.disable(_train)  # type: ignore[no-untyped-call]
-        self.flow = LayerFlow(self.prefix, self.router, self.ranks, self.kernel, shared)
+        self.flow = LayerFlow(self.prefix, self.router, self.ranks, self.kernel, shared_experts)
         self._flows = {self.problem.dtype: self.flow}
         if self.placement.physical_to_logical != tuple(range(num_experts)):
             self.set_replicas(self.placement.logical_to_physical(self.device))
-        ops.register(self, self.prefix)
 
     @classmethod
     def from_checkpoint(
@@ -216,8 +195,7 @@ class FusedMoE(nn.Module):
         """
         from moekit.checkpoint import layer_arguments
 
-        given = arguments.get("parallelism")
-        parallelism = take_record(LayerParallelism, "parallelism", given, dict(arguments))
+        parallelism = LayerParallelism(**_taken(LayerParallelism, dict(arguments)))
         tp_size = parallelism.config().tp_size
         found = layer_arguments(path, layer, names, dequantize, tp_size, arguments)
         made = cls(**{**found, **arguments})
@@ -341,7 +319,7 @@ class FusedMoE(nn.Module):
             # torch.compile would replay a rank's graph while another rank runs Python, and waits.
             graphs = self.graph_safe and not self.ranks.moves
             operator = ops.operators.plain if graphs else ops.operators.without_graphs
-            return operator(*inputs, self.prefix)
+            return operator(*inputs, self.number)
         with torch.no_grad() if grad_enabled else nullcontext():
             return self.run(inputs)
 
@@ -391,29 +369,30 @@ class FusedMoE(nn.Module):
         return "\n".join([*lines, f"weights: {loaded}"])
 
     def destroy(self) -> None:
-        """Free the dispatcher's buffers, the weights and the name; idempotent."""
+        """Free the dispatcher's buffers and the weights; idempotent."""
         self.packed = None
         for flow in self._flows.values():
             flow.kernel.destroy()
-        ops.unregister(self, self.prefix)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedMoE:
-        here = torch.empty(0, dtype=self.problem.dtype, device=self.device)
-        there = fn(here)
-        if there.device != here.device or there.dtype != here.dtype:
-            raise MoekitError(
-                f"layer {self.prefix!r} was composed for {here.dtype} on {here.device} and cannot "
-                f"become {there.dtype} on {there.device}: build it with device and params_dtype "
-                "as it is to run"
-            )
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        return self
 
     def __getstate__(self) -> dict[str, Any]:
         raise MoekitError(
             f"layer {self.prefix!r} cannot be copied or pickled, because it holds buffers that "
             "ranks share: build another one and load its weights"
         )
+
+
+def _taken(kind: type[Any], keywords: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords that are fields of ``kind``, which leave ``keywords``."""
+    return {f.name: keywords.pop(f.name) for f in fields(kind) if f.name in keywords}
+
+
+def _indexed(device: torch.device | str | None) -> torch.device:
+    """Return the device with its index; None means this machine's accelerator, else the CPU."""
+    found = torch.device(DeviceSpec.detect().type if device is None else device)
+    DeviceSpec.of(found)  # raises where there is none
+    if found.type == "cpu" or found.index is not None:
+        return found
+    return torch.device(found.type, torch.get_device_module(found).current_device())
 
 
 def _train(layer: FusedMoE, inputs: LayerInputs) -> Tensor:

@@ -8,33 +8,6 @@ import torch.distributed as dist
 
 from moekit.errors import InvalidProblem
 from moekit.problem import ParallelConfig
-from moekit.untrusted.arguments import (
-    FLAG,
-    GROUP,
-    MAX_RANKS,
-    accept,
-    accept_fields,
-    choice,
-    instance,
-    optional,
-    size,
-)
-
-_SIZES = {
-    "tp_size": size(1, MAX_RANKS),
-    "dp_size": size(1, MAX_RANKS),
-    "enable_expert_parallel": FLAG,
-}
-# MoEProblem checks num_redundant_experts.
-_RECORD = {
-    **_SIZES,
-    "tp_size": optional(_SIZES["tp_size"]),
-    "parallel": optional(instance("a ParallelConfig", ParallelConfig)),
-    "group": optional(GROUP),
-    "is_sequence_parallel": FLAG,
-    "expert_placement_strategy": choice(("linear", "round_robin")),
-    "reduce_results": FLAG,
-}
 
 
 def parallel_config(
@@ -52,11 +25,10 @@ def parallel_config(
             Otherwise each rank holds a slice of every expert (tp_size is dp_size * tp_size).
 
     Raises:
-        InvalidProblem: A value has the wrong type or is out of range.
+        InvalidProblem: A value is out of range.
     """
-    accept(_SIZES | {"rank": size(0, MAX_RANKS)}, locals())
     ranks = tp_size * dp_size
-    if rank >= ranks:
+    if not 0 <= rank < ranks:
         raise InvalidProblem(
             f"rank must be in [0, {ranks}) with tp_size={tp_size} and dp_size={dp_size} "
             f"(got rank={rank})"
@@ -85,7 +57,7 @@ class LayerParallelism:
         reduce_results: Sum the ranks' outputs where no tokens move. If False, the caller sums.
 
     Raises:
-        InvalidProblem: A value has the wrong type, or ``parallel`` is given with a size.
+        InvalidProblem: ``parallel`` is given with a size.
     """
 
     tp_size: int | None = None
@@ -99,7 +71,6 @@ class LayerParallelism:
     reduce_results: bool = True
 
     def __post_init__(self) -> None:
-        accept_fields(self, _RECORD)
         sizes = (self.tp_size, self.dp_size, self.enable_expert_parallel)
         if self.parallel is not None and sizes != (None, 1, False):
             raise InvalidProblem(
@@ -107,22 +78,12 @@ class LayerParallelism:
             )
 
     def config(self) -> ParallelConfig:
-        """Return the ParallelConfig of this process.
-
-        Raises:
-            InvalidProblem: The rank is needed and torch.distributed is not initialized.
-        """
+        """Return the ParallelConfig of this process, whose rank torch.distributed knows."""
         group, tp_size, dp_size = self.group, self.tp_size, self.dp_size
         if self.parallel is not None:
             return self.parallel
         if group is None and (tp_size or 1) == dp_size == 1:
             return ParallelConfig()
-        if not (dist.is_available() and dist.is_initialized()):
-            raise InvalidProblem(
-                f"tp_size={tp_size}, dp_size={dp_size}: the rank comes from torch.distributed, "
-                "which is not initialized; initialize it, or pass "
-                "parallel=parallel_config(..., rank=...)"
-            )
         if tp_size is None:
             tp_size = 1 if group is None else max(1, group.size() // dp_size)
         rank = dist.get_rank(group)

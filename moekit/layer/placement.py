@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,22 +11,7 @@ from torch import Tensor
 from moekit.errors import InvalidInput, InvalidProblem
 from moekit.problem import MoEProblem, partition
 from moekit.runtime.checks import check_tensor
-from moekit.untrusted.arguments import MAX_EXPERTS, MAX_RANKS, Kind, accept_fields, shown, size
-
-
-def _ids(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, tuple):
-        raise TypeError
-    return tuple(_id.keep(each) for each in value)
-
-
-_MOST_REPLICAS = 2**27
-_id = size(-MAX_EXPERTS, MAX_EXPERTS)
-_KINDS = {
-    "physical_to_logical": Kind("a tuple of expert ids", _ids),
-    "num_experts": size(1, MAX_EXPERTS),
-    "ep_size": size(1, MAX_RANKS),
-}
+from moekit.untrusted.arguments import shown
 
 
 @dataclass(frozen=True)
@@ -50,12 +34,16 @@ class Placement:
         "round_robin" puts expert e on rank ``e % ep_size``. The first ranks hold the remainder.
 
         Raises:
-            InvalidProblem: "round_robin" with redundant experts.
+            InvalidProblem: Another strategy, or "round_robin" with redundant experts.
         """
         experts, ranks = problem.num_experts, problem.parallel.ep_size
         if strategy == "linear":
             slots = range(problem.num_physical_experts)
             return cls(tuple(map(problem.logical_expert, slots)), experts, ranks)
+        if strategy != "round_robin":
+            raise InvalidProblem(
+                f"expert_placement_strategy={shown(strategy)}: it must be linear or round_robin"
+            )
         if problem.num_redundant_experts:
             raise InvalidProblem(
                 "expert_placement_strategy='round_robin' places no replicas (got "
@@ -65,8 +53,11 @@ class Placement:
         return cls(tuple(held), experts, ranks)
 
     def __post_init__(self) -> None:
-        accept_fields(self, _KINDS, InvalidInput)
         E, held, faults = self.num_experts, self.physical_to_logical, []
+        if not (1 <= E <= len(held) and 1 <= self.ep_size <= len(held)):
+            raise InvalidInput(
+                f"{len(held)} slots cannot hold {shown(E)} experts on {shown(self.ep_size)} ranks"
+            )
         if outside := sorted({e for e in held if not 0 <= e < E}):
             faults.append(f"slots hold {outside[:8]}, but experts are 0..{E - 1}")
         if missing := sorted(set(range(E)) - set(held)):
@@ -98,11 +89,6 @@ class Placement:
     def logical_to_physical(self, device: torch.device | str = "cpu") -> Tensor:
         """Return `replicas` for `moekit.to_physical`: (E, P - E + 1) int64, -1 past the last."""
         width = len(self.physical_to_logical) - self.num_experts + 1
-        if width * self.num_experts > _MOST_REPLICAS:
-            raise InvalidInput(
-                f"a table of {self.num_experts} experts with up to {width} replicas each has more "
-                f"than {_MOST_REPLICAS} entries: use fewer redundant experts"
-            )
         padded = [[*slots, *[-1] * (width - len(slots))] for slots in self.replicas]
         return torch.tensor(padded, dtype=torch.int64, device=device)
 

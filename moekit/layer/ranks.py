@@ -97,43 +97,22 @@ class LayerRanks:
         return slice(min(at * each, tokens), min((at + 1) * each, tokens))
 
     def gather(self, mine: Tensor, tokens: int) -> Tensor:
-        """Return all ``tokens`` rows (tokens, H) from each rank's `share` of them."""
-        each = -(-tokens // self.copies)
-        mine = _padded(mine, each)
-        return self._exchange(mine.repeat(self.copies, 1)).flatten(0, 1)[:tokens]
+        """Return all ``tokens`` rows (tokens, H) from each rank's `share` of them.
+
+        Uses the layer's group: creating a smaller one would involve ranks outside it.
+        """
+        each, first = -(-tokens // self.copies), self.rank - self.rank % self.copies
+        filled = torch.cat([mine, mine.new_zeros((each - len(mine), mine.shape[1]))])
+        sent = filled.repeat(self.copies, 1)
+        splits = [each * (first <= rank < first + self.copies) for rank in range(self.size)]
+        received = torch.empty_like(sent)
+        # Collective over all ranks, so a rank takes part even if it has nothing to send.
+        dist.all_to_all_single(
+            received.view(torch.uint8), sent.view(torch.uint8), splits, splits, self.group
+        )
+        return received[:tokens]
 
     def sum_all(self, out_TH: Tensor) -> None:
         """Sum ``out_TH`` in place over all ranks, if the layer is to do that."""
         if self.sums and out_TH.numel():
             dist.all_reduce(out_TH, group=self.group)
-
-    def sum_batch(self, part_TH: Tensor) -> Tensor:
-        """Return the sum over the ranks that hold these tokens, in fp32 and in rank order."""
-        tokens, each = part_TH.shape[0], -(-part_TH.shape[0] // self.copies)
-        if self.copies == 1:
-            return part_TH
-        parts = self._exchange(_padded(part_TH, self.copies * each))
-        return self.gather(parts.float().sum(dim=0).to(part_TH.dtype), tokens)
-
-    def _exchange(self, rows: Tensor) -> Tensor:
-        """Exchange blocks of rows between the ranks that hold the same tokens, in rank order.
-
-        Uses the layer's group: creating a smaller one would involve ranks outside it. Returns the
-        blocks that this rank received, (copies, rows / copies, H).
-        """
-        each, first = len(rows) // self.copies, self.rank - self.rank % self.copies
-        holders = range(first, first + self.copies)
-        splits = [each * (rank in holders) for rank in range(self.size)]
-        received = torch.empty_like(rows)
-        # Collective over all ranks, so a rank takes part even if it has nothing to send.
-        dist.all_to_all_single(
-            received.view(torch.uint8), rows.view(torch.uint8), splits, splits, self.group
-        )
-        return received.view(self.copies, each, rows.shape[1])
-
-
-def _padded(rows: Tensor, count: int) -> Tensor:
-    """Return ``rows`` (N, H), contiguous, with zero rows appended up to ``count``."""
-    if len(rows) == count:
-        return rows.contiguous()
-    return torch.cat([rows, rows.new_zeros((count - len(rows), rows.shape[1]))])

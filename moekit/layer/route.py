@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,23 +13,12 @@ from torch import Tensor
 from moekit.contract import Routing
 from moekit.errors import InvalidInput, InvalidProblem
 from moekit.runtime.checks import ID_DTYPES, check_ids, check_tensor
-from moekit.untrusted.arguments import FLAG, accept, choice, optional, real, shown, size
+from moekit.untrusted.arguments import shown
 
 _SCORING: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda logits: logits.softmax(dim=-1),
     "sigmoid": torch.sigmoid,
     "sqrtsoftplus": lambda logits: F.softplus(logits).sqrt(),
-}
-
-OPTIONS = {
-    "top_k": size(),
-    "scoring": choice(_SCORING),
-    "renormalize": FLAG,
-    "num_expert_group": optional(size()),
-    "topk_group": optional(size()),
-    "routed_scaling_factor": real(),
-    "checked": FLAG,
-    "batch_invariant": FLAG,
 }
 
 # Elementwise operations of fewer elements run in one loop on the CPU, and every vector divides
@@ -104,17 +92,7 @@ def route(
         _expect("is_padding", is_padding, (T,), *_BOOL, device)
     if checked is None:
         checked = device.type == "cpu"
-    options = {
-        "top_k": top_k,
-        "scoring": scoring,
-        "renormalize": renormalize,
-        "num_expert_group": num_expert_group,
-        "topk_group": topk_group,
-        "routed_scaling_factor": routed_scaling_factor,
-        "checked": checked,
-        "batch_invariant": batch_invariant,
-    }
-    _check_options(E, **options)
+    _check_options(E, top_k, scoring, num_expert_group, topk_group)
     hashed = None
     if hash_table is not None or token_ids is not None:
         if correction_bias is not None or num_expert_group is not None or custom is not None:
@@ -183,7 +161,9 @@ def _hashed(
 ) -> Tensor:
     """Return the experts (T, K) int64 of the tokens."""
     if table is None or token_ids is None:
-        raise InvalidInput("hash_table and token_ids go together: give both or none")
+        raise InvalidInput(
+            "hash_table and token_ids (vLLM's input_ids) go together: give both or none"
+        )
     T, E = logits.shape
     _expect("hash_table", table, (None, top_k), *_IDS, logits.device)
     _expect("token_ids", token_ids, (T,), *_IDS, logits.device)
@@ -315,18 +295,16 @@ def _expect(
         raise InvalidInput(f"{name} must be {wanted} of {dtypes} on {device} (got {shown(tensor)})")
 
 
-# Calls of a layer repeat its options, so the check is cached.
-@lru_cache(maxsize=256, typed=True)
-def _check_options(E: int, **options: Any) -> None:
-    """Raise InvalidProblem for `OPTIONS` that do not fit each other or the number of experts."""
-    accept(OPTIONS, options)
-    top_k, groups, kept = (options[n] for n in ("top_k", "num_expert_group", "topk_group"))
-    if top_k > E:
-        raise InvalidProblem(f"top_k must be in 1..{E}, the number of experts (got {top_k})")
-    if (groups is None) != (kept is None):
-        raise InvalidProblem("num_expert_group and topk_group go together: give both or none")
-    if groups is None:
+def _check_options(E: int, top_k: int, scoring: str, groups: int | None, kept: int | None) -> None:
+    """Raise InvalidProblem for options that do not fit each other or the number of experts."""
+    if not 1 <= top_k <= E:
+        raise InvalidProblem(f"top_k must be in 1..{E}, the number of experts (got {shown(top_k)})")
+    if scoring not in _SCORING:
+        raise InvalidProblem(f"scoring={shown(scoring)}: it must be one of {', '.join(_SCORING)}")
+    if groups is None and kept is None:
         return
+    if groups is None or kept is None:
+        raise InvalidProblem("num_expert_group and topk_group go together: give both or none")
     if not 1 <= kept <= groups or E % groups:
         raise InvalidProblem(
             f"num_expert_group must divide the {E} experts, and topk_group must be in "

@@ -292,6 +292,17 @@ def unpack_int4(packed: Tensor) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
+def numbers(q: Tensor, dtype: str) -> Tensor:
+    """Return stored values (..., columns) as fp32: without zero point and scale."""
+    if dtype != _FP4:
+        return (unpack_int4(q) if dtype == "int4" else q).float()
+    code = torch.tensor([*E2M1, *(-v for v in E2M1)], dtype=torch.float32, device=q.device)
+    byte = torch.arange(256, device=q.device)
+    pairs = torch.stack((code[byte & 15], code[byte >> 4]), dim=1)
+    # An index in brackets would be converted to int64.
+    return pairs.index_select(0, q.int().flatten()).view(*q.shape, 2).flatten(-2)
+
+
 def dequantize(
     q: Tensor,
     scale: Tensor,
@@ -307,12 +318,7 @@ def dequantize(
         zero_points: uint8, shaped as scale.
         g_idx: (..., columns), the group of each column.
     """
-    values = unpack_int4(q) if quant.packed else q
-    if quant.dtype == _FP4:
-        codes = torch.tensor([*E2M1, *(-v for v in E2M1)], dtype=torch.float32, device=q.device)
-        # An index in brackets would be converted to int64.
-        values = codes.index_select(0, values.int().flatten()).view(values.shape)
-    values = values.float()
+    values = numbers(q, quant.dtype)
 
     def each(x: Tensor) -> Tensor:
         if g_idx is None:

@@ -15,14 +15,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moekit.contract import PackedWeights, PermuteExpertsUnpermute, PrepareAndFinalize, Routing
 from moekit.errors import InvalidInput
-from moekit.problem import MoEProblem
 from moekit.runtime.workspace import is_capturing
 
 logger = logging.getLogger("moekit")
@@ -31,22 +29,8 @@ logger = logging.getLogger("moekit")
 _lock = threading.RLock()
 
 
-class Kernel(Protocol):
-    """What is needed of a `moekit.ModularKernel`."""
-
-    problem: MoEProblem
-    dispatcher: PrepareAndFinalize
-    experts: PermuteExpertsUnpermute
-    checked: bool
-
-    def __call__(
-        self, x: Tensor, weights: PackedWeights, routing: Routing, *, out: Tensor | None = None
-    ) -> Tensor:
-        """Compute the layer."""
-
-
-def unsupported(kernel: Kernel) -> list[str]:
-    """Return why calls of ``kernel`` cannot be captured one by one; empty if they can."""
+def unsupported(kernel: Any) -> list[str]:
+    """Return why a `ModularKernel`'s calls cannot be captured one by one; empty if they can."""
     reasons = [
         f"{spec.name} does not declare graph_safe"
         for spec in (kernel.dispatcher.spec, kernel.experts.spec)

@@ -31,15 +31,10 @@ class Job:
         self.work = work
         self.reply: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         self.abandoned = False
-        self.shared = False
 
     def read(self, client: Any, keys: list[str], seconds: float) -> list[bytes]:
         """Return the values of keys, waiting for other ranks to write them."""
-        limit = timedelta(seconds=max(seconds, 0.001))  # zero would mean no limit
-        if self.shared:
-            client.wait(keys, limit)
-        else:
-            client.set_timeout(limit)
+        client.set_timeout(timedelta(seconds=max(seconds, 0.001)))  # zero would mean no limit
         values: list[bytes] = client.multi_get(keys)
         return values
 
@@ -122,7 +117,7 @@ def host_of(store: Any) -> str:
     return f"the process{at} that hosts it (torchrun's launcher or global rank 0)"
 
 
-def _serve(store: Store, jobs: _Line) -> None:
+def _serve(store: Any, jobs: _Line) -> None:
     client: Any = None
     while (job := jobs.get()) is not None:
         if job.abandoned:
@@ -130,19 +125,9 @@ def _serve(store: Store, jobs: _Line) -> None:
         result, error = None, None
         try:
             if client is None:
-                client = _open(store)
-            job.shared = client is store
+                client = store.clone()
             result = job.work(client, job)
         except BaseException as raised:
             error = raised
         job.reply.put((result, error))
         del job, result, error
-
-
-def _open(store: Any) -> Any:
-    try:
-        return store.clone()
-    except dist.DistError:
-        raise
-    except (AttributeError, RuntimeError):  # a store without clone(): share its client
-        return store

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from moekit.contract import PackedWeights, Routing
 from moekit.runtime.checks import device_of
 
-if TYPE_CHECKING:
-    from moekit.runtime.graphs import Kernel
-
 logger = logging.getLogger("moekit")
 
 
-def warm_up(kernel: Kernel, weights: PackedWeights, num_tokens: int) -> None:
+def warm_up(kernel: Any, weights: PackedWeights, num_tokens: int) -> None:
     """Do as `ModularKernel.warmup` says."""
     powers = (1 << n for n in range(num_tokens.bit_length()))
     sizes = {*powers, *kernel.experts.largest_calls(num_tokens)}
@@ -38,7 +35,7 @@ def warm_up(kernel: Kernel, weights: PackedWeights, num_tokens: int) -> None:
                             step + 1, len(sizes), tokens, seconds)  # fmt: skip
 
 
-def _random_call(kernel: Kernel, weights: PackedWeights, tokens: int) -> None:
+def _random_call(kernel: Any, weights: PackedWeights, tokens: int) -> None:
     p, device = kernel.problem, device_of(weights)
     draw = torch.Generator(device).manual_seed(0)  # the caller's random state stays as it is
     x = torch.randn(tokens, p.hidden_size, dtype=p.dtype, device=device, generator=draw)

@@ -166,14 +166,6 @@ def converted(wanted: str, type_: type, makers: Mapping[type, Callable[[Any], An
     return Kind(wanted, keep)
 
 
-def sequence(wanted: str, type_: type) -> Kind:
-    """Return the kind of lists and tuples of ``type_``, kept as they are."""
-    return matching(
-        f"a list or tuple of {wanted}",
-        lambda value: isinstance(value, (list, tuple)) and all(isinstance(v, type_) for v in value),
-    )
-
-
 def either(first: Kind, second: Kind) -> Kind:
     def keep(value: Any) -> Any:
         with suppress(Exception):

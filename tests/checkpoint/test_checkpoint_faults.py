@@ -87,7 +87,7 @@ def test_every_broken_file_is_named(made: dict[str, files.Layer], tmp_path: Path
     said = str(caught.value)
     assert f"{first}: truncated or not a safetensors file" in said
     assert f"{second}: truncated or not" in said
-    assert f"{third}: no such file; the checkpoint is incomplete" in said
+    assert f"{third}: no such file; download the whole model" in said
 
 
 def test_no_config(made: dict[str, files.Layer], tmp_path: Path) -> None:

@@ -152,8 +152,8 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, T
 def test_gpt_oss(gpt_oss: tuple[Path, dict[str, Tensor]]) -> None:
     """Quarters of 5 groups of 32 are a group and 8 columns of the last one each."""
     path, values = gpt_oss
-    found = detect(path)
-    assert (found.scheme, found.activation.name) == ("mxfp4_w4a16", "swigluoai")
+    (found,) = detect(path).groups
+    assert (found.scheme, found.problem.activation.name) == ("mxfp4_w4a16", "swigluoai")
     gate_up, down = values["gate_up_proj"], values["down_proj"]
     bias = values["gate_up_proj_bias"]
     for tp_size in (1, 2, 4):

@@ -128,7 +128,7 @@ def test_device_spec_of_another_machine() -> None:
     assert str(DeviceSpec.parse("sm90")) == "cuda sm90"
     assert str(DeviceSpec.parse("gfx942")) == "cuda gfx942"
     if not torch.cuda.is_available():
-        with pytest.raises(InvalidProblem, match="name the capability instead"):
+        with pytest.raises(InvalidProblem, match="another machine by its architecture"):
             DeviceSpec.parse("cuda")
 
 

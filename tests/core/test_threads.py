@@ -20,7 +20,7 @@ import moekit
 from moekit import Pending, Workspace
 from moekit.contract import BufferSpec
 from moekit.eplb.rebalancer import LoadWindow
-from moekit.errors import InvalidInput, MoekitError, NameClash
+from moekit.errors import InvalidInput, MoekitError
 from moekit.runtime import workspace
 from moekit.runtime.graphs import Graphed
 from moekit.runtime.workspace import Layout
@@ -315,21 +315,6 @@ def test_load_is_counted_completely() -> None:
     at_once(run)
     window.step()
     assert window.total().tolist() == [[THREADS * 20 * 50_000] * 8]
-
-
-def test_layers_are_named_apart() -> None:
-    def make(thread: int) -> Any:
-        sizes = {"params_dtype": torch.float32, "experts": "torch", "device": "cpu"}
-        found = [moekit.FusedMoE(4, 2, 32, 32, **sizes) for _ in range(3)]
-        try:
-            return found, moekit.FusedMoE(4, 2, 32, 32, prefix="the same", **sizes)
-        except NameClash:
-            return found, None
-
-    made = at_once(make)
-    names = [layer.prefix for layers, _ in made for layer in layers]
-    assert len(set(names)) == len(names)
-    assert sum(own is not None for _, own in made) == 1, "two living layers have one name"
 
 
 def test_a_refused_call_in_one_thread_leaves_the_others_right() -> None:

@@ -23,13 +23,11 @@ assert plugin.FILES.known("Acme X1") == []
 """
 CORE = """
 import os
-from moekit.backends import cpu_costs
 from moekit.selection.tuned import table
 assert "x.zip" in table.__file__
 known = table.known("cuda sm90")
 assert {key.device for key in known} >= {"NVIDIA H200"} and known is table.known("cuda sm90")
 assert table.known("cpu") == {}
-assert cpu_costs.shipped("bfloat16", 3 * 4096 * 14336, "").points
 """
 
 

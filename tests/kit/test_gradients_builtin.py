@@ -19,10 +19,6 @@ class TestTorch(GradientConformance):
     backend = "torch"
 
 
-class TestReference(GradientConformance):
-    backend = "reference"
-
-
 class TestLocal(DispatcherGradientConformance):
     backend = "local"
 

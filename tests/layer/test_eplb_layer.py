@@ -43,7 +43,7 @@ def test_window_slides_and_skips_padding() -> None:
     assert window.total().tolist() == [[0] * 4, [0, 0, 0, 2]], "the oldest step must leave"
     window.step()
     assert window.total().tolist() == [[0] * 4, [0] * 4]
-    with pytest.raises(InvalidInput, match="steps=0: it must be an integer"):
+    with pytest.raises(InvalidInput, match="got 0 for 0 steps"):
         LoadWindow(1, 4, 0)
 
 
@@ -230,8 +230,6 @@ def test_a_rebalancer_refuses_wrong_arguments() -> None:
     packed = kernel.pack(random_weights(kernel.problem))
     with pytest.raises(InvalidInput, match="packed must hold the weights of at least one"):
         Rebalancer(kernel, [])
-    with pytest.raises(InvalidInput, match="policy='best': it must be a function"):
-        Rebalancer(kernel, [packed], policy="best")
     kernel.experts.spec = replace(kernel.experts.spec, movable=False)
     with pytest.raises(Unsupported, match="'torch'.*cannot move") as caught:
         Rebalancer(kernel, [packed])

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from layer_cases import E, logits_for, make_layer
+from layer_cases import E, H, logits_for, make_layer
 
-from moekit import LayerParallelism, ParallelConfig, RoutingConfig, SharedExperts
-from moekit.errors import InvalidProblem
+from moekit import ParallelConfig
 from moekit.testing.cases import random_weights, random_x
 
 ROUTING = {
@@ -25,41 +24,13 @@ PARALLELISM = {
 }
 
 
-def test_records_and_keywords_make_the_same_layer() -> None:
-    outs, layers = [], []
-    for arguments in (
-        {"routing": RoutingConfig(**ROUTING), "parallelism": LayerParallelism(**PARALLELISM),
-         "shared_experts": SharedExperts(torch.sin, partial=True)},
-        {**ROUTING, **PARALLELISM, "shared_experts": SharedExperts(torch.sin, partial=True)},
-    ):  # fmt: skip
-        layer = make_layer(**arguments)
-        layer.load_weights(random_weights(layer.problem))
-        outs.append(layer(random_x(layer.problem, 9), logits_for(layer, 9)))
-        layers.append(layer)
-    assert torch.equal(*outs)
-    one, other = ((v.problem, v.placement, v.partial, v.flow.shared) for v in layers)
-    assert one == other and one[3] == SharedExperts(torch.sin, partial=True)
-    assert "routing: sigmoid, best 2 of 3 groups, correction bias, scaled by 2.5" in repr(layers[0])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (
-            {"routing": RoutingConfig(), "renormalize": True, "topk_group": 1},
-            "routing and renormalize, topk_group are both given: set them in the RoutingConfig",
-        ),
-        (
-            {"parallelism": LayerParallelism(), "tp_size": 1},
-            "parallelism and tp_size are both given",
-        ),
-        ({"routing": {"renormalize": True}}, "routing=.* must be a RoutingConfig, or None"),
-        ({"parallelism": ParallelConfig()}, "parallelism=.* must be a LayerParallelism, or None"),
-    ],
-)
-def test_contradicting_arguments_are_refused(arguments, said) -> None:
-    with pytest.raises(InvalidProblem, match=said):
-        make_layer(**arguments)
+def test_keywords_of_routing_and_parallelism() -> None:
+    layer = make_layer(**ROUTING, **PARALLELISM, shared_experts=torch.sin)
+    layer.load_weights(random_weights(layer.problem))
+    assert layer(random_x(layer.problem, 9), logits_for(layer, 9)).shape == (9, H)
+    assert layer.partial and layer.flow.shared is torch.sin
+    assert layer.placement.on_rank(1) == tuple(range(1, E, 2))
+    assert "routing: sigmoid, best 2 of 3 groups, correction bias, scaled by 2.5" in repr(layer)
 
 
 def test_an_unknown_keyword_is_a_type_error() -> None:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 import moekit
-from moekit import FusedMoE, SharedExperts
-from moekit.errors import InvalidProblem
+from moekit import FusedMoE
 from moekit.testing.cases import generator, random_weights, random_x, use_seed, whole
 from moekit.testing.distributed import RankPool
 
@@ -76,12 +75,6 @@ def test_a_layer_gives_a_token_the_same_bits_in_every_call(knobs) -> None:
             rows = slice(start, start + tokens)
             assert torch.equal(made(x[rows], logits[rows]), every[rows])
     made.destroy()
-
-
-def test_slices_of_shared_experts_are_refused() -> None:
-    """A layer refuses what a kernel refuses."""
-    with pytest.raises(InvalidProblem, match="slices that ranks with the same tokens add up"):
-        layer(shared_experts=SharedExperts(torch.neg, partial=True))
 
 
 # -- ranks --------------------------------------------------------------------------------------

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 import moekit
 from moekit.errors import (
     InvalidInput,
-    InvalidProblem,
     MoekitError,
-    NameClash,
     Unsupported,
     WeightsError,
 )
@@ -105,10 +103,10 @@ def test_opcheck() -> None:
     routing = moekit.route(logits, K)
     for operator in ops.operators:
         for x_of, logits_of in ((x, logits), (x.view(2, 3, H), logits.view(2, 3, -1))):
-            args = (x_of, logits_of, None, None, None, None, None, layer.prefix)
+            args = (x_of, logits_of, None, None, None, None, None, layer.number)
             torch.library.opcheck(operator, args)
         padding = torch.arange(6) < 2
-        args = (x, None, routing.topk_weights, routing.topk_ids, padding, 6, None, layer.prefix)
+        args = (x, None, routing.topk_weights, routing.topk_ids, padding, 6, None, layer.number)
         torch.library.opcheck(operator, args)
     with pytest.raises(
         Exception, match="aliasing|alias"
@@ -160,32 +158,14 @@ def test_compiled_code_raises_the_layers_errors() -> None:
         compiled(torch.randn(4, H), torch.randn(4, E))
 
 
-def test_names_are_unique_while_layers_live() -> None:
-    layer = make_layer(prefix="model.layers.3.mlp.experts")
-    with pytest.raises(NameClash, match=r"named 'model\.layers\.3\.mlp\.experts' exists"):
-        make_layer(prefix="model.layers.3.mlp.experts")
-    with pytest.raises(InvalidProblem) as failed:  # the traceback keeps the unfinished layer
-        make_layer(prefix="second", quant="fp7")
-    make_layer(prefix="second")
-    assert failed.value.__traceback__ is not None
-    layer.cycle = [layer]  # only the garbage collector finds that it is unused
-    del layer
-    again = make_layer(prefix="model.layers.3.mlp.experts")
-    again.destroy()
-    successor = make_layer(prefix="model.layers.3.mlp.experts")
-    again.destroy()  # compiled code would find no successor, or the next layer of that name
-    with pytest.raises(NameClash):
-        make_layer(prefix=successor.prefix)
-    assert make_layer().prefix != make_layer().prefix
-
-
 def test_compiled_code_that_outlives_its_layer() -> None:
-    layer, _ = loaded_layer(prefix="gone")
+    layer, _ = loaded_layer()
     x, logits = random_x(layer.problem, 4), logits_for(layer, 4)
+    number = layer.number
     del layer
     gc.collect()
-    with pytest.raises(MoekitError, match="no layer named 'gone' is alive"):
-        ops.operators.plain(x, logits, None, None, None, None, None, "gone")
+    with pytest.raises(MoekitError, match="compiled code outlived the FusedMoE"):
+        ops.operators.plain(x, logits, None, None, None, None, None, number)
 
 
 def test_gradients_are_refused() -> None:

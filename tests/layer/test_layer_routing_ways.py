@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import moekit
-from moekit import ExpertWeights, FusedMoE, RoutingConfig
+from moekit import ExpertWeights, FusedMoE
 from moekit.errors import InvalidInput, InvalidProblem
 from moekit.layer.simulate import SIMULATED
 
@@ -22,9 +22,7 @@ def hash_table() -> Tensor:
 
 
 def layer(**routing: Any) -> FusedMoE:
-    made = FusedMoE(
-        E, K, H, I, params_dtype=torch.float32, device="cpu", routing=RoutingConfig(**routing)
-    )
+    made = FusedMoE(E, K, H, I, params_dtype=torch.float32, device="cpu", **routing)
     made.load_weights(ExpertWeights(torch.randn(E, 2 * I, H) / 4, torch.randn(E, H, I) / 4))
     return made
 
@@ -131,9 +129,9 @@ def test_wrong_configs(options: dict, error: type, said: str) -> None:
 
 def test_token_ids_of_a_layer() -> None:
     x = torch.randn(4, H)
-    with pytest.raises(InvalidInput, match="routes by hash_table: give token_ids"):
+    with pytest.raises(InvalidInput, match="token_ids .* go together"):
         layer(hash_table=hash_table())(x, LOGITS)
-    with pytest.raises(InvalidInput, match="no effect without a hash_table"):
+    with pytest.raises(InvalidInput, match="token_ids .* go together"):
         layer()(x, LOGITS, token_ids=TOKENS)
     with pytest.raises(InvalidInput, match="only together with router_logits"):
         made = layer(hash_table=hash_table())
@@ -182,8 +180,6 @@ def test_simulated_batches_differ(kind: str) -> None:
     [
         (("normal", 4, E, K), InvalidProblem, "choose from uniform, zipf, hot, fixed"),
         ((None, 4, E, K), InvalidProblem, "routing None is unknown"),
-        (("hot", 4, E, E + 1), InvalidProblem, r"top_k must be in 1..num_experts"),
-        (("hot", 4, 2.0, 1), InvalidProblem, "num_experts=2.0"),
         (("hot", -1, E, K), InvalidInput, "num_tokens"),
     ],
 )

@@ -34,21 +34,21 @@ SPREADS = {
 VARIANTS = {
     "plain": {},
     "bias, shared, zero experts": {
-        "shared": "complete",
+        "shared": True,
         "knobs": {"has_bias": True, "zero_expert_num": 2},
     },
-    "sliced shared experts, chunks, an empty rank": {
-        "shared": "partial",
+    "shared experts, chunks, an empty rank": {
+        "shared": True,
         "tokens": ((9, 0, 4, 1), (0, 0, 0, 0), (0, 5, 3, 2)),
         "knobs": {"max_num_tokens": 2, "zero_expert_num": 1},
     },
     "sequence parallel": {
-        "shared": "complete",
+        "shared": True,
         "tokens": ((7, 5), (1, 1), (0, 3), (8, 8)),
         "knobs": {"is_sequence_parallel": True, "has_bias": True, "max_num_tokens": 2},
     },
     "results not reduced": {
-        "shared": "complete",
+        "shared": True,
         "knobs": {"reduce_results": False, "zero_expert_num": 2},
     },
 }
@@ -173,7 +173,7 @@ PARALLEL_3 = ParallelConfig(ep_size=3, dp_size=1)
 
 @pytest.mark.parametrize("spread", [{"dp": 2, "ep": True}, {"tp": 2}], ids=str)
 def test_compiled_on_ranks(ranks, spread) -> None:
-    assert ranks.run(compiled, Case(**spread, shared="complete")) == [(True, 1)] * 4
+    assert ranks.run(compiled, Case(**spread, shared=True)) == [(True, 1)] * 4
 
 
 def test_flattening() -> None:

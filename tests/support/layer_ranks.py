@@ -13,7 +13,7 @@ from layer_cases import E, H, I, K, expected, logits_for
 from torch import Tensor
 
 import moekit
-from moekit import ExpertWeights, FusedMoE, ParallelConfig, SharedExperts
+from moekit import ExpertWeights, FusedMoE, ParallelConfig
 from moekit.errors import MoekitError
 from moekit.testing.cases import (
     device_of,
@@ -34,7 +34,7 @@ class Case:
     """A layer on the first ``tp * dp`` ranks, or on ``parallel`` = (ep_size, tp_size, dp_size).
 
     tokens: For each call, the tokens of each batch, repeated if there are more batches.
-    shared: None, "complete" or "partial". knobs: Arguments of FusedMoE.
+    shared: There are shared experts. knobs: Arguments of FusedMoE.
     """
 
     tp: int = 1
@@ -42,7 +42,7 @@ class Case:
     ep: bool = False
     parallel: tuple[int, int, int] | None = None
     tokens: tuple[tuple[int, ...], ...] = ((7, 5), (1, 1), (6, 8))
-    shared: str | None = None
+    shared: bool = False
     knobs: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -74,9 +74,6 @@ def my_layer(case: Case, rank: int, device: str = "cpu") -> FusedMoE | None:
     group = group_of(case.ranks)
     if rank >= case.ranks:
         return None
-    partial = case.shared == "partial"
-    share = 1 / tp_slices(case) if partial else 1.0
-    shared = SharedExperts(lambda x: share * torch.sin(x), partial)
     knobs: dict[str, Any] = {
         "num_experts": EXPERTS,
         "top_k": K,
@@ -87,7 +84,7 @@ def my_layer(case: Case, rank: int, device: str = "cpu") -> FusedMoE | None:
         "group": group,
         "experts": "torch",
         "peer_timeout": 20.0,
-        "shared_experts": shared if case.shared else None,
+        "shared_experts": torch.sin if case.shared else None,
     }
     if case.parallel is not None:
         ep_size, tp_size, dp_size = case.parallel
@@ -101,11 +98,6 @@ def my_layer(case: Case, rank: int, device: str = "cpu") -> FusedMoE | None:
     else:
         knobs.update(tp_size=case.tp, dp_size=case.dp, enable_expert_parallel=case.ep)
     return FusedMoE(**{**knobs, **case.knobs})
-
-
-def tp_slices(case: Case) -> int:
-    """Return the number of ranks with the same tokens, whose partial shared experts add up."""
-    return case.ranks // case.batches
 
 
 def my_weights(layer: FusedMoE) -> tuple[ExpertWeights, ExpertWeights]:
@@ -176,7 +168,7 @@ def chunks_of(
 
 def one_fails(rank: int, world_size: int, case: Case, fault: str) -> list[str]:
     """Let rank 1 fail the second of three calls, and return every rank's outcomes."""
-    layer = my_layer(replace(case, shared="complete" if "shared" in fault else None), rank)
+    layer = my_layer(replace(case, shared="shared" in fault), rank)
     if layer is None:
         return []
     mine, everything = my_weights(layer)
@@ -197,7 +189,7 @@ def one_fails(rank: int, world_size: int, case: Case, fault: str) -> list[str]:
             logits = logits.clone()
             logits[2, 0] = float("nan")
         if failing and fault == "shared raises":
-            shared, layer.flow.shared = layer.flow.shared, SharedExperts(_broken)
+            shared, layer.flow.shared = layer.flow.shared, _broken
         if failing and fault == "prepare raises":
             prepare = partial(_broken_behind, layer.kernel.dispatcher.prepare)
             layer.kernel.dispatcher.prepare = prepare

@@ -17,7 +17,7 @@ from moekit_vllm import FusedMoE, SharedFusedMoE
 from torch import Tensor, nn
 
 import moekit
-from moekit import LayerParallelism, ParallelConfig
+from moekit import ParallelConfig
 from moekit.errors import WeightsError
 from moekit.layer.placement import Placement
 from moekit.testing.cases import random_weights
@@ -46,9 +46,9 @@ def test_the_same_output_as_with_load_checkpoint(
         config_of_rank = ParallelConfig(
             ep_size=ep, ep_rank=rank % ep, tp_size=tp, tp_rank=rank % tp, dp_size=1
         )
-        spread = LayerParallelism(parallel=config_of_rank, reduce_results=False)
-        layer = FusedMoE(**arguments, quant_config=config, parallelism=spread)
-        other = moekit.FusedMoE(**arguments, quant=layer.problem.quant, parallelism=spread)
+        spread = dict(parallel=config_of_rank, reduce_results=False)
+        layer = FusedMoE(**arguments, quant_config=config, **spread)
+        other = moekit.FusedMoE(**arguments, quant=layer.problem.quant, **spread)
         other.load_checkpoint(tmp_path, None, 0)
         load_files(layer, made.tensors, 4)
         assert torch.equal(layer(x, logits), other(x, logits))

@@ -15,7 +15,7 @@ from hf_models import DEEPSEEK_V3, GPT_OSS, MIXTRAL, HFModel
 from moekit_vllm import FusedMoE
 from torch import Tensor, nn
 
-from moekit import LayerParallelism, ParallelConfig
+from moekit import ParallelConfig
 
 pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors")
@@ -51,10 +51,10 @@ def tensors(path: Path) -> list[tuple[str, Tensor]]:
 
 def build(name: str, config: Any, parallel: ParallelConfig, redundant: int = 0) -> blocks.MoEModel:
     hf, block, names = MODELS[name]
-    parallelism = LayerParallelism(
-        parallel=parallel, reduce_results=False, num_redundant_experts=redundant
-    )
-    how = dict(device="cpu", params_dtype=torch.float32, parallelism=parallelism)
+    how = dict(
+        device="cpu", params_dtype=torch.float32, parallel=parallel,
+        num_redundant_experts=redundant,
+    )  # fmt: skip
     paths = [hf.stored.format(layer=layer) for layer in hf.moe_layers]
     number = next(_numbers)  # the prefix of each living layer must be another one
     make = lambda path: block(config, f"{number}.{path}", **how)  # noqa: E731

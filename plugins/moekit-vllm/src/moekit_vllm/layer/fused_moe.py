@@ -60,10 +60,9 @@ class FusedMoE(moekit.FusedMoE):
         apply_routed_scale_to_output: Multiply the output by ``routed_scaling_factor``, not the
             weights.
         is_fused_checkpoint_transposed: Tensors of all experts hold matrices as (in, out).
-        keywords: Other arguments of `moekit.FusedMoE` and fields of its records, which mean the
-            same there, and vLLM's ``use_grouped_topk`` (without it, groups are ignored),
-            ``swiglu_limit``, ``swiglu_alpha``, ``swiglu_beta``, ``activation_situ_beta`` and
-            ``activation_situ_linear_beta``.
+        keywords: Other arguments of `moekit.FusedMoE`, and vLLM's ``use_grouped_topk`` (without
+            it, groups are ignored), ``swiglu_limit``, ``swiglu_alpha``, ``swiglu_beta``,
+            ``activation_situ_beta`` and ``activation_situ_linear_beta``.
 
     Raises:
         InvalidProblem: A keyword of vLLM's belongs to a part that this layer does not have, or
@@ -97,11 +96,10 @@ class FusedMoE(moekit.FusedMoE):
         **keywords: Any,
     ) -> None:
         vllm.drop_unused(keywords)
-        if reduce_results or keywords.get("parallelism") is None:
-            keywords["reduce_results"] = reduce_results
+        keywords["reduce_results"] = reduce_results
         vllm.set_ranks(keywords, tp_size, ep_size, dp_size)
         fields = {n: v for n, v in keywords.items() if n in LayerParallelism.__dataclass_fields__}
-        spread = keywords.get("parallelism") or LayerParallelism(**fields)
+        spread = LayerParallelism(**fields)
         sizes = (hidden_size, intermediate_size, spread.config().tp_size)
         format, scheme = resolve(quant_config, quant, dequantize, sizes, prefix or "experts")
         computed = vllm.activation_of(activation, is_act_and_mul, keywords)
