@@ -65,7 +65,7 @@ def moekit_experts() -> list[ExpertsSpec]:
         torch,
         name="reference",
         target="moekit.backends.reference:ReferenceExperts",
-        training=None,
+        training="moekit.backends.reference:TrainableReference",
         describe=None,
         reduces=False,
         priority=-100,

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from moekit.contract import (
     PermuteExpertsUnpermute,
     Routing,
 )
+from moekit.contract.training import InputGradients, TrainableExperts, Wanted
 from moekit.problem import MoEProblem, quant
 from moekit.problem.activation import apply_activation
 from moekit.problem.weights import ExpertWeights
@@ -62,12 +63,21 @@ def oracle(x_TH: Tensor, weights: ExpertWeights, routing: Routing, problem: MoEP
     if problem.apply_router_weight_on_input:
         x = x * torch.where(ids < 0, 0, topk_weights)  # NaN may stand there
         topk_weights = torch.ones_like(topk_weights)
-    ids, out = local_ids(ids, problem), torch.zeros_like(x)
-    for expert in torch.unique(ids[ids >= 0]).tolist():
-        row, slot = (ids == expert).nonzero(as_tuple=True)
-        dense = held.select([expert]).dequantize(problem.quant, wide)
-        y = expert_mlp(x[row], dense, 0, problem)
-        out.index_add_(0, row, topk_weights[row, slot, None] * y)
+    return _weighted_sum(x, topk_weights, local_ids(ids, problem), held, problem)
+
+
+def _weighted_sum(
+    x_RH: Tensor, weights_RK: Tensor, ids_RK: Tensor, held: ExpertWeights, problem: MoEProblem
+) -> Tensor:
+    """Return each row's weighted sum over its local experts, (R, H) in x's dtype, through which
+    autograd flows. One expert at a time is dequantized to that dtype."""
+    out = torch.zeros_like(x_RH)
+    for expert in torch.unique(ids_RK[ids_RK >= 0]).tolist():
+        row, slot = (ids_RK == expert).nonzero(as_tuple=True)
+        dense = held.select([expert]).dequantize(problem.quant, x_RH.dtype)
+        out.index_add_(
+            0, row, weights_RK[row, slot, None] * expert_mlp(x_RH[row], dense, 0, problem)
+        )
     return out
 
 
@@ -110,6 +120,59 @@ class ReferenceExperts(PermuteExpertsUnpermute):
         weights = p.hidden_size * (p.w13_rows + p.local_intermediate_size)
         activations = rows * p.top_k * (4 * p.hidden_size + 4 * p.w13_rows)
         return 4 * (4 * weights + activations)
+
+
+class TrainableReference(ReferenceExperts, TrainableExperts):
+    """Saves nothing: the backward computes everything again, by autograd in fp32."""
+
+    def forward(self, y_RH: Tensor, tokens: Dispatched, weights: PackedWeights) -> list[Tensor]:
+        assert tokens.topk_weights is not None
+        y_RH.copy_(self._sum(tokens.x.float(), tokens.topk_weights, tokens, weights.experts))
+        return []
+
+    def backward_input(
+        self,
+        grad_RH: Tensor,
+        tokens: Dispatched,
+        weights: PackedWeights,
+        saved: list[Tensor],
+        wanted: Wanted,
+    ) -> InputGradients:
+        assert tokens.topk_weights is not None
+        names = sorted(wanted.weights)
+        held = {name: t.detach() for name, t in weights.experts.items()}
+        held |= {name: held[name].requires_grad_() for name in names}
+        with torch.enable_grad():
+            x, topk_weights = (
+                t.detach().float().requires_grad_() for t in (tokens.x, tokens.topk_weights)
+            )
+            y_RH = self._sum(x, topk_weights, tokens, held)
+            inputs = x, topk_weights, *(held[name] for name in names)
+            if y_RH.requires_grad:
+                made = torch.autograd.grad(y_RH, inputs, grad_RH.float(), materialize_grads=True)
+            else:  # no row has a local expert
+                made = tuple(map(torch.zeros_like, inputs))
+        return InputGradients(made[0].to(tokens.x.dtype), made[1], made[2:])
+
+    def backward_weight(
+        self,
+        grad_RH: Tensor,
+        tokens: Dispatched,
+        saved: list[Tensor],
+        kept: tuple[Tensor, ...],
+        into: Mapping[str, Tensor],
+        add: bool,
+    ) -> None:
+        for name, made in zip(sorted(into), kept, strict=True):
+            into[name].copy_(into[name] + made if add else made)
+
+    def saved_bytes(self, rows: int) -> int:
+        return 0
+
+    def _sum(self, x_RH: Tensor, weights_RK: Tensor, tokens: Dispatched, held: Any) -> Tensor:
+        assert tokens.topk_ids is not None
+        weights = ExpertWeights(**held)
+        return _weighted_sum(x_RH, weights_RK, tokens.topk_ids, weights, self.problem)
 
 
 def dequantized_input(tokens: Dispatched, problem: MoEProblem) -> Tensor:

@@ -54,6 +54,7 @@ _CALLS: dict[str, tuple[Sequence[Call], str, dict[str, Any]]] = {
     ),
     "replicas": ([Call(_COUNTS, "masked")], "", {"num_redundant_experts": 2}),
     "experts_do_not_divide_by_ranks": ([Call(_COUNTS, "masked")], "", {"num_experts": 7}),
+    "reference_experts": ([Call(_COUNTS, "masked")], "", {"experts": "reference"}),
     "float32": ([Call(_COUNTS, "masked")], "", {"dtype": torch.float32}),
     "first_first": ([Call(_COUNTS), _OTHER, Call(_COUNTS, "rows")], "first_first", {}),
     "last_first": ([Call(_COUNTS), _OTHER, Call(_COUNTS, "rows")], "last_first", {}),

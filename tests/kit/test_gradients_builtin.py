@@ -19,6 +19,10 @@ class TestTorch(GradientConformance):
     backend = "torch"
 
 
+class TestReference(GradientConformance):
+    backend = "reference"
+
+
 class TestLocal(DispatcherGradientConformance):
     backend = "local"
 
