@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from moekit.discovery.registry import registry
 from moekit.errors import Unsupported
 from moekit.testing.base import WITHOUT_DEVICE
-
-VARIABLE = "_MOEKIT_CHECK"
 
 
 class _Count:
@@ -48,18 +48,22 @@ def run(name: str, extra_args: Sequence[str] = (), *, gradients: bool = False) -
     if gradients and spec.training is None:
         why = f"the spec of {name!r} names no class for training"
         raise Unsupported(f"{name!r} has no backward: {why}", [why])
+    kits = "ExpertsConformance", "DispatcherConformance"
+    if gradients:
+        kits = "GradientConformance", "DispatcherGradientConformance"
+    tests = [
+        f"class Test{kit}(moekit.testing.{kit}):\n    backend = {name!r}\n"
+        for kit, offered in zip(kits, (known.experts, known.dispatchers), strict=True)
+        if name in offered
+    ]
     count = _Count()
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = f"{name} gradients" if gradients else name
-    try:
+    with TemporaryDirectory(prefix="moekit_check_") as folder:
+        # Python imports a module once, so another run has another name.
+        file = Path(folder, f"test_{Path(folder).name}.py")
+        file.write_text("\n\n".join(["import moekit.testing", *tests]))
         # Without the configuration of the current folder: its addopts are for other tests.
-        args = ["--pyargs", "moekit.testing.suite", "-c", os.devnull, "--rootdir", os.curdir]
-        code = int(pytest.main([*args, "-p", "no:cacheprovider", "-rsfE", *extra_args], [count]))
-    finally:
-        if before is None:
-            del os.environ[VARIABLE]
-        else:
-            os.environ[VARIABLE] = before
+        args = [str(file), "-c", os.devnull, "--rootdir", os.curdir, "-p", "no:cacheprovider"]
+        code = int(pytest.main([*args, "-rsfE", *extra_args], [count]))
     if code == pytest.ExitCode.OK and not count.passed:
         print(f"no test called {name!r}: all were skipped (-rs shows why)")
         return int(pytest.ExitCode.NO_TESTS_COLLECTED)

@@ -1,4 +1,4 @@
-"""The kit's own rules: no silent overrides, expected failures, seeds, tolerances, `run`."""
+"""The kit's own rules: no silent overrides, seeds, tolerances, `run`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Mixin:
 @pytest.mark.parametrize(
     ("bases", "body", "says"),
     [
-        ((), {"test_dtype": lambda self: None}, "redefines test_dtype.*expected_failures"),
+        ((), {"test_dtype": lambda self: None}, "redefines test_dtype.*--deselect"),
         ((), {"test_dtype": None}, "redefines test_dtype"),
         ((Mixin,), {}, "(?s)Mixin redefines _check.*Mixin redefines test_scheme"),
     ],
@@ -63,51 +63,6 @@ class Mixin:
 def test_overriding_a_kit_test_is_refused(bases, body, says):
     with pytest.raises(TypeError, match=says):
         type("TestAcme", (*bases, ExpertsConformance), {"backend": "reference", **body})
-
-
-@pytest.mark.parametrize(
-    ("failures", "says"),
-    [
-        ({"test_dtypes": "typo"}, "names test_dtypes, which is no test"),
-        ({"test_dtype": " "}, "gives no reason"),
-    ],
-)
-def test_expected_failures_are_checked(failures, says):
-    with pytest.raises(TypeError, match=says):
-        type("TestAcme", (ExpertsConformance,), {"expected_failures": failures})
-
-
-def test_expected_failures_are_strict(pytester, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(moekit.__file__).parents[1]))
-    pytester.makepyfile(
-        """
-        import moekit.backends.reference
-        from moekit.testing import ExpertsConformance
-
-        class TestAcme(ExpertsConformance):
-            backend = "reference"
-            device = "cpu"
-            expected_failures = {
-                "test_dtype[float32]": "it does not", "test_one_expert": "broken here"
-            }
-
-            def test_of_its_own(self):
-                pass
-
-        real = moekit.backends.reference.ReferenceExperts.apply
-
-        def broken(self, y, tokens, weights, workspace):
-            real(self, y, tokens, weights, workspace)
-            if self.problem.top_k == 1:
-                y.zero_()
-
-        moekit.backends.reference.ReferenceExperts.apply = broken
-        """
-    )
-    result = pytester.runpytest_subprocess("-k", "test_dtype or test_one_expert or own", "-rxX")
-    result.assert_outcomes(passed=3, xfailed=1, failed=1)
-    result.stdout.fnmatch_lines(["*XPASS(strict)*it does not*"])
-    result.stdout.fnmatch_lines(["XFAIL*test_one_expert*broken here*"])
 
 
 def test_a_failure_says_how_to_repeat_it():
@@ -294,12 +249,11 @@ def test_negative_controls_of_the_coarsest_scheme(seed, monkeypatch):
 
 
 RUNS = """
-import os, sys
+import os
 import moekit.testing
 
 def run(name, *arguments, ranks=""):
     os.environ["MOEKIT_TEST_WORLD_SIZES"] = ranks
-    sys.modules.pop("moekit.testing.suite", None)
     print("exit", moekit.testing.run(name, ["-q", *arguments]), "-- next --")
 
 run("reference", "-k", "test_dtype")
