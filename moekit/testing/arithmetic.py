@@ -327,11 +327,8 @@ class ExpertsNumbers(ExpertsBase):
             *(sizes_of(len(rows), 1, 2 * n, n) for n in (inner, 128, 256)),
             apply_router_weight_on_input=False,
         )
-        case = cases.make_case(problem, sum(rows))
-        order = torch.randperm(sum(rows), generator=cases.generator("rows"))
-        ids = torch.arange(len(rows)).repeat_interleave(torch.tensor(rows))[order, None]
-        routing = Routing(case.routing.topk_weights, ids.to(case.routing.topk_ids))
-        check_call(self._compose(problem, self._native), replace(case, routing=routing))
+        case = cases.case_of_counts(problem, rows)
+        check_call(self._compose(problem, self._native), case)
 
     def test_many_assignments(self) -> None:
         """T, all of which one expert gets, beyond 65536, and one more than chunks of tokens hold.

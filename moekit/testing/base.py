@@ -127,8 +127,8 @@ class Conformance(ABC):
         own = {n for k in kit for n in vars(k) if not n.startswith(("__", "_abc_"))} - KNOBS
         owners = {n: next(k for k in cls.__mro__ if n in vars(k)) for n in sorted(own)}
         faults = [
-            f"{owner.__qualname__} redefines {name}, which belongs to the conformance kit; to leave "
-            "out a test of the kit, call pytest with --deselect"
+            f"{owner.__qualname__} redefines {name}, which belongs to the conformance kit; to "
+            "leave out a test of the kit, call pytest with --deselect"
             for name, owner in owners.items()
             if owner not in kit
         ]
@@ -172,7 +172,7 @@ class Conformance(ABC):
     # -- what the spec says ---------------------------------------------------------------------
 
     def test_class_fits_the_spec(self) -> None:
-        loaded = self._spec().load()
+        loaded = self._class()
         assert issubclass(loaded, self._interface), f"{loaded} is no {self._interface.__name__}"
         abstract = getattr(loaded, "__abstractmethods__", ())
         assert not abstract, f"abstract: {sorted(abstract)}"
@@ -217,6 +217,9 @@ class Conformance(ABC):
 
     @abstractmethod
     def _spec(self) -> BackendSpec: ...
+
+    def _class(self) -> type:
+        return self._spec().load()
 
     def _capabilities(self) -> list[Capability]:
         """Return what the spec may declare, and whether it does."""

@@ -24,7 +24,6 @@ from moekit.contract import PackedWeights, Routing
 from moekit.contract.specs import DispatcherSpec
 from moekit.errors import Unsupported
 from moekit.kernel import ModularKernel
-from moekit.layer.replicas import to_physical
 from moekit.problem import ActivationFormat, MoEProblem, quant
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime.workspace import Workspace
@@ -246,17 +245,11 @@ class Rank:
         logical = cases.make_case(
             problem, self.tokens(call), call.kind, (index, self.batch), weights
         )
-        extra = self.problem.num_redundant_experts
-        physical = logical.routing
-        if extra:
-            E = problem.num_experts
-            replicas = torch.full((E, 2), -1)
-            replicas[:, 0] = torch.arange(E)
-            replicas[:extra, 1] = torch.arange(E, E + extra)
-            physical = to_physical(logical.routing, replicas)
+        mine = replace(logical, problem=self.problem, weights=self.weights).physical()
         if self.rank % 2:  # ranks may differ in the dtype of their ids
-            physical = Routing(physical.topk_weights, physical.topk_ids.int())
-        return cases.Case(self.problem, self.weights, logical.x, physical), logical
+            ids = mine.routing.topk_ids.int()
+            mine = replace(mine, routing=replace(mine.routing, topk_ids=ids))
+        return mine, logical
 
     def expected(self, mine: cases.Case, logical: cases.Case) -> Tensor:
         """Return the (T, H) fp32 that this rank gets back of two forms of a call.
