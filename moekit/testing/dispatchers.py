@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar
@@ -20,7 +19,6 @@ from moekit.testing import cases, interface, rank_failures, ranks
 from moekit.testing.base import Capability, Conformance, Sizes
 from moekit.testing.calls import LEAVES_SUMS
 from moekit.testing.distributed import RankError, RankPool
-from moekit.testing.memory import older_objects_skipped
 from moekit.testing.ranks import Call, Job, Members
 from moekit.untrusted.arguments import switch
 
@@ -76,19 +74,6 @@ def _pool(processes: int, device_type: str) -> RankPool:
     if key not in pools or pools[key].closed:
         pools[key] = RankPool(processes, device_type)
     return pools[key]
-
-
-@contextmanager
-def _quickly(device: DeviceSpec) -> Iterator[None]:
-    """Run small tests on one thread and with short garbage collections, which is faster."""
-    before = torch.get_num_threads()
-    if device.type == "cpu":
-        torch.set_num_threads(1)
-    try:
-        with older_objects_skipped():
-            yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _groups(world: int, at_once: int) -> list[tuple[int, ...]]:
@@ -205,8 +190,7 @@ class DispatcherBase(Conformance):
         """
         job = self._job(world, **changes)
         if not job.problem.parallel.moves_tokens:
-            with _quickly(job.problem.device):
-                return [function(rank, world, job, *args) for rank in range(world)]
+            return [function(rank, world, job, *args) for rank in range(world)]
         twice = world == 2 and self._devices_for(4)
         tasks = [(function, replace(job, seed=job.seed + i), args) for i in range(1 + twice)]
         return self._check_at_once(world, tasks)

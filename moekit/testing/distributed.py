@@ -271,7 +271,7 @@ def _start_method(device_type: str) -> SpawnContext | ForkServerContext:
     if device_type != "cpu" or "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "torch", "torch.distributed"])
+    context.set_forkserver_preload(["pytest", "torch.distributed", "torch._dynamo"])
     return context
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import sys
 import tempfile
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from getpass import getuser
@@ -76,33 +74,9 @@ class PoisonedWorkspace(Workspace):
             )
 
 
-class WatchingMode(ABC):
-    """The first base of modes that watch operators: dynamo does not compile what they do.
-
-    Torch does this for modes itself, but imports dynamo for it, which takes a second. Where nobody
-    else has imported dynamo, nothing is compiled.
-    """
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        cls._uncompiled = torch._disable_dynamo(cls.watch, recursive=True)  # type: ignore
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        watch = self._uncompiled if "torch._dynamo" in sys.modules else self.watch
-        return watch(func, args, kwargs or {})
-
-    @abstractmethod
-    def watch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Call ``func``, and return its result."""
-
-    _uncompiled = watch
-
-
-class _PoisonFresh(WatchingMode, TorchDispatchMode):
-    def watch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        result = func(*args, **kwargs)
+class _PoisonFresh(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
         if func in _UNINITIALISED and result.numel():
             poison(result)
             if result.is_cuda:  # the caller may write it on another stream
@@ -117,7 +91,7 @@ def poisoned_allocations() -> Iterator[None]:
         yield
 
 
-class _Live(WatchingMode, TorchDispatchMode):
+class _Live(TorchDispatchMode):
     """Counts the bytes of new storages until they are freed."""
 
     def __init__(self) -> None:
@@ -126,13 +100,13 @@ class _Live(WatchingMode, TorchDispatchMode):
         self._known: set[int] = set()
         self._older: list[Any] = []  # kept, so that no new storage gets their address
 
-    def watch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in _tensors((args, kwargs)):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._known:
                 self._known.add(storage._cdata)
                 self._older.append(storage)
-        result = func(*args, **kwargs)
+        result = func(*args, **kwargs or {})
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._known:

@@ -16,7 +16,6 @@ from moekit.testing.calls import pack
 from moekit.testing.cases import make_case, random_weights
 from moekit.testing.diagnose import assert_right
 from moekit.testing.experts_base import ExpertsBase
-from moekit.testing.memory import WatchingMode
 
 # Seconds after which a thread goes on out of turn, as the other may wait for its lock; and while
 # that one has not moved since.
@@ -50,15 +49,15 @@ class _Turns:
             self._changed.notify_all()
 
 
-class _TakesTurns(WatchingMode, TorchDispatchMode):
+class _TakesTurns(TorchDispatchMode):
     """Gives the turn to the other thread after every operator."""
 
     def __init__(self, turns: _Turns, me: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._turns, self._me = turns, me
 
-    def watch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        result = func(*args, **kwargs)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
         self._turns.pass_on(self._me)
         return result
 
