@@ -288,6 +288,20 @@ class Conformance(ABC):
             return problem
         pytest.skip(problem)
 
+    def _first(self, *choices: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+        """Return the first of these changes of the problem that the backend does, or skip."""
+        reasons: dict[str, None] = {}
+        for choice in choices:
+            found = self._find_problem(**{**choice, **changes})
+            if isinstance(found, MoEProblem):
+                return {**choice, **changes}
+            reasons[found] = None
+        self._skip("; ".join(reasons))
+
+    def _at(self, *choices: Mapping[str, Any], **changes: Any) -> MoEProblem:
+        """Return the problem with the changes that `_first` returns, or skip."""
+        return self._problem(**self._first(*choices, **changes))
+
     def _find_problem(self, **changes: Any) -> MoEProblem | str:
         """Do as `_problem` does, but return the reasons instead of skipping."""
         wanted = {**self._main, "device": self._device(), **changes}

@@ -296,7 +296,7 @@ def _place(wrong_T: Tensor, case: Case) -> str:
         apart_TK = (ids >= 0) & ~torch.isin(value_TK, value_TK[right_TK])
         theirs = apart_TK.any(dim=1)[wrong_T]
         if bool(right_TK.any()) and len(theirs) and bool(theirs.all()):
-            found = value_TK[apart_TK].unique().tolist()
+            found = torch.unique(value_TK[apart_TK]).tolist()
             shown = ", ".join(map(str, found[:8])) + (" ..." if len(found) > 8 else "")
             return f"only tokens with these {what} are wrong: {shown}"
     return ""

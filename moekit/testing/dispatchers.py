@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar
@@ -226,16 +226,6 @@ class DispatcherBase(Conformance):
         assert not refused, f"{support} the problem; reasons: {refused}"
         return [results[rank] for rank in groups[0].ranks]
 
-    def _first(self, *candidates: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the first of these changes of the problem that the dispatcher does, or skip."""
-        reasons: dict[str, None] = {}
-        for changes in candidates:
-            problem = self._find_problem(**changes)
-            if isinstance(problem, MoEProblem):
-                return dict(changes)
-            reasons[problem] = None
-        self._skip("; ".join(reasons))
-
     def _quantized_wire(self, world: int, **more: Any) -> list[dict[str, Any]]:
         """Return changes of the problem that let tokens travel quantized, or nothing."""
         for scheme in [n for n in SCHEMES if n in self._spec().wire_schemes]:
@@ -351,7 +341,7 @@ class DispatcherConformance(DispatcherBase):
         most = self._problem(**changes).max_num_tokens or 0
         sequence = [Call((5, 2, 9, 13), "masked"), Call((most,)), Call((most, 1, 0), "rows"),
                     Call((2, most, 7)), Call((most,), "hot")]  # fmt: skip
-        left = self._check(world, interface.sums_left, sequence, experts=LEAVES_SUMS, **changes)
+        left = self._check(world, ranks.calls, sequence, experts=LEAVES_SUMS, **changes)
         if not any(left):
             self._skip("the dispatcher takes no sums of this problem (takes_unreduced)")
 

@@ -29,12 +29,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ class _Rank:
     environment: Mapping[str, str]
 
 
-class RankPool:
+class RankPool(AbstractContextManager["RankPool"]):
     """Processes with a common process group, kept for many calls of `run`.
 
     Ranks inherit the environment at the time of construction.
@@ -164,15 +164,7 @@ class RankPool:
                     pass
             self._end("close() was called", patience)
 
-    def __enter__(self) -> RankPool:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _collect(self, what: str, seconds: float) -> list[Any]:

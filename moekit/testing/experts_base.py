@@ -171,15 +171,6 @@ class ExpertsBase(Conformance):
         dtypes = [{"dtype": DTYPES[name]} for name in names]
         return self._at(*({**each, **dtype} for each in choices for dtype in dtypes), **changes)
 
-    def _at(self, *choices: Mapping[str, Any], **changes: Any) -> MoEProblem:
-        """Return the first of the problems with these changes that the backend does, or skip."""
-        for choice in choices:
-            found = self._find_problem(**{**choice, **changes})
-            if isinstance(found, MoEProblem):
-                return found
-            reasons = found
-        self._skip(reasons)
-
     def test_constructor_keeps_spec_and_problem(self) -> None:
         problem = self._problem()
         made = self._spec().load()(self._spec(), problem)

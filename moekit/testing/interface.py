@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moekit.contract import Dispatched, Routing
 from moekit.problem import MoEProblem
-from moekit.testing.calls import Watch, call, check_graph, check_quantized
+from moekit.testing.calls import Watch, check_graph, check_quantized
 from moekit.testing.cases import device_of, generator
 from moekit.testing.memory import poison
 from moekit.testing.ranks import Call, Rank, of_rank
@@ -211,13 +211,3 @@ def wire(r: Rank, wanted: Call) -> None:
     out = poison(torch.empty_like(case.x))
     r.kernel.dispatcher.finalize(y, tokens, out).result()
     assert not bool(out.any()), "finalize of zeros is not zero"
-
-
-@of_rank
-def sums_left(r: Rank, sequence: Iterable[Call]) -> int:
-    """Make calls with `LeavesSums`; return how many of their sums were left to the dispatcher."""
-    for index, wanted in enumerate(sequence):
-        case, ref = r.case(wanted, index)
-        r.compare(call(r.kernel, r.packed, case), ref, f"call {index} ({wanted})")
-    left: int = r.kernel.experts.left  # type: ignore[attr-defined]
-    return left

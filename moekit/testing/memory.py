@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moekit.contract import BufferSpec
+from moekit.kernel import ModularKernel
 from moekit.runtime.workspace import Layout, Scratch, Workspace
+from moekit.testing.cases import device_of
 
 _POISON = 0xFF  # all bits set: NaN in every float format
 # Not -1, which is a meaningful id: memory that nobody wrote must not say "no expert".
@@ -168,6 +170,16 @@ def measure(
     peak = requested("peak") - before
     gc.collect()
     return peak, requested("current") - before
+
+
+def beyond_stated(kernel: ModularKernel, num_tokens: int, call: Callable[[], Any]) -> str:
+    """Say by how much the peak of a call of the kernel exceeds kernel.memory(), or return ""."""
+    kernel.workspace = Workspace()
+    device, stated = device_of(kernel.problem), kernel.memory(num_tokens)
+    peak, _ = measure(device, call, collect=False)
+    if peak <= stated.total + slack(device, stated.total):
+        return ""
+    return f"a call of {num_tokens} tokens held {peak} bytes, stated are {stated.total}: {stated}"
 
 
 @contextmanager
