@@ -13,6 +13,7 @@ import secrets
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from torch import Tensor
 
 from moekit.backends.reference import oracle
 from moekit.contract import Routing
-from moekit.errors import InvalidInput
 from moekit.layer.replicas import to_physical
 from moekit.problem import MoEProblem, ParallelConfig
 from moekit.problem.activation import apply_activation
@@ -55,27 +55,16 @@ _X_LIMIT = 4.0
 _WEIGHT_RANGE = (0.5, 3.0)  # no weight and no sum over K is one, except by chance
 GATE_STD = 3.0
 
-_drawn: int | None = None
-
 
 def seed() -> int:
-    """Return the run's seed: MOEKIT_TEST_SEED, else a number drawn once in a process.
+    """Return the run's seed: MOEKIT_TEST_SEED, else a number drawn once in a process."""
+    asked = os.environ.get(SEED_VARIABLE)
+    return int(asked) if asked else _drawn_seed()
 
-    Raises:
-        InvalidInput: The variable is no whole number.
-    """
-    global _drawn
-    if asked := os.environ.get(SEED_VARIABLE):
-        try:
-            return int(asked)
-        except ValueError:
-            raise InvalidInput(
-                f"{SEED_VARIABLE}={asked!r}: expected a whole number, as a failing test prints it; "
-                "correct or unset the variable"
-            ) from None
-    if _drawn is None:
-        _drawn = secrets.randbelow(2**31)
-    return _drawn
+
+@cache
+def _drawn_seed() -> int:
+    return secrets.randbelow(2**31)
 
 
 def use_seed(value: int) -> None:

@@ -51,10 +51,10 @@ _COUNTS = {
 
 # What is unusual in a call -> its routing, how it is made, and changes of the problem.
 _CALLS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "router_weight_on_input": ("rows", "plain", {"top_k": 1, "apply_router_weight_on_input": True}),
+    **{name: (kind, "plain", changes) for name, (kind, changes) in cases.UNUSUAL.items()},
+    "hot_expert": ("hot", "plain", {}),
     "every_token_to_every_expert": ("random", "plain", {"top_k": 8}),
     "experts_do_not_divide_by_ranks": ("masked", "plain", {"num_experts": 7}),
-    "replicas": ("masked", "plain", {"num_redundant_experts": 2}),
     "experts_that_do_not_reduce": ("masked", "plain", {"experts": "reference"}),
     "strided_input": ("masked", "strided", {}),
     "given_output": ("rows", "out", {}),
@@ -102,15 +102,6 @@ def _shares() -> bool:
     return switch(SHARE_VARIABLE, False)
 
 
-def _asked_sizes(asked: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in asked.split(",")]
-    if not all(part.isdecimal() and 1 <= int(part) <= 8 for part in parts):
-        raise pytest.UsageError(
-            f"{WORLD_SIZES_VARIABLE}={asked!r}: expected numbers of ranks from 1 to 8, as in 2,8"
-        )
-    return tuple(dict.fromkeys(int(part) for part in parts))
-
-
 class DispatcherBase(Conformance):
     """Runs functions on ranks. See `DispatcherConformance`."""
 
@@ -125,7 +116,7 @@ class DispatcherBase(Conformance):
         """
         super().pytest_generate_tests(metafunc)
         asked = os.environ.get(WORLD_SIZES_VARIABLE)
-        sizes = _asked_sizes(asked) if asked else self.world_sizes
+        sizes = tuple(map(int, asked.split(","))) if asked else self.world_sizes
         several, ends = tuple(n for n in sizes if n > 1), _ends(sizes)
         for name, some in (
             ("world", sizes),
@@ -258,11 +249,6 @@ class DispatcherConformance(DispatcherBase):
     @pytest.mark.parametrize("counts", sorted(_COUNTS))
     def test_tokens_per_rank(self, counts: str, world: int) -> None:
         self._check(world, ranks.calls, [Call(_COUNTS[counts])])
-
-    @pytest.mark.parametrize("kind", cases.ROUTINGS)
-    def test_routing(self, kind: str, ends: int) -> None:
-        """A hot expert, idle experts, ids of -1, and tokens without experts, which are NaN."""
-        self._check(ends, ranks.calls, [Call((5, 2, 9, 13), kind)])
 
     @pytest.mark.parametrize("name", _CALLS)
     def test_calls(self, name: str, ends: int) -> None:
@@ -458,17 +444,6 @@ class DispatcherConformance(DispatcherBase):
         """The constructor calls `resolve` and keeps the group that it returns."""
         self._needs_ranks()
         self._check(several, rank_failures.resolves)
-
-    def test_groups_at_once(self) -> None:
-        """Ranks 1 and 3 of four are one group, while ranks 0 and 2 run another layer."""
-        self._needs_ranks()
-        job = self._job(2)
-        smaller = {"top_k": 1, "max_num_tokens": 16, "parallel": job.problem.parallel}
-        other = replace(job, problem=self._problem(**self._first(smaller, {})))
-        many = [Call((i % 5, 6), ("random", "masked")[i % 2]) for i in range(7)]
-        few = [Call((16, 3)), Call((0, 9), "rows")]
-        tasks = [(ranks.calls, job, (many,)), (ranks.calls, other, (few,))]
-        self._check_at_once(2, tasks)
 
     def test_groups_in_threads(self, most: int) -> None:
         """Two threads serve two groups of the same ranks, which begin in opposite orders."""

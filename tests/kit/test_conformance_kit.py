@@ -19,7 +19,7 @@ from negative_controls import check_negative_controls
 import moekit
 from moekit import MoEProblem
 from moekit.discovery.registry import Registry, registry
-from moekit.errors import InvalidInput, Unsupported
+from moekit.errors import Unsupported
 from moekit.problem.activation import Activation
 from moekit.problem.quant import SCHEMES
 from moekit.testing import (
@@ -81,12 +81,6 @@ def test_seed_decides_the_data(monkeypatch):
     monkeypatch.setenv(cases.SEED_VARIABLE, "2")
     assert all(same_bits(a, b) for a, b in zip(first, again, strict=True))
     assert not any(same_bits(a, b) for a, b in zip(first, data(), strict=True))
-
-
-def test_a_wrong_seed_is_named(monkeypatch):
-    monkeypatch.setenv(cases.SEED_VARIABLE, "1e3")
-    with pytest.raises(InvalidInput, match="MOEKIT_TEST_SEED='1e3': expected a whole number"):
-        cases.seed()
 
 
 def test_comparison_rejects_what_is_no_result():
@@ -258,8 +252,7 @@ def run(name, *arguments, ranks=""):
 
 run("reference", "-k", "test_dtype")
 run("local", "-k", "graph")
-for asked in ("3,8", "3,all", "9"):
-    run("local", "--collect-only", "-k", "memory", ranks=asked)
+run("local", "--collect-only", "-k", "memory", ranks="3,8")
 run("local", "-k", "slices_and_shared_tokens", ranks="8")
 """
 
@@ -271,11 +264,10 @@ def test_run():
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    checked, none, ranks, word, many, eight, _ = done.stdout.split("-- next --")
+    checked, none, ranks, eight, _ = done.stdout.split("-- next --")
     assert "3 passed" in checked and "exit 0" in checked
     assert "no test called 'local'" in none and "exit 5" in none
     assert "[3ranks]" in ranks and "[8ranks]" in ranks and "[2ranks]" not in ranks
-    assert "expected numbers" in word and "from 1 to 8" in many
     assert " passed" in eight and "failed" not in eight
 
 
