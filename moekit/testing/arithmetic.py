@@ -15,7 +15,7 @@ from moekit.problem import DTYPES, ActivationFormat, MoEProblem, ParallelConfig
 from moekit.problem.activation import ACTIVATIONS
 from moekit.problem.quant import SCHEMES, WIRE_SCHEMES
 from moekit.testing import cases
-from moekit.testing.base import over
+from moekit.testing.base import over, sizes_of
 from moekit.testing.calls import (
     QUANTIZED_WIRE,
     ROW_SCALES,
@@ -27,7 +27,7 @@ from moekit.testing.calls import (
 )
 from moekit.testing.crossings import unusual
 from moekit.testing.diagnose import assert_right
-from moekit.testing.experts_base import ExpertsBase, sizes_of
+from moekit.testing.experts_base import ExpertsBase
 from moekit.testing.memory import most_memory
 
 # Tokens, or rows of an expert, around common tiles: one fewer, as many, one more.

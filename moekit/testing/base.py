@@ -51,6 +51,16 @@ Sizes = Mapping[str, int]
 Test = TypeVar("Test", bound=Callable[..., None])
 
 
+def sizes_of(num_experts: int, top_k: int, hidden: int, intermediate: int) -> Sizes:
+    """Return these sizes as arguments of `MoEProblem`."""
+    return {
+        "num_experts": num_experts,
+        "top_k": top_k,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+    }
+
+
 class Capability(NamedTuple):
     """Something that a spec may declare.
 

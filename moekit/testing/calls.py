@@ -343,10 +343,6 @@ class Watch:
         self._tensors = {name: t for name, t in tensors.items() if t is not None}
         self._before = {name: bits(t).clone() for name, t in self._tensors.items()}
 
-    @classmethod
-    def weights(cls, weights: ExpertWeights) -> Watch:
-        return cls(**weights.tensors())
-
     def check(self, when: str, whose: str = "the caller's") -> None:
         changed = [n for n, t in self._tensors.items() if not torch.equal(bits(t), self._before[n])]
         assert not changed, f"{when} modified {whose} {', '.join(changed)}"
@@ -364,7 +360,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def pack(kernel: ModularKernel, weights: ExpertWeights) -> PackedWeights:
     """Return ``kernel.pack(weights)``, and assert that the weights are unchanged."""
-    watch = Watch.weights(weights)
+    watch = Watch(**weights.tensors())
     with unchanged_process():
         packed = kernel.pack(weights)
     watch.check("pack")

@@ -26,12 +26,12 @@ from moekit.problem.activation import ALPHAS, CLAMPABLE, Activation
 from moekit.problem.quant import SCHEMES
 from moekit.problem.weights import ExpertWeights
 from moekit.testing import cases
-from moekit.testing.base import over
+from moekit.testing.base import over, sizes_of
 from moekit.testing.calls import AROUND, QUANTIZED_WIRE, call, check_call, pack
 from moekit.testing.cases import Case, make_case
 from moekit.testing.covering import Row, covering_array
 from moekit.testing.diagnose import assert_right
-from moekit.testing.experts_base import ExpertsBase, sizes_of
+from moekit.testing.experts_base import ExpertsBase
 from moekit.testing.memory import poison
 
 # Of clamps, which most rows exceed; 16 bits do not hold it. Alpha is another one than any default.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any, ClassVar
 
 import pytest
@@ -16,7 +15,7 @@ from moekit.contract.specs import DispatcherSpec
 from moekit.problem import DTYPES, ActivationFormat, DeviceSpec, MoEProblem, ParallelConfig
 from moekit.problem.quant import SCHEMES, WIRE_SCHEMES
 from moekit.testing import cases, interface, rank_failures, ranks
-from moekit.testing.base import Capability, Conformance, Sizes
+from moekit.testing.base import Capability, Conformance, Sizes, sizes_of
 from moekit.testing.calls import LEAVES_SUMS
 from moekit.testing.distributed import RankError, RankPool
 from moekit.testing.ranks import Call, Job, Members
@@ -63,17 +62,16 @@ _CALLS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-@cache
-def _pools() -> dict[tuple[int, str], RankPool]:
-    return {}
+# A pool serves all tests of the run.
+_POOLS: dict[tuple[int, str], RankPool] = {}
 
 
 def _pool(processes: int, device_type: str) -> RankPool:
-    """Return a pool that serves all tests of the run; a new one if a rank of the last one died."""
-    pools, key = _pools(), (processes, device_type)
-    if key not in pools or pools[key].closed:
-        pools[key] = RankPool(processes, device_type)
-    return pools[key]
+    """Return the pool of so many ranks; a new one if a rank of the last one died."""
+    key = processes, device_type
+    if key not in _POOLS or _POOLS[key].closed:
+        _POOLS[key] = RankPool(processes, device_type)
+    return _POOLS[key]
 
 
 def _groups(world: int, at_once: int) -> list[tuple[int, ...]]:
@@ -82,13 +80,7 @@ def _groups(world: int, at_once: int) -> list[tuple[int, ...]]:
 
 
 def _sizes(hidden: int, tokens: int, intermediate: int = 32) -> Sizes:
-    return {
-        "num_experts": 8,
-        "top_k": 2,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "max_num_tokens": tokens,
-    }
+    return {**sizes_of(8, 2, hidden, intermediate), "max_num_tokens": tokens}
 
 
 def _ends(sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -168,7 +160,7 @@ class DispatcherBase(Conformance):
     def _job(self, world: int, **changes: Any) -> Job:
         experts = changes.pop("experts", "torch")
         problem = self._problem(**{"parallel": self._parallel(world), **changes})
-        return Job(self._spec(), problem, cases.seed(), experts)
+        return Job(ranks.sendable(self._spec()), problem, cases.seed(), experts)
 
     def _check(
         self, world: int, function: Callable[..., Any], *args: Any, **changes: Any
@@ -200,9 +192,6 @@ class DispatcherBase(Conformance):
         if not self._devices_for(processes):
             self._skip(f"{processes} ranks need as many {kind} devices, or {SHARE_VARIABLE}=1")
         # Three ranks are a group of four processes: these exist already.
-        tasks = [
-            (f, replace(job, spec=ranks.sendable(self._spec())), args) for f, job, args in tasks
-        ]
         pool = _pool(4 if processes == 3 and self._devices_for(4) else processes, kind)
         groups = [
             Members(each, pool.failures, copy)
@@ -457,7 +446,7 @@ class DispatcherConformance(DispatcherBase):
             task = rank_failures.in_opposite_orders, self._job(most), arguments
             self._check_at_once(most, [task], copies=2)
         except RankError:
-            for pool in _pools().values():  # threads that are blocked keep their locks
+            for pool in _POOLS.values():  # threads that are blocked keep their locks
                 pool.close(patience=0.0)
             raise
 
@@ -467,7 +456,6 @@ class DispatcherConformance(DispatcherBase):
         if self._device().type != "cpu":
             self._skip("libraries for devices may join only one set of ranks in a process")
         job = self._job(2)
-        job = replace(job, spec=ranks.sendable(self._spec()))
         with RankPool(3) as pool:
             *_, refused = pool.run(rank_failures.groups_of_one_name, job, Call((5, 3)))
         if refused is not None:

@@ -12,19 +12,9 @@ from moekit.problem import DTYPES, ActivationFormat, DeviceSpec, MoEProblem
 from moekit.problem.activation import ACTIVATIONS, Activation
 from moekit.problem.quant import SCHEMES
 from moekit.problem.weights import ExpertWeights
-from moekit.testing.base import Capability, Conformance, Sizes
+from moekit.testing.base import Capability, Conformance, Sizes, sizes_of
 from moekit.testing.calls import check_call, pack
 from moekit.testing.cases import make_case, random_weights
-
-
-def sizes_of(num_experts: int, top_k: int, hidden: int, intermediate: int) -> Sizes:
-    """Return these sizes as arguments of `MoEProblem`."""
-    return {
-        "num_experts": num_experts,
-        "top_k": top_k,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-    }
 
 
 def one_of_each_kind(schemes: Iterable[str]) -> list[str]:

@@ -7,7 +7,6 @@ runs it for one rank after the other.
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from moekit.contract import PackedWeights, Routing
 from moekit.contract.specs import DispatcherSpec
+from moekit.discovery.registry import registry
 from moekit.errors import Unsupported
 from moekit.kernel import ModularKernel
 from moekit.problem import ActivationFormat, MoEProblem, quant
@@ -51,12 +51,8 @@ _GROUP_SECONDS = 300.0
 
 
 def sendable(spec: DispatcherSpec) -> DispatcherSpec | str:
-    """Return the spec, or its name if it has lambdas: ranks then need the installed backend."""
-    try:
-        pickle.dumps(spec)
-    except Exception:
-        return spec.name
-    return spec
+    """Return the name of an installed dispatcher, whose spec may hold what cannot be pickled."""
+    return spec.name if registry().dispatchers.get(spec.name) == spec else spec
 
 
 @dataclass(frozen=True)
@@ -148,10 +144,6 @@ class Rank:
         cases.use_seed(job.seed)
         name = job.spec if isinstance(job.spec, str) else job.spec.name
         self._backends = kit_registry(extra=() if isinstance(job.spec, str) else [job.spec])
-        assert name in self._backends.dispatchers, (
-            f"{name}'s spec cannot be sent to rank processes, as lambdas and local functions "
-            "cannot: use functions of a module, or install the backend's package"
-        )
         self.spec = self._backends.dispatcher(name)
         same = isinstance(job.spec, str) or job.spec.target == self.spec.target
         assert same, f"another backend named {name!r} is installed: choose another name"

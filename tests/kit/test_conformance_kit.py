@@ -12,8 +12,6 @@ from pathlib import Path
 import kit_full
 import pytest
 import torch
-from conformance_catches import suite
-from moekit_naive.dispatcher import NaiveDispatcher
 from negative_controls import check_negative_controls
 
 import moekit
@@ -36,7 +34,6 @@ from moekit.testing import (
 )
 from moekit.testing.calls import same_bits
 from moekit.testing.compare import Errors, complain
-from moekit.testing.distributed import RankError
 from moekit.testing.experts_base import one_of_each_kind
 
 pytest_plugins = "pytester"
@@ -278,12 +275,6 @@ def test_run_refuses_a_backend_whose_package_is_missing(monkeypatch):
     monkeypatch.setattr(runner, "registry", lambda: found)
     with pytest.raises(Unsupported, match="'needy' cannot be checked: no_such_package is not"):
         runner.run("needy")
-
-
-def test_a_spec_with_a_lambda_needs_the_installed_backend():
-    kit = suite(NaiveDispatcher, "naive", check=lambda problem: [])
-    with pytest.raises(RankError, match="suspect's spec cannot be sent to rank processes"):
-        kit.test_tokens_per_rank("one_each", 2)
 
 
 def test_run_of_an_unknown_name():
