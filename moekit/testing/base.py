@@ -135,15 +135,13 @@ class Conformance(ABC):
         super().__init_subclass__(**options)
         kit = [k for k in cls.__mro__ if k.__module__.startswith("moekit.testing.")]
         own = {n for k in kit for n in vars(k) if not n.startswith(("__", "_abc_"))} - KNOBS
-        owners = {n: next(k for k in cls.__mro__ if n in vars(k)) for n in sorted(own)}
-        faults = [
-            f"{owner.__qualname__} redefines {name}, which belongs to the conformance kit; to "
-            "leave out a test of the kit, call pytest with --deselect"
-            for name, owner in owners.items()
-            if owner not in kit
-        ]
-        if faults:
-            raise TypeError("\n".join(faults))
+        for name in sorted(own):
+            owner = next(k for k in cls.__mro__ if name in vars(k))
+            if owner not in kit:
+                raise TypeError(
+                    f"{owner.__qualname__} redefines {name}, which belongs to the conformance kit; "
+                    "to leave out a test of the kit, call pytest with --deselect"
+                )
 
     def _cannot_run_here(self) -> str:
         """Return why the spec's declared devices exclude this machine's, or ""."""

@@ -6,7 +6,7 @@ says which experts the wrong tokens share. It runs only when a comparison has fa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +36,6 @@ def assert_close(
     what: str = "output",
     *,
     case: Case | None = None,
-    earlier: Sequence[Tensor] = (),
     rounds_activations: bool = True,
 ) -> None:
     """Assert that ``out`` (T, H) is the oracle's ``ref`` (T, H) fp32, up to `tolerance`.
@@ -49,7 +48,6 @@ def assert_close(
         what: the name of the output in the message.
         case: the call whose reference is ``ref``. It names the mistake, and tells which tokens are
             sensitive to the rounding of activations.
-        earlier: outputs of earlier calls, of any shape; a repeated one is recognized.
         rounds_activations: False if ``ref`` has the activations as the backend rounded them to the
             problem's scheme. The dtype's bounds then hold.
     """
@@ -61,7 +59,7 @@ def assert_close(
         found = ""
         if case is not None:
             try:
-                found = diagnose(out, case, earlier)
+                found = diagnose(out, case)
             except Exception as error:  # must not hide what failed
                 found = f"(no diagnosis: {error!r})"
         raise AssertionError(
@@ -204,21 +202,14 @@ def wrong_results(case: Case) -> dict[str, Tensor]:
     return wrong
 
 
-def diagnose(out: Tensor, case: Case, earlier: Sequence[Tensor] = ()) -> str:
-    """Name the mistake that explains ``out`` (T, H), a wrong result of ``case``, or return "".
-
-    Args:
-        earlier: outputs of earlier calls, of any shape.
-    """
+def diagnose(out: Tensor, case: Case) -> str:
+    """Name the mistake that explains ``out`` (T, H), a wrong result of ``case``, or return ""."""
     p, right = case.problem, case.reference()
     out = out.detach().to(right.device)
     if out.shape != right.shape:
         return ""
     if not bool(torch.isfinite(out).all()):
         return _non_finite(out, case)
-    for index, old in enumerate(reversed(earlier)):
-        if old.shape == out.shape and torch.equal(old, out):
-            return f"the output of {index + 1} calls before is returned again"
     if out.numel() <= _MOST_ELEMENTS:
         for what, result in _mistakes(case):
             if _same(out, result, case):

@@ -54,7 +54,7 @@ class Mixin:
     [
         ((), {"test_dtype": lambda self: None}, "redefines test_dtype.*--deselect"),
         ((), {"test_dtype": None}, "redefines test_dtype"),
-        ((Mixin,), {}, "(?s)Mixin redefines _check.*Mixin redefines test_scheme"),
+        ((Mixin,), {}, "Mixin redefines _check"),
     ],
 )
 def test_overriding_a_kit_test_is_refused(bases, body, says):

@@ -104,11 +104,6 @@ def test_dropped_assignments_of_int32_ids_are_named():
     assert "assignments dropped" in diagnose(without(PLACE == 2), case)
 
 
-def test_an_earlier_result_is_named():
-    old = [torch.ones(3, 96), cases.make_case(PROBLEM, 64, key=2).reference(), RIGHT]
-    assert diagnose(old[1], CASE, old) == "the output of 2 calls before is returned again"
-
-
 def test_rows_that_are_not_finite_are_explained():
     case = cases.make_case(PROBLEM, 17, "rows")
     idle = (case.routing.topk_ids < 0).all(dim=1)
