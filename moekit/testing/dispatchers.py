@@ -165,7 +165,7 @@ class DispatcherBase(Conformance):
     def _check(
         self, world: int, function: Callable[..., Any], *args: Any, **changes: Any
     ) -> list[Any]:
-        """Run ``function(rank, world, job, *args)`` on every rank, for a problem with ``changes``.
+        """Run ``function(r, *args)`` on every `Rank`, for a problem with ``changes``.
 
         The function raises if it finds a fault. Where tokens move, two ranks are ranks 1 and 3 of
         four, so that the group is not WORLD. Ranks 0 and 2 run the same function with other data at
@@ -173,7 +173,7 @@ class DispatcherBase(Conformance):
         """
         job = self._job(world, **changes)
         if not job.problem.parallel.moves_tokens:
-            return [function(rank, world, job, *args) for rank in range(world)]
+            return [ranks.run(rank, world, function, job, *args) for rank in range(world)]
         twice = world == 2 and self._devices_for(4)
         tasks = [(function, replace(job, seed=job.seed + i), args) for i in range(1 + twice)]
         return self._check_at_once(world, tasks)

@@ -27,7 +27,7 @@ from moekit.testing.gradients import (
     random_grad,
     right_gradients,
 )
-from moekit.testing.ranks import Call, Rank, of_rank
+from moekit.testing.ranks import Call, Rank
 from moekit.training.kernel import TrainableKernel
 
 _COUNTS = (3, 0, 9, 13)
@@ -97,7 +97,6 @@ class _Right:
         return replace(mine, gradients={**mine.gradients, **held.tensors()})
 
 
-@of_rank
 def gradients_of_calls(r: Rank, sequence: Sequence[Call], how: str) -> None:
     """Make calls and their backwards, and compare the gradients with the oracle's.
 

@@ -296,11 +296,6 @@ class TrainingBase(Conformance):
     def _class(self) -> type:
         return self._spec().for_training().load()
 
-    def _trainable(self, problem: MoEProblem, *names: str) -> TrainableKernel:
-        kernel = self._compose(problem, *names)
-        assert isinstance(kernel, TrainableKernel)
-        return kernel
-
 
 class GradientConformance(TrainingBase, ExpertsBase):
     """The gradient kit for experts that declare ``training``. Subclass it with ``backend``.
@@ -323,8 +318,10 @@ class GradientConformance(TrainingBase, ExpertsBase):
     def _most_tokens(self) -> int:
         return 40 if self._interpreted else 10**6
 
-    def _trainable(self, problem: MoEProblem, *names: str) -> TrainableKernel:
-        return super()._trainable(problem, *(names or ("local",)))
+    def _trainable(self, problem: MoEProblem) -> TrainableKernel:
+        kernel = self._compose(problem, "local")
+        assert isinstance(kernel, TrainableKernel)
+        return kernel
 
     def _check_case(self, case: Case, what: str = "the call") -> None:
         """Compare a call with the oracle, and a second one with it in bits."""

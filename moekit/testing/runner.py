@@ -9,9 +9,16 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from moekit.contract.specs import BackendSpec
 from moekit.discovery.registry import registry
-from moekit.errors import Unsupported
+from moekit.errors import UnknownBackend, Unsupported
 from moekit.testing.base import WITHOUT_DEVICE
+
+# A spec's kind -> the kit, and the kit for gradients.
+_KITS = {
+    "dispatcher": ("DispatcherConformance", "DispatcherGradientConformance"),
+    "experts backend": ("ExpertsConformance", "GradientConformance"),
+}
 
 
 class _Count:
@@ -41,21 +48,14 @@ def run(name: str, extra_args: Sequence[str] = (), *, gradients: bool = False) -
         NameClash: two packages offer it.
         Unsupported: a package that it needs is not installed, or it has no backward.
     """
-    known = registry()
-    spec = known.dispatchers.get(name) or known.expert(name)
-    if missing := spec.missing():
+    specs = _named(name)
+    if missing := specs[0].missing():
         raise Unsupported(f"{name!r} cannot be checked: {missing}", [missing])
-    if gradients and spec.training is None:
+    if gradients and not (specs := [spec for spec in specs if spec.training is not None]):
         why = f"the spec of {name!r} names no class for training"
         raise Unsupported(f"{name!r} has no backward: {why}", [why])
-    kits = "ExpertsConformance", "DispatcherConformance"
-    if gradients:
-        kits = "GradientConformance", "DispatcherGradientConformance"
-    tests = [
-        f"class Test{kit}(moekit.testing.{kit}):\n    backend = {name!r}\n"
-        for kit, offered in zip(kits, (known.experts, known.dispatchers), strict=True)
-        if name in offered
-    ]
+    kits = (_KITS[spec.kind][gradients] for spec in specs)
+    tests = [f"class Test{k}(moekit.testing.{k}):\n    backend = {name!r}\n" for k in kits]
     count = _Count()
     with TemporaryDirectory(prefix="moekit_check_") as folder:
         # Python imports a module once, so another run has another name.
@@ -68,3 +68,16 @@ def run(name: str, extra_args: Sequence[str] = (), *, gradients: bool = False) -
         print(f"no test called {name!r}: all were skipped (-rs shows why)")
         return int(pytest.ExitCode.NO_TESTS_COLLECTED)
     return code
+
+
+def _named(name: str) -> list[BackendSpec]:
+    """Return the dispatcher and the experts of that name."""
+    known, found, unknown = registry(), list[BackendSpec](), list[str]()
+    for find in (known.dispatcher, known.expert):
+        try:
+            found.append(find(name))
+        except UnknownBackend as error:
+            unknown.append(str(error).splitlines()[0])
+    if not found:
+        raise UnknownBackend("\n  ".join([*unknown, *known.faults()]))
+    return found
