@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -38,13 +40,13 @@ from moekit.testing.diagnose import assert_close, assert_right
 from moekit.testing.experts_base import one_of_each_kind
 from moekit.testing.invariance import ExpertsInvariance, rows_of
 from moekit.testing.memory import beyond_stated, measure, poison, poisoned_allocations
-from moekit.testing.threads import ExpertsThreads
+from moekit.testing.threads import alternately
 
 # Counters and rings of buffers in engines and libraries wrap after up to 60 calls.
 _MANY_CALLS = 70
 
 
-class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
+class ExpertsCalls(ExpertsInvariance):
     """Calls, memory and packing. See `ExpertsConformance`."""
 
     # -- calls ----------------------------------------------------------------------------------
@@ -177,6 +179,39 @@ class ExpertsCalls(ExpertsThreads, ExpertsInvariance):
                     packed.experts[name].copy_(tensor)
                 out = kernel(case.x, packed, case.routing)
                 assert_right(out, case, f"weights {turn} in place")
+
+    def test_threads(self) -> None:
+        """Two threads call one kernel, each with its own inputs: scratch belongs to the call."""
+        problem = self._problem()
+        kernel = self._compose(problem, self._native)
+        if self._interpreted:
+            executor = sys.modules["triton.runtime.interpreter"].GridExecutor
+            if not hasattr(executor.__call__, "one_thread_at_a_time"):
+                self._skip("Triton's interpreter runs kernels of one thread")
+        kernel.checked = False  # checks wait for the device, which would serialize the threads
+        packed = pack(kernel, random_weights(problem))
+        sizes = ((self._T, 4), (3, self._T + 5))
+        made = [[make_case(problem, T, key=(me, T)) for T in each] for me, each in enumerate(sizes)]
+        module: Any = None if self._on_cpu else torch.get_device_module(self._device().type)
+        for own in (False,) if self._on_cpu else (False, True):
+            streams = [module.stream(module.Stream()) if own else nullcontext() for _ in made]
+            if module is not None:
+                module.synchronize()  # so that every stream sees inputs and weights
+            outs: list[list[Tensor]] = [[], []]
+
+            def calls(me: int, streams: Any = streams, outs: Any = outs) -> None:
+                with streams[me]:
+                    for case in made[me] * (1 if self._on_cpu else 4):
+                        outs[me].append(kernel(case.x, packed, case.routing))
+
+            alternately(lambda: calls(0), lambda: calls(1))
+            if module is not None:
+                module.synchronize()
+            for me, mine in enumerate(made):
+                for index, out in enumerate(outs[me]):
+                    case = mine[index % len(mine)]
+                    what = f"thread {me} of two, call {index} with T={len(case.x)}"
+                    assert_right(out, case, what)
 
     def test_two_calls_in_flight(self) -> None:
         """Also with tokens that are quantized before the transfer, if the backend takes them."""

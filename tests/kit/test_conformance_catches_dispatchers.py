@@ -267,7 +267,10 @@ class SumsRowsWithoutExpert(Sums):
 
 
 @killed_by(
-    "test_quantized_wire", "fp8_block", 1, says="x is torch.bfloat16, expected torch.float8_e4m3fn"
+    "test_quantized_tokens",
+    "fp8_block",
+    1,
+    says="x is torch.bfloat16, expected torch.float8_e4m3fn",
 )
 class SendsUnquantized(BatchedQuantizes_):
     """Declares a wire scheme that it does not send."""

@@ -44,7 +44,7 @@ class EightScaleColumns(OneScaleColumn):
         return x, columns
 
 
-@killed_by("test_quantized_wire", "fp8_block", 2, says="expected a contiguous tensor")
+@killed_by("test_quantized_tokens", "fp8_block", 2, says="expected a contiguous tensor")
 class RowsInTheirMessage(Naive):
     """Leaves quantized rows in the message in which their scales also arrived."""
 
