@@ -51,7 +51,8 @@ _GROUP_SECONDS = 300.0
 
 def sendable(spec: DispatcherSpec) -> DispatcherSpec | str:
     """Return the name of an installed dispatcher, whose spec may hold what cannot be pickled."""
-    return spec.name if registry().dispatchers.get(spec.name) == spec else spec
+    installed = (each for plugin in registry().plugins for each in plugin.dispatchers)
+    return spec.name if spec in installed else spec
 
 
 @dataclass(frozen=True)
