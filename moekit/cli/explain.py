@@ -30,16 +30,6 @@ from moekit.problem.quant import SCHEMES
 _SIZES = ("num_experts", "top_k", "hidden_size", "intermediate_size")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_problem(parser)
-    parser.add_argument("--dispatcher", metavar="NAME", help="insist on this dispatcher")
-    parser.add_argument("--experts", metavar="NAME", help="insist on this experts backend")
-    parser.add_argument(
-        "--all", action="store_true", help="every runner-up, and every reason against the others"
-    )
-    parser.add_argument("--json", action="store_true", help="machine-readable output")
-
-
 def run(args: argparse.Namespace) -> int:
     """Print the explanation; return 1 if nothing can do the problem."""
     try:
@@ -83,7 +73,7 @@ def _for_shell(text: str) -> str:
     return re.sub(rf"\b({'|'.join(_OPTIONS)})\b(?:=(\w+))?", option, text)
 
 
-def _add_problem(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--model", metavar="DIR", help="read the sizes from this checkpoint")
     for name, added in _sources().items():
@@ -92,7 +82,7 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
     # Fields of the problem: what is not given is left to the model or to MoEProblem.
     field = partial(parser.add_argument, default=argparse.SUPPRESS)
     for size in _SIZES:
-        field(_option(size), type=int, metavar="N")
+        field(_OPTIONS[size], type=int, metavar="N")
     field("--dtype", choices=DTYPES, help="default: the model's, else bfloat16")
     schemes = f"default: the model's, else none; {', '.join(SCHEMES)}"
     field("--quant", metavar="SCHEME", help=schemes)
@@ -120,6 +110,12 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
     field(
         "--device", help="cpu, cuda, sm90 (H100, H200), gfx942 and so on; default: this machine's"
     )
+    parser.add_argument("--dispatcher", metavar="NAME", help="insist on this dispatcher")
+    parser.add_argument("--experts", metavar="NAME", help="insist on this experts backend")
+    parser.add_argument(
+        "--all", action="store_true", help="every runner-up, and every reason against the others"
+    )
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
 
 
 def _problem(args: argparse.Namespace) -> tuple[moekit.MoEProblem, Sequence[str]]:
@@ -144,16 +140,12 @@ def _problem(args: argparse.Namespace) -> tuple[moekit.MoEProblem, Sequence[str]
         if (folder := getattr(args, name.replace("-", "_"))) is not None:
             problem, notes = load(source, f"--{name}")(folder, parallel, **fields)
             return problem, notes
-    if missing := [_option(size) for size in _SIZES if size not in fields]:
+    if missing := [_OPTIONS[size] for size in _SIZES if size not in fields]:
         raise InvalidProblem(
             f"explain needs {', '.join(missing)}, or a model's folder: --model DIR reads the sizes "
             "of its experts"
         )
     return moekit.MoEProblem(**fields, parallel=parallel), ()
-
-
-def _option(field: str) -> str:
-    return f"--{field.replace('_', '-')}"
 
 
 @cache

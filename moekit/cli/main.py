@@ -19,7 +19,7 @@ from functools import partial
 import moekit
 from moekit.cli import commands, explain, plugins
 from moekit.discovery.registry import registry
-from moekit.errors import MoekitError, UnknownBackend
+from moekit.errors import MoekitError
 from moekit.selection.judge import find_experts
 
 
@@ -163,17 +163,8 @@ def _check(args: argparse.Namespace) -> int:
             "`check` without that"
         )
     known = registry()
-    unknown = []
     if "|" in args.name and args.name not in known.experts:
         known.register(find_experts(args.name, known))
-    for find in (known.dispatcher, known.expert):
-        try:
-            find(args.name)
-        except UnknownBackend as error:
-            unknown.append(error)
-    if len(unknown) == 2:
-        lines = [str(error).splitlines()[0] for error in unknown]
-        raise UnknownBackend("\n  ".join([*lines, *known.faults()]))
     if importlib.util.find_spec("pytest") is None:
         raise MoekitError(
             "`check` needs pytest, which is an optional extra: pip install 'moekit[testing]'"

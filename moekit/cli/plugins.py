@@ -16,6 +16,7 @@ from moekit.discovery.entry_points import SWITCHES, PluginState
 from moekit.selection import select
 
 WIDTH = 100
+_SWITCHES = (*SWITCHES, *select.SWITCHES)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,14 +38,10 @@ def wrap(line: str, indent: int) -> str:
     )
 
 
-def _switches() -> tuple[str, ...]:
-    return (*SWITCHES, *select.SWITCHES)
-
-
 def _as_dict(states: Sequence[PluginState]) -> dict[str, Any]:
     return {
         "moekit": moekit.__version__,
-        "environment": {name: os.environ.get(name) for name in _switches()},
+        "environment": {name: os.environ.get(name) for name in _SWITCHES},
         "plugins": [
             {
                 "name": state.name,
@@ -96,7 +93,7 @@ def _text(states: Sequence[PluginState]) -> str:
         body = [wrap(" " * indent + line, indent + 2) for line in details] or [""]
         lines.append((start + body[0].lstrip()).rstrip())
         lines += body[1:]
-    switches = [f"{name}={os.environ[name]}" for name in _switches() if name in os.environ]
+    switches = [f"{name}={os.environ[name]}" for name in _SWITCHES if name in os.environ]
     return "\n".join([*lines, *(["", "environment: " + " ".join(switches)] if switches else [])])
 
 

@@ -14,6 +14,8 @@ pytest: ``pip install 'moekit[testing]'``.
 
 from __future__ import annotations
 
+from pkgutil import iter_modules
+
 try:
     import pytest
 except ImportError as error:
@@ -22,16 +24,7 @@ except ImportError as error:
     ) from error
 
 # Before these modules are imported, so that failing asserts show the values they compared.
-pytest.register_assert_rewrite(
-    *(
-        f"moekit.testing.{name}"
-        for name in (
-            *("base", "calls", "diagnose", "dispatchers", "experts", "experts_base", "interface"),
-            *("arithmetic", "crossings", "threads", "invariance", "ranks", "rank_failures"),
-            *("gradients", "gradient_ranks"),
-        )
-    )
-)
+pytest.register_assert_rewrite(*(f"{__name__}.{each.name}" for each in iter_modules(__path__)))
 
 from moekit.backends.reference import oracle  # noqa: E402
 from moekit.testing.cases import Case  # noqa: E402

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, cached_property
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
@@ -27,7 +27,7 @@ from moekit.testing import cases
 from moekit.testing.calls import kit_registry, unchanged_process
 
 # Attributes that a subclass may set. It may redefine nothing else of the kit.
-KNOBS = frozenset({"backend", "device", "backends", "expected_failures", "world_sizes"})
+KNOBS = frozenset({"backend", "device", "backends", "world_sizes"})
 
 # The value of a parameter of which the spec declares none: `test_undeclared` says so for all.
 _UNDECLARED = "undeclared"
@@ -49,6 +49,16 @@ _DEVICES = ("cpu", "sm75", "sm80", "sm86", "sm89", "sm90", "sm100", "sm103", "sm
 Sizes = Mapping[str, int]
 
 Test = TypeVar("Test", bound=Callable[..., None])
+
+
+def sizes_of(num_experts: int, top_k: int, hidden: int, intermediate: int) -> Sizes:
+    """Return these sizes as arguments of `MoEProblem`."""
+    return {
+        "num_experts": num_experts,
+        "top_k": top_k,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+    }
 
 
 class Capability(NamedTuple):
@@ -112,15 +122,11 @@ class Conformance(ABC):
         device: a DeviceSpec or its text. Default: this machine's accelerator if the backend runs
             there, else the CPU.
         backends: the registry that has the backend. Default: the process's.
-        expected_failures: test (``"test_dtype"``, or one case, ``"test_scheme[fp8_block]"``) -> why
-            it fails. This is the only way to let a test of the kit fail. A test that is listed and
-            passes is an error.
     """
 
     backend: ClassVar[str] = ""
     device: ClassVar[DeviceSpec | str | None] = None
     backends: ClassVar[Registry | None] = None
-    expected_failures: ClassVar[Mapping[str, str]] = {}
 
     # -- no silent overrides ------------------------------------------------------------------
 
@@ -129,20 +135,13 @@ class Conformance(ABC):
         super().__init_subclass__(**options)
         kit = [k for k in cls.__mro__ if k.__module__.startswith("moekit.testing.")]
         own = {n for k in kit for n in vars(k) if not n.startswith(("__", "_abc_"))} - KNOBS
-        owners = {n: next(k for k in cls.__mro__ if n in vars(k)) for n in sorted(own)}
-        faults = [
-            f"{owner.__qualname__} redefines {name}, which belongs to the conformance kit; to let "
-            f"a kit test fail, give its reason in expected_failures"
-            for name, owner in owners.items()
-            if owner not in kit
-        ]
-        for name, reason in cls.expected_failures.items():
-            if not callable(getattr(cls, name.partition("[")[0], None)):
-                faults.append(f"expected_failures names {name}, which is no test of {cls.__name__}")
-            elif not reason.strip():
-                faults.append(f"{cls.__name__}.expected_failures gives no reason for {name}")
-        if faults:
-            raise TypeError("\n".join(faults))
+        for name in sorted(own):
+            owner = next(k for k in cls.__mro__ if name in vars(k))
+            if owner not in kit:
+                raise TypeError(
+                    f"{owner.__qualname__} redefines {name}, which belongs to the conformance kit; "
+                    "to leave out a test of the kit, call pytest with --deselect"
+                )
 
     def _cannot_run_here(self) -> str:
         """Return why the spec's declared devices exclude this machine's, or ""."""
@@ -162,16 +161,9 @@ class Conformance(ABC):
             self._skip(reason)
 
     @pytest.fixture(autouse=True)
-    def _kit_bookkeeping(self, request: pytest.FixtureRequest) -> Iterator[None]:
-        """Mark expected failures, and print how to repeat a failure (pytest shows it then)."""
-        function = getattr(request.node, "originalname", request.node.name)
-        for name in (request.node.name, function):
-            if name in self.expected_failures:
-                mark = pytest.mark.xfail(reason=self.expected_failures[name], strict=True)
-                request.node.add_marker(mark)
-                break
+    def _say_the_seed(self) -> None:
+        """Print how to repeat the test, which pytest shows if it fails."""
         print(f"repeat with {cases.SEED_VARIABLE}={cases.seed()}")
-        yield
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         try:
@@ -188,7 +180,7 @@ class Conformance(ABC):
     # -- what the spec says ---------------------------------------------------------------------
 
     def test_class_fits_the_spec(self) -> None:
-        loaded = self._spec().load()
+        loaded = self._class()
         assert issubclass(loaded, self._interface), f"{loaded} is no {self._interface.__name__}"
         abstract = getattr(loaded, "__abstractmethods__", ())
         assert not abstract, f"abstract: {sorted(abstract)}"
@@ -233,6 +225,9 @@ class Conformance(ABC):
 
     @abstractmethod
     def _spec(self) -> BackendSpec: ...
+
+    def _class(self) -> type:
+        return self._spec().load()
 
     def _capabilities(self) -> list[Capability]:
         """Return what the spec may declare, and whether it does."""
@@ -300,6 +295,20 @@ class Conformance(ABC):
         if isinstance(problem, MoEProblem):
             return problem
         pytest.skip(problem)
+
+    def _first(self, *choices: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+        """Return the first of these changes of the problem that the backend does, or skip."""
+        reasons: dict[str, None] = {}
+        for choice in choices:
+            found = self._find_problem(**{**choice, **changes})
+            if isinstance(found, MoEProblem):
+                return {**choice, **changes}
+            reasons[found] = None
+        self._skip("; ".join(reasons))
+
+    def _at(self, *choices: Mapping[str, Any], **changes: Any) -> MoEProblem:
+        """Return the problem with the changes that `_first` returns, or skip."""
+        return self._problem(**self._first(*choices, **changes))
 
     def _find_problem(self, **changes: Any) -> MoEProblem | str:
         """Do as `_problem` does, but return the reasons instead of skipping."""

@@ -237,6 +237,18 @@ def by_assignment(tokens: Dispatched) -> Dispatched:
     return Dispatched(tokens.x.repeat_interleave(K, 0), scale, ids.reshape(-1, 1), ones)
 
 
+def spread_rows(y_NH: Tensor, ids_RK: Tensor, key: int) -> tuple[Tensor, Tensor]:
+    """Return rows (2 N, H) among which those of y lie anywhere, and their places (R, K) int32.
+
+    The other rows, and those of ids of -1, are NaN.
+    """
+    order = torch.randperm(2 * len(y_NH), generator=generator("places", key))
+    places = order[: len(y_NH)].to(y_NH.device)
+    rows = y_NH.new_full((len(order), y_NH.shape[1]), float("nan"))
+    rows[places] = y_NH.masked_fill(ids_RK.reshape(-1, 1) < 0, float("nan"))
+    return rows, places.view_as(ids_RK).masked_fill(ids_RK < 0, -(2**30)).int()
+
+
 class LeavesSums(TorchExperts):
     """Leaves two of three calls' sums to the dispatcher, in other calls on other ranks.
 
@@ -258,11 +270,7 @@ class LeavesSums(TorchExperts):
         (R, K), H = ids.shape, self.problem.hidden_size
         y = torch.empty(R * K, H, dtype=self.problem.dtype, device=device)
         self.apply(y, by_assignment(tokens), weights, workspace)
-        order = torch.randperm(2 * R * K, generator=generator("places", self.calls))
-        places = order[: R * K].to(device)
-        rows = torch.full((2 * R * K, H), float("nan"), dtype=y.dtype, device=device)
-        rows[places] = y.masked_fill(ids.reshape(-1, 1) < 0, float("nan"))
-        return Unreduced(rows, places.view(R, K).masked_fill(ids < 0, -(2**30)).int())
+        return Unreduced(*spread_rows(y, ids, self.calls))
 
 
 def kit_registry(
@@ -335,10 +343,6 @@ class Watch:
         self._tensors = {name: t for name, t in tensors.items() if t is not None}
         self._before = {name: bits(t).clone() for name, t in self._tensors.items()}
 
-    @classmethod
-    def weights(cls, weights: ExpertWeights) -> Watch:
-        return cls(**weights.tensors())
-
     def check(self, when: str, whose: str = "the caller's") -> None:
         changed = [n for n, t in self._tensors.items() if not torch.equal(bits(t), self._before[n])]
         assert not changed, f"{when} modified {whose} {', '.join(changed)}"
@@ -356,7 +360,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def pack(kernel: ModularKernel, weights: ExpertWeights) -> PackedWeights:
     """Return ``kernel.pack(weights)``, and assert that the weights are unchanged."""
-    watch = Watch.weights(weights)
+    watch = Watch(**weights.tensors())
     with unchanged_process():
         packed = kernel.pack(weights)
     watch.check("pack")

@@ -11,7 +11,9 @@ import math
 import os
 import secrets
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from moekit.backends.reference import oracle
 from moekit.contract import Routing
-from moekit.errors import InvalidInput
+from moekit.layer.replicas import to_physical
 from moekit.problem import MoEProblem, ParallelConfig
 from moekit.problem.activation import apply_activation
 from moekit.problem.quant import OperandQuant, compute_scale
@@ -36,31 +38,33 @@ SIGNED = "signed"
 # Ranks share experts, so a call's tokens may all go to one rank.
 LAST = "last"
 
+# What is unusual in a call -> its routing, and changes of the problem.
+UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "idle_experts": ("idle", {}),
+    "one_expert": ("one_expert", {}),
+    "ids_of_-1": ("masked", {}),
+    "tokens_without_experts": ("rows", {}),
+    "no_experts_at_all": ("none", {}),
+    "router_weights_of_zero": (SIGNED, {}),
+    "top_1": ("masked", {"top_k": 1}),
+    "weight_on_input": ("rows", {"top_k": 1, "apply_router_weight_on_input": True}),
+    "replicas": ("masked", {"num_redundant_experts": 2}),
+}
+
 _X_LIMIT = 4.0
 _WEIGHT_RANGE = (0.5, 3.0)  # no weight and no sum over K is one, except by chance
 GATE_STD = 3.0
 
-_drawn: int | None = None
-
 
 def seed() -> int:
-    """Return the run's seed: MOEKIT_TEST_SEED, else a number drawn once in a process.
+    """Return the run's seed: MOEKIT_TEST_SEED, else a number drawn once in a process."""
+    asked = os.environ.get(SEED_VARIABLE)
+    return int(asked) if asked else _drawn_seed()
 
-    Raises:
-        InvalidInput: The variable is no whole number.
-    """
-    global _drawn
-    if asked := os.environ.get(SEED_VARIABLE):
-        try:
-            return int(asked)
-        except ValueError:
-            raise InvalidInput(
-                f"{SEED_VARIABLE}={asked!r}: expected a whole number, as a failing test prints it; "
-                "correct or unset the variable"
-            ) from None
-    if _drawn is None:
-        _drawn = secrets.randbelow(2**31)
-    return _drawn
+
+@cache
+def _drawn_seed() -> int:
+    return secrets.randbelow(2**31)
 
 
 def use_seed(value: int) -> None:
@@ -316,6 +320,16 @@ class Case:
         """Return the oracle's output (T, H) fp32."""
         return oracle(self.x, self.weights, self.routing, self.problem)
 
+    def physical(self) -> Case:
+        """Return the same call with ids of replicas, where the problem has some."""
+        p = self.problem
+        if not (extra := p.num_redundant_experts):
+            return self
+        replicas = torch.full((p.num_experts, 2), -1, device=self.x.device)
+        replicas[:, 0] = torch.arange(p.num_experts)
+        replicas[:extra, 1] = torch.arange(p.num_experts, p.num_physical_experts)
+        return replace(self, routing=to_physical(self.routing, replicas))
+
 
 def make_case(
     problem: MoEProblem,
@@ -326,14 +340,26 @@ def make_case(
 ) -> Case:
     """Return a random call. Tokens without any expert are NaN.
 
-    The kinds masked and rows have a token of zeros, whose dynamic scale must not be 0.
+    The kinds masked and rows have a token of zeros, whose dynamic scale must not be 0. Four tokens
+    of the kind hot differ in their routing alone, as in a prompt that repeats a word.
     """
     routing = random_routing(problem, num_tokens, kind, key)
     x = random_x(problem, num_tokens, key)
     if kind in ("masked", "rows") and num_tokens > 3:
         x[1] = 0
+    if kind == "hot":
+        x[4:8] = x[4:5]
     x[(routing.topk_ids < 0).all(dim=1)] = float("nan")
     return Case(problem, weights or random_weights(problem), x, routing)
+
+
+def case_of_counts(problem: MoEProblem, counts: Sequence[int]) -> Case:
+    """Return a call of top-1 experts, of which each gets its number of tokens, in any order."""
+    made = make_case(problem, sum(counts))
+    ids = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    ids = ids[torch.randperm(len(ids), generator=generator("order")), None]
+    routing = Routing(made.routing.topk_weights, ids.to(made.routing.topk_ids))
+    return replace(made, routing=routing)
 
 
 def scaled(case: Case, factor: float) -> Case:

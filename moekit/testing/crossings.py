@@ -9,7 +9,7 @@ every load.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
@@ -26,12 +26,11 @@ from moekit.problem.activation import ALPHAS, CLAMPABLE, Activation
 from moekit.problem.quant import SCHEMES
 from moekit.problem.weights import ExpertWeights
 from moekit.testing import cases
-from moekit.testing.base import over
+from moekit.testing.base import over, sizes_of
 from moekit.testing.calls import AROUND, QUANTIZED_WIRE, call, check_call, pack
 from moekit.testing.cases import Case, make_case
-from moekit.testing.covering import Row, covering_array
 from moekit.testing.diagnose import assert_right
-from moekit.testing.experts_base import ExpertsBase, sizes_of
+from moekit.testing.experts_base import ExpertsBase
 from moekit.testing.memory import poison
 
 # Of clamps, which most rows exceed; 16 bits do not hold it. Alpha is another one than any default.
@@ -41,7 +40,11 @@ LIMIT, ALPHA = 1.3, 1.2
 _EXPERTS = {1: 5, 2: 6, 3: 3, 40: 43}
 ON_INPUT = "1, weight on input"
 
+Row = dict[str, Any]
 _Possible = Callable[[Row], Row | None]
+
+# Cases that are tried around a pair before it counts as impossible. The first of them are greedy.
+_ATTEMPTS, _GREEDY = 16, 6
 
 # Tokens, and their routing. A hot expert has all tokens, or half where replicas take the others.
 _LOADS = ((1, "random"), (7, "masked"), (70, "rows"), (131, "hot"), (600, "hot"))
@@ -234,6 +237,55 @@ def _array(
         rows = [_apart(row) for row in rest if row["scheme"] == path]
         made[path] = [_on_path(row, paths[path], i, possible) for i, row in enumerate(rows)]
     return made
+
+
+def covering_array(
+    dimensions: Mapping[str, Sequence[Any]],
+    possible: _Possible,
+    draw: random.Random,
+    most: int | None = None,
+) -> list[Row]:
+    """Return cases that have all possible pairs of values of two dimensions.
+
+    They are chosen greedily (the method of AETG): each is built around a pair that no case has yet,
+    and has the values that cover most of the other pairs.
+
+    Args:
+        dimensions: the name of each dimension -> its values, which are hashable.
+        possible: returns a case itself, or with other values where its own contradict each other,
+            or None. A pair counts as impossible if no case around it comes back with the pair.
+        draw: breaks ties.
+        most: return at most this many cases, those that cover most pairs.
+    """
+    values = [(name, value) for name, each in dimensions.items() for value in each]
+    # A value is a bit. A mask of each value holds the others that it has not met.
+    bit = {value: i for i, value in enumerate(values)}
+    unmet = [
+        sum(1 << j for j, (other, _) in enumerate(values) if other != name) for name, _ in values
+    ]
+    rows: list[Row] = []
+    while any(unmet) and (most is None or len(rows) < most):
+        first = max(range(len(values)), key=lambda i: unmet[i].bit_count())
+        second = unmet[first].bit_length() - 1
+        start = dict((values[first], values[second]))
+        for attempt in range(_ATTEMPTS):
+            row = dict(start)
+            for name in draw.sample(list(dimensions), len(dimensions)):
+                options = draw.sample(list(dimensions[name]), len(dimensions[name]))
+                mask = sum(1 << bit[each] for each in row.items()) if attempt < _GREEDY else 0
+                gains = [(unmet[bit[name, value]] & mask).bit_count() for value in options]
+                row.setdefault(name, options[gains.index(max(gains))])
+            found = possible({name: row[name] for name in dimensions})
+            if found is not None and start.items() <= found.items():
+                rows.append(found)
+                met = sum(1 << bit[each] for each in found.items())
+                for each in found.items():
+                    unmet[bit[each]] &= ~met
+                break
+        else:
+            unmet[first] &= ~(1 << second)
+            unmet[second] &= ~(1 << first)
+    return rows
 
 
 def _on_path(row: Row, schemes: Sequence[str], index: int, possible: _Possible) -> Row:

@@ -1,13 +1,12 @@
 """Assert that an output is right, or say which mistake would explain it.
 
-`diagnose` compares a wrong output with the outputs of backends that have one known mistake, in all
-experts or in those whose tokens are wrong. It also looks for dropped assignments and for tokens
-that hold each other's results. It runs only when a comparison has failed.
+`diagnose` compares a wrong output with the outputs of backends that have one known mistake. Else it
+says which experts the wrong tokens share. It runs only when a comparison has failed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +36,6 @@ def assert_close(
     what: str = "output",
     *,
     case: Case | None = None,
-    earlier: Sequence[Tensor] = (),
     rounds_activations: bool = True,
 ) -> None:
     """Assert that ``out`` (T, H) is the oracle's ``ref`` (T, H) fp32, up to `tolerance`.
@@ -50,7 +48,6 @@ def assert_close(
         what: the name of the output in the message.
         case: the call whose reference is ``ref``. It names the mistake, and tells which tokens are
             sensitive to the rounding of activations.
-        earlier: outputs of earlier calls, of any shape; a repeated one is recognized.
         rounds_activations: False if ``ref`` has the activations as the backend rounded them to the
             problem's scheme. The dtype's bounds then hold.
     """
@@ -62,7 +59,7 @@ def assert_close(
         found = ""
         if case is not None:
             try:
-                found = diagnose(out, case, earlier)
+                found = diagnose(out, case)
             except Exception as error:  # must not hide what failed
                 found = f"(no diagnosis: {error!r})"
         raise AssertionError(
@@ -205,27 +202,19 @@ def wrong_results(case: Case) -> dict[str, Tensor]:
     return wrong
 
 
-def diagnose(out: Tensor, case: Case, earlier: Sequence[Tensor] = ()) -> str:
-    """Name the mistake that explains ``out`` (T, H), a wrong result of ``case``, or return "".
-
-    Args:
-        earlier: outputs of earlier calls, of any shape.
-    """
+def diagnose(out: Tensor, case: Case) -> str:
+    """Name the mistake that explains ``out`` (T, H), a wrong result of ``case``, or return ""."""
     p, right = case.problem, case.reference()
     out = out.detach().to(right.device)
     if out.shape != right.shape:
         return ""
     if not bool(torch.isfinite(out).all()):
         return _non_finite(out, case)
-    for index, old in enumerate(reversed(earlier)):
-        if old.shape == out.shape and torch.equal(old, out):
-            return f"the output of {index + 1} calls before is returned again"
-    wrong_T = _wrong_rows(out, right, p)
-    every = (_whole, _dropped, _swapped_rows, _some_experts)
-    for explain in every if out.numel() <= _MOST_ELEMENTS else (_dropped,):
-        if text := explain(out, right, case, wrong_T):
-            return text
-    return ""
+    if out.numel() <= _MOST_ELEMENTS:
+        for what, result in _mistakes(case):
+            if _same(out, result, case):
+                return f"looks like: {what}"
+    return _place(_wrong_rows(out, right, p), case)
 
 
 def _wrong_rows(out: Tensor, right: Tensor, problem: MoEProblem) -> Tensor:
@@ -278,77 +267,27 @@ def _mistakes(case: Case) -> Iterator[tuple[str, Tensor]]:
         mixed = replace(plain, w13=torch.cat((plain.w13[:, 0::2], plain.w13[:, 1::2]), dim=1))
         result = oracle(case.x, mixed, r, p.replace(quant="none"))
         yield "gate and up taken for alternating rows", result
+    for first in range(1, r.topk_ids.shape[1]):
+        kept = replace(r, topk_ids=r.topk_ids.clone())
+        kept.topk_ids[:, first:] = -1
+        left = oracle(case.x, case.weights, kept, p)
+        yield f"assignments dropped: top-k positions from {first} on", left
 
 
-def _whole(out: Tensor, right: Tensor, case: Case, wrong_T: Tensor) -> str:
-    for what, result in _mistakes(case):
-        if _same(out, result, case):
-            return f"looks like: {what}"
-    return ""
-
-
-def _some_experts(out: Tensor, right: Tensor, case: Case, wrong_T: Tensor) -> str:
-    """Find a mistake that only the experts have whose tokens are all wrong."""
-    p, ids = case.problem, case.routing.topk_ids
-    local = set(p.local_experts)
-    # A token of zeros is right with any weights, and clears no expert.
-    right_ones = set(ids[~wrong_T & case.x.any(dim=1)].flatten().tolist()) & local
-    wrong_ones = sorted((set(ids[wrong_T].flatten().tolist()) - right_ones) & local)
-    if not wrong_ones or not right_ones:
-        return ""
-    theirs = torch.isin(ids, torch.tensor(wrong_ones, device=ids.device))
-    only = _routed(case, torch.where(theirs, ids, -1))
-    rest = right - only.reference()
-    for what, result in _mistakes(only):
-        if _same(out, rest + result, case):
-            return f"{_experts(wrong_ones, len(local))} wrong: {what}"
-    return f"{_experts(wrong_ones, len(local))} wrong; all tokens of the other experts are right"
-
-
-def _experts(wrong: Sequence[int], count: int) -> str:
-    if len(wrong) == 1:
-        return f"expert {wrong[0]} of {count}"
-    if wrong == list(range(wrong[0], wrong[-1] + 1)) and len(wrong) > 2:
-        return f"experts {wrong[0]} to {wrong[-1]} of {count}"
-    shown = ", ".join(map(str, wrong[:8])) + (" ..." if len(wrong) > 8 else "")
-    return f"experts {shown} of {count}"
-
-
-def _dropped(out: Tensor, right: Tensor, case: Case, wrong_T: Tensor) -> str:
-    """Find assignments from some index, position, row, token or expert on that are missing."""
+def _place(wrong_T: Tensor, case: Case) -> str:
+    """Name experts, or rows of experts, that all wrong tokens have and no right token has."""
     ids = case.routing.topk_ids
     flat, index = ids.flatten(), torch.arange(ids.numel(), device=ids.device)
     order = flat.argsort(stable=True)
-    rows = torch.empty_like(index).scatter_(
-        0, order, index - torch.searchsorted(flat[order], flat[order])
-    )
-    K = ids.shape[1]
-    kinds = {"top-k positions": index % K, "experts": flat, "rows of an expert": rows,
-             "tokens": index // K, "assignments": index}  # fmt: skip
-    right_TK = ~wrong_T[:, None] & (ids >= 0)
-    for what, value in kinds.items():
-        value = value.view_as(ids)
-        # No token is right if each has a missing position.
-        behind = int(value[right_TK].max()) + 1 if bool(right_TK.any()) else 0
-        for first in range(1, K) if what == "top-k positions" else (behind,):
-            left = torch.where(value < first, ids, -1)
-            if not torch.equal(left, ids) and _same(out, _routed(case, left).reference(), case):
-                return f"assignments dropped: {what} from {first} on"
+    place = index - torch.searchsorted(flat[order], flat[order])
+    rows = torch.empty_like(index).scatter_(0, order, place).view_as(ids)
+    # A token of zeros is right with any weights, and clears no expert.
+    right_TK = (~wrong_T & case.x.any(dim=1))[:, None] & (ids >= 0)
+    for what, value_TK in (("experts", ids), ("rows of an expert", rows)):
+        apart_TK = (ids >= 0) & ~torch.isin(value_TK, value_TK[right_TK])
+        theirs = apart_TK.any(dim=1)[wrong_T]
+        if bool(right_TK.any()) and len(theirs) and bool(theirs.all()):
+            found = torch.unique(value_TK[apart_TK]).tolist()
+            shown = ", ".join(map(str, found[:8])) + (" ..." if len(found) > 8 else "")
+            return f"only tokens with these {what} are wrong: {shown}"
     return ""
-
-
-def _swapped_rows(out: Tensor, right: Tensor, case: Case, wrong_T: Tensor) -> str:
-    """Find tokens that hold other tokens' results."""
-    if not bool(wrong_T.any()) or len(out) > 4096:
-        return ""
-    nearest = torch.cdist(out.float(), right).argmin(dim=1)
-    if not _same(out, right[nearest], case):
-        return ""
-    pairs = [f"{t} has {int(nearest[t])}'s" for t in wrong_T.nonzero().flatten()[:4].tolist()]
-    return f"{int(wrong_T.sum())} tokens have other tokens' results: token {', '.join(pairs)}"
-
-
-def _routed(case: Case, ids: Tensor) -> Case:
-    """Return the same tokens with other ids; the weights of ids -1 are NaN."""
-    weights = case.routing.topk_weights.masked_fill(ids < 0, float("nan"))
-    return replace(case, routing=Routing(weights, ids))

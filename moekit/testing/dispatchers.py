@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any, ClassVar
 
 import pytest
@@ -17,10 +15,9 @@ from moekit.contract.specs import DispatcherSpec
 from moekit.problem import DTYPES, ActivationFormat, DeviceSpec, MoEProblem, ParallelConfig
 from moekit.problem.quant import SCHEMES, WIRE_SCHEMES
 from moekit.testing import cases, interface, rank_failures, ranks
-from moekit.testing.base import Capability, Conformance, Sizes
+from moekit.testing.base import Capability, Conformance, Sizes, sizes_of
 from moekit.testing.calls import LEAVES_SUMS
 from moekit.testing.distributed import RankError, RankPool
-from moekit.testing.memory import older_objects_skipped
 from moekit.testing.ranks import Call, Job, Members
 from moekit.untrusted.arguments import switch
 
@@ -53,10 +50,10 @@ _COUNTS = {
 
 # What is unusual in a call -> its routing, how it is made, and changes of the problem.
 _CALLS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "router_weight_on_input": ("rows", "plain", {"top_k": 1, "apply_router_weight_on_input": True}),
+    **{name: (kind, "plain", changes) for name, (kind, changes) in cases.UNUSUAL.items()},
+    "hot_expert": ("hot", "plain", {}),
     "every_token_to_every_expert": ("random", "plain", {"top_k": 8}),
     "experts_do_not_divide_by_ranks": ("masked", "plain", {"num_experts": 7}),
-    "replicas": ("masked", "plain", {"num_redundant_experts": 2}),
     "experts_that_do_not_reduce": ("masked", "plain", {"experts": "reference"}),
     "strided_input": ("masked", "strided", {}),
     "given_output": ("rows", "out", {}),
@@ -65,30 +62,16 @@ _CALLS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-@cache
-def _pools() -> dict[tuple[int, str], RankPool]:
-    return {}
+# A pool serves all tests of the run.
+_POOLS: dict[tuple[int, str], RankPool] = {}
 
 
 def _pool(processes: int, device_type: str) -> RankPool:
-    """Return a pool that serves all tests of the run; a new one if a rank of the last one died."""
-    pools, key = _pools(), (processes, device_type)
-    if key not in pools or pools[key].closed:
-        pools[key] = RankPool(processes, device_type)
-    return pools[key]
-
-
-@contextmanager
-def _quickly(device: DeviceSpec) -> Iterator[None]:
-    """Run small tests on one thread and with short garbage collections, which is faster."""
-    before = torch.get_num_threads()
-    if device.type == "cpu":
-        torch.set_num_threads(1)
-    try:
-        with older_objects_skipped():
-            yield
-    finally:
-        torch.set_num_threads(before)
+    """Return the pool of so many ranks; a new one if a rank of the last one died."""
+    key = processes, device_type
+    if key not in _POOLS or _POOLS[key].closed:
+        _POOLS[key] = RankPool(processes, device_type)
+    return _POOLS[key]
 
 
 def _groups(world: int, at_once: int) -> list[tuple[int, ...]]:
@@ -97,13 +80,7 @@ def _groups(world: int, at_once: int) -> list[tuple[int, ...]]:
 
 
 def _sizes(hidden: int, tokens: int, intermediate: int = 32) -> Sizes:
-    return {
-        "num_experts": 8,
-        "top_k": 2,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "max_num_tokens": tokens,
-    }
+    return {**sizes_of(8, 2, hidden, intermediate), "max_num_tokens": tokens}
 
 
 def _ends(sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -115,15 +92,6 @@ def _ends(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 def _shares() -> bool:
     return switch(SHARE_VARIABLE, False)
-
-
-def _asked_sizes(asked: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in asked.split(",")]
-    if not all(part.isdecimal() and 1 <= int(part) <= 8 for part in parts):
-        raise pytest.UsageError(
-            f"{WORLD_SIZES_VARIABLE}={asked!r}: expected numbers of ranks from 1 to 8, as in 2,8"
-        )
-    return tuple(dict.fromkeys(int(part) for part in parts))
 
 
 class DispatcherBase(Conformance):
@@ -140,7 +108,7 @@ class DispatcherBase(Conformance):
         """
         super().pytest_generate_tests(metafunc)
         asked = os.environ.get(WORLD_SIZES_VARIABLE)
-        sizes = _asked_sizes(asked) if asked else self.world_sizes
+        sizes = tuple(map(int, asked.split(","))) if asked else self.world_sizes
         several, ends = tuple(n for n in sizes if n > 1), _ends(sizes)
         for name, some in (
             ("world", sizes),
@@ -192,12 +160,12 @@ class DispatcherBase(Conformance):
     def _job(self, world: int, **changes: Any) -> Job:
         experts = changes.pop("experts", "torch")
         problem = self._problem(**{"parallel": self._parallel(world), **changes})
-        return Job(self._spec(), problem, cases.seed(), experts)
+        return Job(ranks.sendable(self._spec()), problem, cases.seed(), experts)
 
     def _check(
         self, world: int, function: Callable[..., Any], *args: Any, **changes: Any
     ) -> list[Any]:
-        """Run ``function(rank, world, job, *args)`` on every rank, for a problem with ``changes``.
+        """Run ``function(r, *args)`` on every `Rank`, for a problem with ``changes``.
 
         The function raises if it finds a fault. Where tokens move, two ranks are ranks 1 and 3 of
         four, so that the group is not WORLD. Ranks 0 and 2 run the same function with other data at
@@ -205,8 +173,7 @@ class DispatcherBase(Conformance):
         """
         job = self._job(world, **changes)
         if not job.problem.parallel.moves_tokens:
-            with _quickly(job.problem.device):
-                return [function(rank, world, job, *args) for rank in range(world)]
+            return [ranks.run(rank, world, function, job, *args) for rank in range(world)]
         twice = world == 2 and self._devices_for(4)
         tasks = [(function, replace(job, seed=job.seed + i), args) for i in range(1 + twice)]
         return self._check_at_once(world, tasks)
@@ -225,9 +192,6 @@ class DispatcherBase(Conformance):
         if not self._devices_for(processes):
             self._skip(f"{processes} ranks need as many {kind} devices, or {SHARE_VARIABLE}=1")
         # Three ranks are a group of four processes: these exist already.
-        tasks = [
-            (f, replace(job, spec=ranks.sendable(self._spec())), args) for f, job, args in tasks
-        ]
         pool = _pool(4 if processes == 3 and self._devices_for(4) else processes, kind)
         groups = [
             Members(each, pool.failures, copy)
@@ -241,16 +205,6 @@ class DispatcherBase(Conformance):
         support = "only some ranks support" if len(refused) < processes else "no rank supports"
         assert not refused, f"{support} the problem; reasons: {refused}"
         return [results[rank] for rank in groups[0].ranks]
-
-    def _first(self, *candidates: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the first of these changes of the problem that the dispatcher does, or skip."""
-        reasons: dict[str, None] = {}
-        for changes in candidates:
-            problem = self._find_problem(**changes)
-            if isinstance(problem, MoEProblem):
-                return dict(changes)
-            reasons[problem] = None
-        self._skip("; ".join(reasons))
 
     def _quantized_wire(self, world: int, **more: Any) -> list[dict[str, Any]]:
         """Return changes of the problem that let tokens travel quantized, or nothing."""
@@ -284,11 +238,6 @@ class DispatcherConformance(DispatcherBase):
     @pytest.mark.parametrize("counts", sorted(_COUNTS))
     def test_tokens_per_rank(self, counts: str, world: int) -> None:
         self._check(world, ranks.calls, [Call(_COUNTS[counts])])
-
-    @pytest.mark.parametrize("kind", cases.ROUTINGS)
-    def test_routing(self, kind: str, ends: int) -> None:
-        """A hot expert, idle experts, ids of -1, and tokens without experts, which are NaN."""
-        self._check(ends, ranks.calls, [Call((5, 2, 9, 13), kind)])
 
     @pytest.mark.parametrize("name", _CALLS)
     def test_calls(self, name: str, ends: int) -> None:
@@ -367,7 +316,7 @@ class DispatcherConformance(DispatcherBase):
         most = self._problem(**changes).max_num_tokens or 0
         sequence = [Call((5, 2, 9, 13), "masked"), Call((most,)), Call((most, 1, 0), "rows"),
                     Call((2, most, 7)), Call((most,), "hot")]  # fmt: skip
-        left = self._check(world, interface.sums_left, sequence, experts=LEAVES_SUMS, **changes)
+        left = self._check(world, ranks.calls, sequence, experts=LEAVES_SUMS, **changes)
         if not any(left):
             self._skip("the dispatcher takes no sums of this problem (takes_unreduced)")
 
@@ -388,7 +337,7 @@ class DispatcherConformance(DispatcherBase):
 
     @pytest.mark.parametrize("scheme", _QUANTIZED_INPUT)
     def test_quantized_tokens(self, scheme: str, ends: int) -> None:
-        """Every scheme gives right results, whether or not tokens travel quantized.
+        """Every scheme gives right results, and tokens travel quantized if the spec declares it.
 
         Wide tokens have many scales. Then torch has other defaults, as engines set them.
         """
@@ -400,12 +349,8 @@ class DispatcherConformance(DispatcherBase):
         wide = self._first(*({**wide, "hidden_size": h} for h in widths), wide)
         self._check(ends, ranks.calls, sequence, **wide)
         self._check(ends, ranks.calls, sequence, "fresh", experts="reference", quant=scheme)
-
-    @pytest.mark.parametrize("scheme", _QUANTIZED_INPUT)
-    def test_quantized_wire(self, scheme: str, ends: int) -> None:
-        if scheme not in self._spec().wire_schemes:
-            self._skip(f"the spec does not declare {scheme} in wire_schemes")
-        self._check(ends, interface.wire, Call((3, 0, 9, 13), "rows"), quant=scheme)
+        if scheme in self._spec().wire_schemes:
+            self._check(ends, interface.wire, sequence[0], quant=scheme)
 
     # -- calls ------------------------------------------------------------------------------------
 
@@ -485,17 +430,6 @@ class DispatcherConformance(DispatcherBase):
         self._needs_ranks()
         self._check(several, rank_failures.resolves)
 
-    def test_groups_at_once(self) -> None:
-        """Ranks 1 and 3 of four are one group, while ranks 0 and 2 run another layer."""
-        self._needs_ranks()
-        job = self._job(2)
-        smaller = {"top_k": 1, "max_num_tokens": 16, "parallel": job.problem.parallel}
-        other = replace(job, problem=self._problem(**self._first(smaller, {})))
-        many = [Call((i % 5, 6), ("random", "masked")[i % 2]) for i in range(7)]
-        few = [Call((16, 3)), Call((0, 9), "rows")]
-        tasks = [(ranks.calls, job, (many,)), (ranks.calls, other, (few,))]
-        self._check_at_once(2, tasks)
-
     def test_groups_in_threads(self, most: int) -> None:
         """Two threads serve two groups of the same ranks, which begin in opposite orders."""
         self._needs_ranks()
@@ -508,7 +442,7 @@ class DispatcherConformance(DispatcherBase):
             task = rank_failures.in_opposite_orders, self._job(most), arguments
             self._check_at_once(most, [task], copies=2)
         except RankError:
-            for pool in _pools().values():  # threads that are blocked keep their locks
+            for pool in _POOLS.values():  # threads that are blocked keep their locks
                 pool.close(patience=0.0)
             raise
 
@@ -518,7 +452,6 @@ class DispatcherConformance(DispatcherBase):
         if self._device().type != "cpu":
             self._skip("libraries for devices may join only one set of ranks in a process")
         job = self._job(2)
-        job = replace(job, spec=ranks.sendable(self._spec()))
         with RankPool(3) as pool:
             *_, refused = pool.run(rank_failures.groups_of_one_name, job, Call((5, 3)))
         if refused is not None:

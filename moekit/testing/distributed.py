@@ -29,12 +29,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -71,20 +71,7 @@ class RankError(RuntimeError):
         self.died = dict(died or {})
 
 
-@dataclass(frozen=True)
-class _Rank:
-    """The arguments of a rank's process."""
-
-    rank: int
-    world_size: int
-    device_type: str
-    timeout: float
-    port: int
-    stack_file: str
-    environment: Mapping[str, str]
-
-
-class RankPool:
+class RankPool(AbstractContextManager["RankPool"]):
     """Processes with a common process group, kept for many calls of `run`.
 
     Ranks inherit the environment at the time of construction.
@@ -113,10 +100,9 @@ class RankPool:
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             stack = str(Path(self._stacks.name, str(rank)))
-            settings = _Rank(
-                rank, world_size, device_type, timeout, self._store.port, stack, environment
-            )
-            process = context.Process(target=_work, args=(settings, theirs), daemon=True)
+            join = partial(_join, rank, world_size, device_type, timeout, self._store.port)
+            args = theirs, stack, environment, partial(_call, rank, world_size), join
+            process = context.Process(target=_work, args=args, daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -164,15 +150,7 @@ class RankPool:
                     pass
             self._end("close() was called", patience)
 
-    def __enter__(self) -> RankPool:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _collect(self, what: str, seconds: float) -> list[Any]:
@@ -271,7 +249,7 @@ def _start_method(device_type: str) -> SpawnContext | ForkServerContext:
     if device_type != "cpu" or "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "torch", "torch.distributed"])
+    context.set_forkserver_preload(["pytest", "torch.distributed", "torch._dynamo"])
     return context
 
 
@@ -285,14 +263,20 @@ def _loads(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
-def _work(settings: _Rank, pipe: Connection) -> None:
-    """Join the group, then run the tasks that come through ``pipe`` until it is closed."""
+def _work(
+    pipe: Connection,
+    stack_file: str,
+    environment: Mapping[str, str],
+    call: Callable[[bytes], Any],
+    join: Callable[[], None],
+) -> None:
+    """Join the group, then call the tasks that come through ``pipe`` until it is closed."""
     os.environ.clear()  # a fork has the server's
-    os.environ.update(settings.environment)
+    os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with open(settings.stack_file, "w") as stack_file:
-        faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
-        started = _attempt(pipe, lambda: _join(settings))
+    with open(stack_file, "w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
+        started = _attempt(pipe, join)
         while started:
             try:
                 task = pipe.recv_bytes()
@@ -300,20 +284,20 @@ def _work(settings: _Rank, pipe: Connection) -> None:
                 break
             if not task:
                 break
-
-            def call(task: bytes = task) -> Any:
-                # The parent's path may have grown since the start (pytest adds test folders).
-                sys.path[:], inner = _loads(task)
-                function, args = _loads(inner)
-                gc.freeze()  # collections then skip the modules, which take 0.2 s each time
-                try:
-                    return function(settings.rank, settings.world_size, *args)
-                finally:
-                    gc.unfreeze()
-
-            _attempt(pipe, call)
+            _attempt(pipe, partial(call, task))
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _call(rank: int, world_size: int, task: bytes) -> Any:
+    # The parent's path may have grown since the start (pytest adds test folders).
+    sys.path[:], inner = _loads(task)
+    function, args = _loads(inner)
+    gc.freeze()  # collections then skip the modules, which take 0.2 s each time
+    try:
+        return function(rank, world_size, *args)
+    finally:
+        gc.unfreeze()
 
 
 def _attempt(pipe: Connection, call: Callable[[], Any]) -> bool:
@@ -327,29 +311,29 @@ def _attempt(pipe: Connection, call: Callable[[], Any]) -> bool:
     return True
 
 
-def _join(settings: _Rank) -> None:
+def _join(rank: int, world_size: int, device_type: str, timeout: float, port: int) -> None:
     device = None
     backend = "gloo"
-    if settings.device_type == "cpu":
+    if device_type == "cpu":
         torch.set_num_threads(1)
     else:
         backend = "cpu:gloo,cuda:nccl"
         count = torch.cuda.device_count()
         if not count:
             raise RuntimeError("device_type='cuda', but torch sees no GPU here; use 'cpu'")
-        torch.cuda.set_device(settings.rank % count)
-        if settings.world_size <= count:  # else NCCL must not connect before its first use
-            device = torch.device("cuda", settings.rank)
+        torch.cuda.set_device(rank % count)
+        if world_size <= count:  # else NCCL must not connect before its first use
+            device = torch.device("cuda", rank)
     # Otherwise gloo looks up the host's name, which need not resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    store = TCPStore(_HOST, settings.port, is_master=False)
+    store = TCPStore(_HOST, port, is_master=False)
     # Ranks start at different speeds. They meet before the group's timeout, which may be short.
-    _meet(store, "started", settings.rank, settings.world_size)
+    _meet(store, "started", rank, world_size)
     dist.init_process_group(
         backend,
         store=PrefixStore("group", store),
-        rank=settings.rank,
-        world_size=settings.world_size,
-        timeout=timedelta(seconds=settings.timeout),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout),
         device_id=device,
     )

@@ -12,19 +12,9 @@ from moekit.problem import DTYPES, ActivationFormat, DeviceSpec, MoEProblem
 from moekit.problem.activation import ACTIVATIONS, Activation
 from moekit.problem.quant import SCHEMES
 from moekit.problem.weights import ExpertWeights
-from moekit.testing.base import Capability, Conformance, Sizes
+from moekit.testing.base import Capability, Conformance, Sizes, sizes_of
 from moekit.testing.calls import check_call, pack
 from moekit.testing.cases import make_case, random_weights
-
-
-def sizes_of(num_experts: int, top_k: int, hidden: int, intermediate: int) -> Sizes:
-    """Return these sizes as arguments of `MoEProblem`."""
-    return {
-        "num_experts": num_experts,
-        "top_k": top_k,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-    }
 
 
 def one_of_each_kind(schemes: Iterable[str]) -> list[str]:
@@ -170,15 +160,6 @@ class ExpertsBase(Conformance):
         names = [n for n in ("float32", "float16", "bfloat16") if n in self._spec().dtypes]
         dtypes = [{"dtype": DTYPES[name]} for name in names]
         return self._at(*({**each, **dtype} for each in choices for dtype in dtypes), **changes)
-
-    def _at(self, *choices: Mapping[str, Any], **changes: Any) -> MoEProblem:
-        """Return the first of the problems with these changes that the backend does, or skip."""
-        for choice in choices:
-            found = self._find_problem(**{**choice, **changes})
-            if isinstance(found, MoEProblem):
-                return found
-            reasons = found
-        self._skip(reasons)
 
     def test_constructor_keeps_spec_and_problem(self) -> None:
         problem = self._problem()

@@ -15,55 +15,45 @@ from moekit.contract.training import TrainableDispatcher
 from moekit.problem import ParallelConfig
 from moekit.problem.weights import ExpertWeights
 from moekit.testing import cases
-from moekit.testing.cases import Case
+from moekit.testing.cases import UNUSUAL, Case
 from moekit.testing.dispatchers import DispatcherBase
 from moekit.testing.gradients import (
+    FORMS,
     Gradients,
     TrainingBase,
-    backward,
-    call_of,
+    differentiate,
     fault,
-    found_gradients,
     inputs_of,
-    leaves,
     random_grad,
     right_gradients,
-)  # fmt: skip
-from moekit.testing.ranks import Call, Rank, of_rank
+)
+from moekit.testing.ranks import Call, Rank
 from moekit.training.kernel import TrainableKernel
 
 _COUNTS = (3, 0, 9, 13)
 _OTHER = Call((5, 2, 0, 8), "masked")
+_MASKED = Call(_COUNTS, "masked")
 
-# What is unusual -> the calls, which of them run backward in which way, and changes of the problem.
+# What is unusual -> the calls, how their backwards run (see `gradients_of_calls`), and changes of
+# the problem.
 _CALLS: dict[str, tuple[Sequence[Call], str, dict[str, Any]]] = {
+    **{name: ([Call((5, 2, 9, 13), kind)], "", more) for name, (kind, more) in UNUSUAL.items()},
     "even": ([Call((9, 9, 9, 9))], "", {}),
     "a_rank_without_tokens": ([Call(_COUNTS), Call(_COUNTS[::-1])], "", {}),
     "one_token_in_all": ([Call((0, 0, 0, 1))], "", {}),
     "no_tokens": ([Call((0, 0, 0, 0))], "", {}),
-    "ids_of_-1": ([Call((5, 2, 9, 13), "masked")], "", {}),
-    "tokens_without_experts": ([Call((5, 2, 9, 13), "rows")], "", {}),
-    "no_experts_at_all": ([Call(_COUNTS, "none")], "", {}),
-    "one_expert": ([Call((5, 2, 9, 13), "one_expert")], "", {}),
-    "idle_experts": ([Call((5, 2, 9, 13), "idle")], "", {}),
-    "router_weights_of_zero": ([Call((5, 2, 9, 13), "signed")], "", {}),
-    "top_1": ([Call(_COUNTS, "masked")], "", {"top_k": 1}),
     "top_8": ([Call(_COUNTS)], "", {"top_k": 8}),
-    "weight_on_input": (
-        [Call(_COUNTS, "rows")], "", {"top_k": 1, "apply_router_weight_on_input": True},
-    ),
-    "replicas": ([Call(_COUNTS, "masked")], "", {"num_redundant_experts": 2}),
-    "experts_do_not_divide_by_ranks": ([Call(_COUNTS, "masked")], "", {"num_experts": 7}),
-    "reference_experts": ([Call(_COUNTS, "masked")], "", {"experts": "reference"}),
-    "float32": ([Call(_COUNTS, "masked")], "", {"dtype": torch.float32}),
+    "experts_do_not_divide_by_ranks": ([_MASKED], "", {"num_experts": 7}),
+    "reference_experts": ([_MASKED], "", {"experts": "reference"}),
+    "float32": ([_MASKED], "", {"dtype": torch.float32}),
     "first_first": ([Call(_COUNTS), _OTHER, Call(_COUNTS, "rows")], "first_first", {}),
     "last_first": ([Call(_COUNTS), _OTHER, Call(_COUNTS, "rows")], "last_first", {}),
-    "backward_twice": ([Call(_COUNTS, "masked"), _OTHER], "twice", {}),
-    "expanded_gradient": ([Call(_COUNTS, "masked")], "expanded", {}),
-    "ranks_want_others": ([Call(_COUNTS, "masked"), _OTHER], "some", {}),
-    "frozen_experts": ([Call(_COUNTS, "masked")], "frozen", {}),
+    "backward_twice": ([_MASKED, _OTHER], "twice", {}),
+    "expanded_gradient": ([_MASKED], "expanded", {}),
+    "ranks_want_others": ([_MASKED, _OTHER], "some", {}),
+    "frozen_experts": ([_MASKED], "frozen", {}),
     "no_backward": ([Call(_COUNTS), _OTHER], "dropped", {}),
-}  # fmt: skip
+}
 
 # Of "some": what requires a gradient on each rank.
 _SOME = (("x",), ("topk_weights", "w2"), ("w13",), ("x", "w2_bias"))
@@ -92,9 +82,7 @@ class _Right:
             there.batch = batch
             case, _ = there.forms(wanted, index)
             whole = Case(problem, weights, case.x, case.routing)
-            grad = random_grad(whole, (index, batch))
-            if how == "expanded":  # as sum().backward() makes it
-                grad = torch.ones((), dtype=grad.dtype, device=grad.device).expand(grad.shape)
+            grad = FORMS.get(how, torch.clone)(random_grad(whole, (index, batch)))
             found = right_gradients(whole, grad)
             if batch == r.batch:
                 mine = cls(case, grad, found, whole)
@@ -109,15 +97,12 @@ class _Right:
         return replace(mine, gradients={**mine.gradients, **held.tensors()})
 
 
-@of_rank
 def gradients_of_calls(r: Rank, sequence: Sequence[Call], how: str) -> None:
     """Make calls and their backwards, and compare the gradients with the oracle's.
 
     Args:
-        how: "": each backward follows its call. first_first, last_first: all calls run before the
-            first backward. twice: each backward runs twice. expanded: incoming gradients have
-            strides of 0. some: ranks want different gradients. frozen: weights want none. dropped:
-            the first call has no backward.
+        how: a way of `differentiate`. expanded: incoming gradients have strides of 0. some: ranks
+            want different gradients. frozen: weights want none.
     """
     kernel = r.kernel
     assert isinstance(kernel, TrainableKernel)
@@ -127,20 +112,12 @@ def gradients_of_calls(r: Rank, sequence: Sequence[Call], how: str) -> None:
         asked = asked[:2]
     if how == "some":
         asked = list(_SOME[r.rank % len(_SOME)])
-    given = [leaves(right.case, asked) for right in made]
-    if how in ("first_first", "last_first"):
-        outs = [call_of(kernel, case) for case in given]
-        for index in sorted(range(len(outs)), reverse=how == "last_first"):
-            backward(outs[index], made[index].grad)
-    for index, (case, right) in enumerate(zip(given, made, strict=True)):
-        times = 2 if how == "twice" else int(how not in ("first_first", "last_first"))
-        out = call_of(kernel, case) if times else right.grad
+    found = differentiate(kernel, [(right.case, right.grad) for right in made], how, asked)
+    for index, right in enumerate(made):
         if how == "dropped" and not index:
             continue
-        for _ in range(times):
-            backward(out, right.grad, retain_graph=how == "twice")
-        want = {name: max(times, 1) * right.gradients[name] for name in asked}
-        said = fault(found_gradients(case), want, right.whole)
+        want = {name: (1 + (how == "twice")) * right.gradients[name] for name in asked}
+        said = fault(found[index], want, right.whole)
         r.expect(not said, f"rank {r.rank}, call {index} of {sequence}: {said}")
 
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, combinations
@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moekit.contract import Routing
 from moekit.contract.training import TrainableExperts
-from moekit.layer.replicas import to_physical
 from moekit.problem import DTYPES, MoEProblem, ParallelConfig
 from moekit.problem.activation import ACTIVATIONS, CLAMPABLE, Activation
 from moekit.problem.quant import SCHEMES
@@ -27,7 +25,9 @@ from moekit.testing.base import Capability, Conformance, over
 from moekit.testing.calls import Watch, same_bits
 from moekit.testing.cases import (
     SEED_VARIABLE,
+    UNUSUAL,
     Case,
+    case_of_counts,
     device_of,
     generator,
     make_case,
@@ -49,20 +49,12 @@ _WIDER_OF_PRODUCTS = 8
 # What is unusual in a call -> its routing, its tokens (None: the usual number), and changes of the
 # problem. Every call has biases if the backend declares them.
 _CALLS: dict[str, tuple[str, int | None, dict[str, Any]]] = {
+    **{name: (kind, None, changes) for name, (kind, changes) in UNUSUAL.items()},
     "random": ("random", None, {}),
-    "idle_experts": ("idle", None, {}),
-    "one_expert": ("one_expert", None, {}),
     "hot_expert": ("hot", None, {}),
-    "ids_of_-1": ("masked", None, {}),
-    "tokens_without_experts": ("rows", None, {}),
-    "no_experts_at_all": ("none", None, {}),
-    "router_weights_of_zero": ("signed", None, {}),
     "no_tokens": ("random", 0, {}),
     "one_token": ("random", 1, {}),
-    "top_1": ("random", None, {"top_k": 1}),
     "top_8": ("masked", None, {"num_experts": 9, "top_k": 8}),
-    "weight_on_input": ("rows", None, {"top_k": 1, "apply_router_weight_on_input": True}),
-    "replicas": ("masked", None, {"num_redundant_experts": 3}),
     "share_of_experts": (
         "masked", None, {"parallel": ParallelConfig(ep_size=2, ep_rank=1, dp_size=1)},
     ),
@@ -71,6 +63,13 @@ _CALLS: dict[str, tuple[str, int | None, dict[str, Any]]] = {
     ),
     "many_rows": ("one_expert", 1500, {}),
 }  # fmt: skip
+
+# Forms of an incoming gradient (T, H). sum().backward() makes strides of 0.
+FORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "expanded": lambda t: torch.ones((), dtype=t.dtype, device=t.device).expand(t.shape),
+    "transposed": lambda t: t.T.contiguous().T,
+    "sliced": lambda t: torch.stack((t, torch.full_like(t, 7)), dim=2)[:, :, 0],
+}
 
 
 # -- gradients of a call, and the right ones ---------------------------------------------------
@@ -144,15 +143,49 @@ def found_gradients(case: Case) -> Gradients:
     return {name: t.grad for name, t in inputs_of(case).items() if t.grad is not None}
 
 
-def gradients(kernel: TrainableKernel, case: Case, grad: Tensor, **options: Any) -> Gradients:
-    """Return the gradients of a call and its backward, under poison.
+def gradients(
+    kernel: TrainableKernel, case: Case, grad: Tensor, *, times: int = 1, **options: Any
+) -> Gradients:
+    """Return the gradients of a call and its backward, which runs ``times`` times, under poison.
 
     The caller's tensors must be unchanged afterwards.
     """
     watch = Watch(**inputs_of(case), topk_ids=case.routing.topk_ids, grad=grad)
-    backward(call_of(kernel, case, **options), grad)
+    out = call_of(kernel, case, **options)
+    for _ in range(times):
+        backward(out, grad, retain_graph=times > 1)
     watch.check("the call and its backward")
     return found_gradients(case)
+
+
+def differentiate(
+    kernel: TrainableKernel,
+    made: Sequence[tuple[Case, Tensor]],
+    way: str,
+    wanted: Sequence[str] | None = None,
+) -> list[Gradients]:
+    """Make calls and their backwards, and return the gradients of each.
+
+    Args:
+        made: each call, and the gradient of its output.
+        way: first_first, last_first: all calls, and one without gradients, run before the first
+            backward. twice: each backward runs twice. dropped: the first call has no backward.
+            Otherwise each backward follows its call.
+        wanted: what requires a gradient, by name. Default: everything.
+    """
+    given = [leaves(case, wanted) for case, _ in made]
+    if way in ("first_first", "last_first"):
+        outs = [call_of(kernel, case) for case in given]
+        call_of(kernel, made[-1][0])
+        for index in sorted(range(len(outs)), reverse=way == "last_first"):
+            backward(outs[index], made[index][1])
+    else:
+        for index, (case, (_, grad)) in enumerate(zip(given, made, strict=True)):
+            if way == "dropped" and not index:
+                call_of(kernel, case)
+            else:
+                gradients(kernel, case, grad, times=2 if way == "twice" else 1)
+    return [found_gradients(case) for case in given]
 
 
 def fault(found: Mapping[str, Tensor], want: Mapping[str, Tensor], case: Case) -> str:
@@ -230,26 +263,6 @@ def assert_same_bits(found: Gradients, want: Gradients, what: str) -> None:
 # -- cases --------------------------------------------------------------------------------------
 
 
-def physical(case: Case) -> Case:
-    """Return a call of logical experts with the ids of their replicas."""
-    p = case.problem
-    if not (extra := p.num_redundant_experts):
-        return case
-    replicas = torch.full((p.num_experts, 2), -1, device=case.x.device)
-    replicas[:, 0] = torch.arange(p.num_experts)
-    replicas[:extra, 1] = torch.arange(p.num_experts, p.num_physical_experts)
-    return replace(case, routing=to_physical(case.routing, replicas))
-
-
-def case_of_counts(problem: MoEProblem, counts: Sequence[int]) -> Case:
-    """Return a call of top-1 experts, of which each gets its number of tokens, in any order."""
-    made = make_case(problem, sum(counts))
-    ids = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-    ids = ids[torch.randperm(len(ids), generator=generator("order"))]
-    ids = ids.to(made.x.device)[:, None]
-    return replace(made, routing=Routing(made.routing.topk_weights, ids))
-
-
 def exact_case(problem: MoEProblem, num_tokens: int) -> Case:
     """Return a call whose h are multiples of 1/2, so that no rounding moves one across a limit.
 
@@ -289,16 +302,8 @@ class TrainingBase(Conformance):
         """Return nothing: the kit of the forward checks what the spec declares."""
         return []
 
-    def test_class_fits_the_spec(self) -> None:
-        loaded = self._spec().for_training().load()
-        assert issubclass(loaded, self._interface), f"{loaded} is no {self._interface.__name__}"
-        abstract = getattr(loaded, "__abstractmethods__", ())
-        assert not abstract, f"abstract: {sorted(abstract)}"
-
-    def _trainable(self, problem: MoEProblem, *names: str) -> TrainableKernel:
-        kernel = self._compose(problem, *names)
-        assert isinstance(kernel, TrainableKernel)
-        return kernel
+    def _class(self) -> type:
+        return self._spec().for_training().load()
 
 
 class GradientConformance(TrainingBase, ExpertsBase):
@@ -316,14 +321,16 @@ class GradientConformance(TrainingBase, ExpertsBase):
 
     def _case(self, kind: str = "masked", num_tokens: int | None = None, **changes: Any) -> Case:
         tokens = self._T if num_tokens is None else min(num_tokens, self._most_tokens)
-        return physical(make_case(self._biased(**changes), tokens, kind))
+        return make_case(self._biased(**changes), tokens, kind).physical()
 
     @property
     def _most_tokens(self) -> int:
         return 40 if self._interpreted else 10**6
 
-    def _trainable(self, problem: MoEProblem, *names: str) -> TrainableKernel:
-        return super()._trainable(problem, *(names or ("local",)))
+    def _trainable(self, problem: MoEProblem) -> TrainableKernel:
+        kernel = self._compose(problem, "local")
+        assert isinstance(kernel, TrainableKernel)
+        return kernel
 
     def _check_case(self, case: Case, what: str = "the call") -> None:
         """Compare a call with the oracle, and a second one with it in bits."""
@@ -396,45 +403,21 @@ class GradientConformance(TrainingBase, ExpertsBase):
             assert not set(found) - set(wanted), f"{what}; found: {sorted(found)}"
             assert_right_gradients(found, {n: right[n] for n in wanted}, case, what)
 
-    @pytest.mark.parametrize("form", ["stride_0", "transposed", "sliced"])
-    def test_incoming_gradient(self, form: str) -> None:
-        """Gradients arrive expanded, as sum().backward() makes them, or not contiguous."""
-        case = self._case("random")
-        kernel, ones = self._trainable(case.problem), torch.ones_like(case.x)
-        grad = ones if form == "stride_0" else random_grad(case)
-        given = leaves(case)
-        out = call_of(kernel, given)
-        if form == "stride_0":
-            backward(out.sum())
-        elif form == "transposed":
-            backward(out, grad.T.contiguous().T)
-        else:
-            backward(out, torch.stack((grad, torch.full_like(grad, 7)), dim=2)[:, :, 0])
-        assert_right_gradients(found_gradients(given), right_gradients(case, grad), case)
-
     # -- calls together ---------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("order", ["first_first", "last_first"])
-    def test_layers_in_flight(self, order: str) -> None:
-        """Two layers and a call without gradients run before the first backward."""
-        problem = self._biased()
-        kernel, made = self._trainable(problem), []
+    @pytest.mark.parametrize("way", ["first_first", "last_first", "twice", *FORMS])
+    def test_backwards(self, way: str) -> None:
+        """Two layers' backwards run in other orders, twice, or on gradients of other forms."""
+        problem, made = self._biased(), []
         for key, tokens in enumerate((self._T, self._T + 4)):
-            weights = random_weights(problem, key)
-            case = make_case(problem, tokens, "masked", key, weights)
-            grad = random_grad(case, key)
-            made.append((case, grad, gradients(kernel, leaves(case), grad)))
-            assert_right_gradients(made[-1][2], right_gradients(case, grad), case)
-        given = [leaves(case) for case, _, _ in made]
-        outs = [call_of(kernel, each) for each in given]
-        with torch.no_grad():
-            call_of(kernel, make_case(problem, self._T + 2, "random", 2))
-        for index in (0, 1) if order == "first_first" else (1, 0):
-            backward(outs[index], made[index][1])
-        for index, (each, (_, _, alone)) in enumerate(zip(given, made, strict=True)):
-            assert_same_bits(
-                found_gradients(each), alone, f"layer {index} with the other in flight"
-            )
+            case = make_case(problem, tokens, "masked", key, random_weights(problem, key))
+            made.append((case, FORMS.get(way, torch.clone)(random_grad(case, key))))
+        found = differentiate(self._trainable(problem), made, way)
+        for index, (case, grad) in enumerate(made):
+            right = right_gradients(case, grad)
+            if way == "twice":
+                right = {name: 2 * t for name, t in right.items()}
+            assert_right_gradients(found[index], right, case, f"layer {index}, {way}")
 
     @pytest.mark.parametrize("into", ["grad", "buffer", "float32_buffer"])
     def test_accumulation(self, into: str) -> None:
@@ -481,22 +464,13 @@ class GradientConformance(TrainingBase, ExpertsBase):
         backward(out, grad)
         assert_same_bits(found_gradients(given), plain, "checkpointed")
 
-    def test_backward_twice(self) -> None:
-        """With retain_graph a second backward gives the same; a double backward raises."""
+    def test_double_backward(self) -> None:
+        """Gradients of gradients raise, and are not wrong."""
         case = self._case()
-        kernel, grad = self._trainable(case.problem), random_grad(case)
         given = leaves(case)
-        inputs, out = list(inputs_of(given).values()), call_of(kernel, given)
-        runs = []
-        for _ in range(2):
-            with poisoned_allocations():
-                made = torch.autograd.grad(out, inputs, grad, retain_graph=True)
-            runs.append(dict(zip(inputs_of(given), (t.clone() for t in made), strict=True)))
-            for t in made:  # they are the caller's
-                t.fill_(float("nan"))
-        assert_right_gradients(runs[0], right_gradients(case, grad), case)
-        assert_same_bits(runs[1], runs[0], "the second backward")
-        again = torch.autograd.grad(out, inputs[:1], grad.requires_grad_(), create_graph=True)
+        out = call_of(self._trainable(case.problem), given)
+        grad = random_grad(case).requires_grad_()
+        again = torch.autograd.grad(out, given.x, grad, create_graph=True)
         with pytest.raises(RuntimeError):
             backward(again[0].sum())
 

@@ -10,15 +10,14 @@ from torch import Tensor
 
 from moekit.contract import Dispatched, Routing
 from moekit.problem import MoEProblem
-from moekit.testing.calls import Watch, call, check_graph, check_quantized
+from moekit.testing.calls import Watch, check_graph, check_quantized
 from moekit.testing.cases import device_of, generator
 from moekit.testing.memory import poison
-from moekit.testing.ranks import Call, Rank, of_rank
+from moekit.testing.ranks import Call, Rank
 
 Delivery = tuple[int, int, int, float]  # source rank, token, physical expert, router weight
 
 
-@of_rank
 def deliveries(r: Rank, wanted: Call) -> tuple[list[Delivery], list[Delivery]]:
     """Return the assignments that this rank sent, and those that reached it.
 
@@ -110,7 +109,6 @@ def _identity_result(x: Tensor, routing: Routing, r: Rank) -> Tensor:
     return torch.where(total > 0, x.float() * total, 0.0)
 
 
-@of_rank
 def many_assignments(r: Rank, wanted: Call) -> None:
     """Dispatch and combine many experts, assignments, and values of any size.
 
@@ -178,7 +176,6 @@ def _scaled(tokens: Dispatched, p: MoEProblem, numbers_L: Tensor | None = None) 
     return (x * factors).masked_fill_(~here.any(dim=1, keepdim=True), 0.0).to(x.dtype)
 
 
-@of_rank
 def graph(r: Rank, num_tokens: int) -> None:
     """Capture prepare and finalize in a CUDA graph, with experts that return their input."""
     p, dispatcher = r.problem, r.kernel.dispatcher
@@ -195,7 +192,6 @@ def graph(r: Rank, num_tokens: int) -> None:
     check_graph(run, made)
 
 
-@of_rank
 def wire(r: Rank, wanted: Call) -> None:
     """Assert that tokens travel quantized: quantized values arrive with their scales."""
     p = r.problem
@@ -211,13 +207,3 @@ def wire(r: Rank, wanted: Call) -> None:
     out = poison(torch.empty_like(case.x))
     r.kernel.dispatcher.finalize(y, tokens, out).result()
     assert not bool(out.any()), "finalize of zeros is not zero"
-
-
-@of_rank
-def sums_left(r: Rank, sequence: Iterable[Call]) -> int:
-    """Make calls with `LeavesSums`; return how many of their sums were left to the dispatcher."""
-    for index, wanted in enumerate(sequence):
-        case, ref = r.case(wanted, index)
-        r.compare(call(r.kernel, r.packed, case), ref, f"call {index} ({wanted})")
-    left: int = r.kernel.experts.left  # type: ignore[attr-defined]
-    return left

@@ -20,7 +20,7 @@ from moekit.problem import DTYPES, MoEProblem
 from moekit.problem.quant import SCHEMES
 from moekit.testing import cases
 from moekit.testing.base import over
-from moekit.testing.calls import call, pack
+from moekit.testing.calls import call, pack, spread_rows
 from moekit.testing.cases import Case, make_case
 from moekit.testing.diagnose import assert_right
 from moekit.testing.experts_base import ExpertsBase
@@ -184,7 +184,7 @@ class ExpertsInvariance(ExpertsBase):
         for rows, top_k, hidden in ((1, 1, 33), (6, 2, 1300), (40, 9, 320)):
             given = _reduction(problem, rows, top_k, hidden)
             wide = torch.full((rows, 2 * hidden), NAN, dtype=problem.dtype, device=given[0].device)
-            spread, places = _spread(*given[:2])
+            spread, places = spread_rows(*given[:2], rows)
             for out in (wide[:, :hidden], wide[:, ::2]):
                 wanted = weight_and_reduce(*given, torch.empty_like(out))
                 for y_NH, at in ((given[0], None), (spread, places)):
@@ -242,12 +242,3 @@ def _reduction(
     y = y.masked_fill(ids.view(-1, 1) < 0, NAN)
     device = cases.device_of(problem)
     return y.to(device), ids.to(device), weights.to(device)
-
-
-def _spread(y_SH: Tensor, ids_RK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return twice as many rows, NaN in between, and the places (R, K) of the old ones."""
-    N = 2 * len(y_SH)
-    places = torch.randperm(N, generator=cases.generator("places", N))[: len(y_SH)]
-    places = places.to(y_SH.device)
-    spread = y_SH.new_full((N, y_SH.shape[1]), NAN).index_copy_(0, places, y_SH)
-    return spread, places.view_as(ids_RK).masked_fill(ids_RK < 0, N)

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import gc
-import sys
-import tempfile
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from getpass import getuser
-from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock  # torch requires it
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moekit.contract import BufferSpec
+from moekit.kernel import ModularKernel
 from moekit.runtime.workspace import Layout, Scratch, Workspace
+from moekit.testing.cases import device_of
 
 _POISON = 0xFF  # all bits set: NaN in every float format
 # Not -1, which is a meaningful id: memory that nobody wrote must not say "no expert".
@@ -76,33 +72,9 @@ class PoisonedWorkspace(Workspace):
             )
 
 
-class WatchingMode(ABC):
-    """The first base of modes that watch operators: dynamo does not compile what they do.
-
-    Torch does this for modes itself, but imports dynamo for it, which takes a second. Where nobody
-    else has imported dynamo, nothing is compiled.
-    """
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        cls._uncompiled = torch._disable_dynamo(cls.watch, recursive=True)  # type: ignore
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        watch = self._uncompiled if "torch._dynamo" in sys.modules else self.watch
-        return watch(func, args, kwargs or {})
-
-    @abstractmethod
-    def watch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Call ``func``, and return its result."""
-
-    _uncompiled = watch
-
-
-class _PoisonFresh(WatchingMode, TorchDispatchMode):
-    def watch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        result = func(*args, **kwargs)
+class _PoisonFresh(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
         if func in _UNINITIALISED and result.numel():
             poison(result)
             if result.is_cuda:  # the caller may write it on another stream
@@ -117,7 +89,7 @@ def poisoned_allocations() -> Iterator[None]:
         yield
 
 
-class _Live(WatchingMode, TorchDispatchMode):
+class _Live(TorchDispatchMode):
     """Counts the bytes of new storages until they are freed."""
 
     def __init__(self) -> None:
@@ -126,13 +98,13 @@ class _Live(WatchingMode, TorchDispatchMode):
         self._known: set[int] = set()
         self._older: list[Any] = []  # kept, so that no new storage gets their address
 
-    def watch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in _tensors((args, kwargs)):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._known:
                 self._known.add(storage._cdata)
                 self._older.append(storage)
-        result = func(*args, **kwargs)
+        result = func(*args, **kwargs or {})
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._known:
@@ -196,6 +168,16 @@ def measure(
     return peak, requested("current") - before
 
 
+def beyond_stated(kernel: ModularKernel, num_tokens: int, call: Callable[[], Any]) -> str:
+    """Say by how much the peak of a call of the kernel exceeds kernel.memory(), or return ""."""
+    kernel.workspace = Workspace()
+    device, stated = device_of(kernel.problem), kernel.memory(num_tokens)
+    peak, _ = measure(device, call, collect=False)
+    if peak <= stated.total + slack(device, stated.total):
+        return ""
+    return f"a call of {num_tokens} tokens held {peak} bytes, stated are {stated.total}: {stated}"
+
+
 @contextmanager
 def older_objects_skipped() -> Iterator[None]:
     """Let collections skip what exists, as modules do: all of them take 0.3 s each time."""
@@ -211,17 +193,12 @@ def older_objects_skipped() -> Iterator[None]:
 
 @contextmanager
 def most_memory(device: torch.device) -> Iterator[int]:
-    """Let one process at a time use most of an accelerator; yield the bytes that are free.
-
-    Parallel test processes share it. What the block allocates is given back at its end.
-    """
+    """Yield an accelerator's free bytes, and give back what the block allocates at its end."""
     module = torch.get_device_module(device)
-    name = f"moekit-testing-{getuser()}-{device.type}{device.index or 0}.lock"
-    with FileLock(Path(tempfile.gettempdir(), name)):
-        module.empty_cache()
-        yield int(module.mem_get_info(device)[0])
-        gc.collect()
-        module.empty_cache()
+    module.empty_cache()
+    yield int(module.mem_get_info(device)[0])
+    gc.collect()
+    module.empty_cache()
 
 
 def slack(device: torch.device, stated: int) -> int:

@@ -29,8 +29,7 @@ from moekit.testing.ranks import (
     Rank,
     Refused,
     calls,
-    of_rank,
-    of_unchecked_rank,
+    run,
 )
 from moekit.testing.threads import alternately
 
@@ -49,12 +48,12 @@ def _check_next(r: Rank, key: object) -> None:
     r.compare(out, ref, "the call after the failed one")
 
 
-@of_unchecked_rank
 def unchecked_rank_fails(r: Rank) -> None:
     """Let ranks of an unchecked kernel fail before `prepare`: `abort` tells the others.
 
     One rank fails, then two, more often than a library has buffers.
     """
+    r.checked = False
     for round_ in range(4):
         culprits = [_culprit(r, round_ + n) for n in range(1 + round_ % 2)]
         whose = " and ".join(f"rank {culprit}" for culprit in culprits)
@@ -79,7 +78,6 @@ def unchecked_rank_fails(r: Rank) -> None:
         _check_next(r, (round_, "after"))
 
 
-@of_rank
 def experts_fail(r: Rank) -> None:
     """Let one rank's experts raise: every rank raises a MoekitError, and other calls are right.
 
@@ -112,7 +110,6 @@ def experts_fail(r: Rank) -> None:
         _check_next(r, (round_, "after"))
 
 
-@of_rank
 def resolves(r: Rank) -> None:
     """Assert that the dispatcher keeps its group, and that ranks that differ are refused."""
     kept = r.kernel.dispatcher.group
@@ -128,44 +125,42 @@ def resolves(r: Rank) -> None:
     )
     last = r.rank == r.world_size - 1
     other = r.problem.replace(intermediate_size=2 * r.problem.intermediate_size)
-    try:
-        r.compose(other if last else r.problem)
-    except GroupMismatch:
-        pass
-    else:
-        raise AssertionError(
-            f"rank {r.rank}: ranks compose for different layers, and get no GroupMismatch: call "
-            "moekit.plugin.resolve(problem, group) in the constructor"
-        )
+    assert _refuses(r, other if last else r.problem), (
+        f"rank {r.rank}: ranks compose for different layers, and get no GroupMismatch: call "
+        "moekit.plugin.resolve(problem, group) in the constructor"
+    )
     _check_next(r, "after")
 
 
-@of_rank
 def group_mismatch(r: Rank, other: MoEProblem) -> None:
     """Assert that every rank refuses ``other``, whose number of ranks is not the group's."""
     size = other.parallel.ep_size
     mine = replace(other.parallel, ep_rank=r.rank % size)
+    refused = _refuses(r, other.replace(parallel=mine))
+    assert refused, f"a group of {r.world_size} ranks was taken for {size}"
+
+
+def _refuses(r: Rank, problem: MoEProblem) -> bool:
     try:
-        r.compose(other.replace(parallel=mine))
+        r.compose(problem)
     except GroupMismatch:
-        pass
-    else:
-        raise AssertionError(f"a group of {r.world_size} ranks was taken for {size}")
+        return True
+    return False
 
 
-def after_some(
-    rank: int, world_size: int, job: Job, problem: MoEProblem, sequence: Sequence[Call]
-) -> None:
+def after_some(r: Rank, problem: MoEProblem, sequence: Sequence[Call]) -> None:
     """Serve a layer of the first two ranks, and then one of all ranks."""
+    job = r.job
     assert job.members is not None
     some = Members((0, 1), job.members.generation)
     _ = some.group  # every rank takes part in making a group
-    if rank in some.ranks:
+    if r.rank in some.ranks:
         with suppress(Unsupported):  # a library may need all ranks
-            calls(rank, len(some.ranks), replace(job, problem=problem, members=some), sequence)
+            part = replace(job, problem=problem, members=some)
+            run(r.rank, len(some.ranks), calls, part, sequence)
     # The others wait here, and not in moekit, which gives up before some backends have compiled.
     dist.all_reduce(torch.zeros(1), group=job.members.group)
-    calls(rank, world_size, job, sequence)
+    calls(r, sequence)
 
 
 def groups_of_one_name(rank: int, world_size: int, job: Job, wanted: Call) -> Refused | None:
@@ -184,7 +179,8 @@ def groups_of_one_name(rank: int, world_size: int, job: Job, wanted: Call) -> Re
         dist.init_process_group("gloo", store=mine, rank=place, world_size=2, timeout=seconds)
         wait_until_connected()
         try:
-            kept.append(r := Rank(place, 2, job))
+            r = Rank(place, 2, job)
+            kept.append(r.kernel)
         except (Unsupported, GroupMismatch) as error:
             refused = Refused(str(error))
             continue
@@ -194,7 +190,7 @@ def groups_of_one_name(rank: int, world_size: int, job: Job, wanted: Call) -> Re
     return refused
 
 
-def in_opposite_orders(rank: int, world_size: int, job: Job, wanted: Call, seconds: float) -> None:
+def in_opposite_orders(r: Rank, wanted: Call, seconds: float) -> None:
     """Serve two layers from two threads. Even ranks begin each step in one group, odd in the other.
 
     If a dispatcher waits for other ranks while it holds a lock that groups share, every rank waits
@@ -203,12 +199,15 @@ def in_opposite_orders(rank: int, world_size: int, job: Job, wanted: Call, secon
     Args:
         seconds: how long a step may take.
     """
-    assert job.members is not None
-    groups = job.members, replace(job.members, copy=1)  # `in_groups` has made both
-    layers = [Rank(rank, world_size, replace(job, members=g), checked=False) for g in groups]
+    assert r.job.members is not None
+    groups = r.job.members, replace(r.job.members, copy=1)  # `in_groups` has made both
+    layers = [r, Rank(r.rank, r.world_size, replace(r.job, members=groups[1]))]
+    for each in layers:
+        each.checked = False
+    kernels = [each.kernel for each in layers]
 
     def at_once(what: str, step: Callable[[int], Any]) -> list[Any]:
-        return _at_once(rank, what, step, seconds)
+        return _at_once(r.rank, what, step, seconds)
 
     def make(which: int) -> None:
         spec, problem = layers[which].spec, layers[which].problem
@@ -216,29 +215,30 @@ def in_opposite_orders(rank: int, world_size: int, job: Job, wanted: Call, secon
 
     at_once("make dispatchers", make)
     made = [
-        [r.case(wanted, (index, which)) for index in range(4)] for which, r in enumerate(layers)
+        [each.case(wanted, (index, which)) for index in range(4)]
+        for which, each in enumerate(layers)
     ]
-    packed = [r.packed for r in layers]
+    packed = [each.packed for each in layers]
 
     def arguments(which: int, index: int) -> tuple[Any, ...]:
         case = made[which][index][0]
         return case.x, packed[which], case.routing
 
-    flights = at_once("start calls", lambda n: layers[n].kernel.start(*arguments(n, 0)))
+    flights = at_once("start calls", lambda n: kernels[n].start(*arguments(n, 0)))
     at_once("run experts and combine", lambda n: flights[n].run())
     first = at_once("wait for results", lambda n: flights[n].result())
     more = at_once(
-        "make calls", lambda n: [layers[n].kernel(*arguments(n, index)) for index in range(1, 4)]
+        "make calls", lambda n: [kernels[n](*arguments(n, index)) for index in range(1, 4)]
     )
-    for which, r in enumerate(layers):
+    for which, each in enumerate(layers):
         for index, out in enumerate([first[which], *more[which]]):
-            r.compare(out, made[which][index][1], f"call {index} of thread {which} of two")
+            each.compare(out, made[which][index][1], f"call {index} of thread {which} of two")
     at_once("end", lambda n: layers[n].finish())
 
 
-@of_unchecked_rank
 def of_one_kernel(r: Rank, *wanted: Call) -> None:
     """Make two calls of one kernel at once, switching threads after every torch operator."""
+    r.checked = False
     packed, made = r.packed, [r.case(each, which) for which, each in enumerate(wanted)]
     outs: dict[int, Tensor] = {}
 

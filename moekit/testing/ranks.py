@@ -1,19 +1,17 @@
 """The functions that ranks run in the dispatcher kit's tests. All of them are picklable.
 
-Each function takes ``(rank, world_size, job, ...)``, with rank and size in the job's process
-group. Where tokens move, `in_groups` runs it in rank processes. Elsewhere this process
-runs it for one rank after the other.
+Each function takes a `Rank`, and `run` makes it. Where tokens move, `in_groups` does this in rank
+processes. Elsewhere this process does it for one rank after the other.
 """
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cache, cached_property, partial, wraps
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -22,9 +20,9 @@ from torch import Tensor
 
 from moekit.contract import PackedWeights, Routing
 from moekit.contract.specs import DispatcherSpec
+from moekit.discovery.registry import registry
 from moekit.errors import Unsupported
 from moekit.kernel import ModularKernel
-from moekit.layer.replicas import to_physical
 from moekit.problem import ActivationFormat, MoEProblem, quant
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime.workspace import Workspace
@@ -42,7 +40,7 @@ from moekit.testing.calls import (
 )
 from moekit.testing.diagnose import assert_close
 from moekit.testing.invariance import check_bits, rows_of
-from moekit.testing.memory import measure, poison, poisoned_allocations, slack
+from moekit.testing.memory import beyond_stated, measure, poison, poisoned_allocations, slack
 
 # Experts that compute with the activations that they get, and quantize none.
 _UNROUNDED = ("torch", "reference", LEAVES_SUMS)
@@ -52,12 +50,9 @@ _GROUP_SECONDS = 300.0
 
 
 def sendable(spec: DispatcherSpec) -> DispatcherSpec | str:
-    """Return the spec, or its name if it has lambdas: ranks then need the installed backend."""
-    try:
-        pickle.dumps(spec)
-    except Exception:
-        return spec.name
-    return spec
+    """Return the name of an installed dispatcher, whose spec may hold what cannot be pickled."""
+    installed = (each for plugin in registry().plugins for each in plugin.dispatchers)
+    return spec.name if spec in installed else spec
 
 
 @dataclass(frozen=True)
@@ -136,23 +131,38 @@ def in_groups(
         if rank in members.ranks:
             place, job = members.ranks.index(rank), replace(job, members=members)
             try:
-                return function(place, len(members.ranks), job, *args)
+                return run(place, len(members.ranks), function, job, *args)
             except Unsupported as error:
                 return Refused(str(error))
     return None
 
 
-class Rank:
-    """One rank's kernel and data for a job."""
+def run(rank: int, world_size: int, function: Callable[..., Any], job: Job, *args: Any) -> Any:
+    """Return ``function(r, *args)`` for a rank of the job's group; raise the first fault it found.
 
-    def __init__(self, rank: int, world_size: int, job: Job, *, checked: bool = True) -> None:
+    All ranks are refused alike: then they destroy the kernel, which they otherwise do at the end.
+    """
+    r = Rank(rank, world_size, job)
+    try:
+        result = function(r, *args)
+    except Unsupported:
+        r.destroy()
+        raise
+    r.finish()
+    return result
+
+
+class Rank:
+    """One rank's kernel and data for a job.
+
+    Attributes:
+        checked: whether the kernel checks its calls. A function may change it at its begin.
+    """
+
+    def __init__(self, rank: int, world_size: int, job: Job) -> None:
         cases.use_seed(job.seed)
         name = job.spec if isinstance(job.spec, str) else job.spec.name
         self._backends = kit_registry(extra=() if isinstance(job.spec, str) else [job.spec])
-        assert name in self._backends.dispatchers, (
-            f"{name}'s spec cannot be sent to rank processes, as lambdas and local functions "
-            "cannot: use functions of a module, or install the backend's package"
-        )
         self.spec = self._backends.dispatcher(name)
         same = isinstance(job.spec, str) or job.spec.target == self.spec.target
         assert same, f"another backend named {name!r} is installed: choose another name"
@@ -163,11 +173,15 @@ class Rank:
         )
         # Consecutive ranks hold the same tokens where there are fewer batches than ranks.
         self.batch = rank * parallel.dp_size // world_size
-        self.kernel = self.compose(self.problem, checked=checked)
+        self.checked, self._quantizes = True, False
         self._faults: list[str] = []
-        self._quantizes = False
-        if job.problem.quant.activation is not None:
-            self._watch_quantizer()
+
+    @cached_property
+    def kernel(self) -> ModularKernel:
+        kernel = self.compose(self.problem)
+        if self.problem.quant.activation is not None:
+            self._watch_quantizer(kernel)
+        return kernel
 
     def expect(self, right: bool, otherwise: str) -> None:
         """Record a fault for `finish`. Raising at once would let the other ranks wait."""
@@ -184,14 +198,18 @@ class Rank:
 
     def finish(self) -> None:
         """Destroy the kernel, and raise the first recorded fault."""
-        self.kernel.destroy()
+        self.destroy()
         self.raise_first_fault()
+
+    def destroy(self) -> None:
+        if "kernel" in vars(self):
+            self.kernel.destroy()
 
     def raise_first_fault(self) -> None:
         if self._faults:
             raise AssertionError(self._faults[0])
 
-    def compose(self, problem: MoEProblem, *, checked: bool = True) -> ModularKernel:
+    def compose(self, problem: MoEProblem) -> ModularKernel:
         group = None if self.job.members is None else self.job.members.group
         with unchanged_process():
             return compose(
@@ -201,7 +219,7 @@ class Rank:
                 group=group,
                 backends=self._backends,
                 workspace=Workspace(),
-                checked=checked,
+                checked=self.checked,
             )
 
     @property
@@ -246,17 +264,11 @@ class Rank:
         logical = cases.make_case(
             problem, self.tokens(call), call.kind, (index, self.batch), weights
         )
-        extra = self.problem.num_redundant_experts
-        physical = logical.routing
-        if extra:
-            E = problem.num_experts
-            replicas = torch.full((E, 2), -1)
-            replicas[:, 0] = torch.arange(E)
-            replicas[:extra, 1] = torch.arange(E, E + extra)
-            physical = to_physical(logical.routing, replicas)
+        mine = replace(logical, problem=self.problem, weights=self.weights).physical()
         if self.rank % 2:  # ranks may differ in the dtype of their ids
-            physical = Routing(physical.topk_weights, physical.topk_ids.int())
-        return cases.Case(self.problem, self.weights, logical.x, physical), logical
+            ids = mine.routing.topk_ids.int()
+            mine = replace(mine, routing=replace(mine.routing, topk_ids=ids))
+        return mine, logical
 
     def expected(self, mine: cases.Case, logical: cases.Case) -> Tensor:
         """Return the (T, H) fp32 that this rank gets back of two forms of a call.
@@ -276,9 +288,9 @@ class Rank:
         x, scale = self.kernel.experts.quantize(case.x, self.packed, valid)
         return replace(case, x=quant.dequantize(x, scale, activation))
 
-    def _watch_quantizer(self) -> None:
+    def _watch_quantizer(self, kernel: ModularKernel) -> None:
         """Note whether the dispatcher calls ``quantize``. DeepEP's kernels quantize themselves."""
-        quantize = self.kernel.experts.quantize
+        quantize = kernel.experts.quantize
 
         def noted(
             x_RH: Tensor, weights: PackedWeights, valid_rows: Tensor | None
@@ -286,7 +298,7 @@ class Rank:
             self._quantizes = True
             return quantize(x_RH, weights, valid_rows)
 
-        self.kernel.experts.quantize = noted  # type: ignore[method-assign]
+        kernel.experts.quantize = noted  # type: ignore[method-assign]
 
     @property
     def _rounds_unseen(self) -> bool:
@@ -295,29 +307,10 @@ class Rank:
         return by_dispatcher or self.job.experts not in _UNROUNDED
 
 
-def of_rank(function: Callable[..., Any], checked: bool = True) -> Callable[..., Any]:
-    """Let a function of a `Rank` be called with ``(rank, world_size, job, ...)``."""
-
-    @wraps(function)
-    def run(rank: int, world_size: int, job: Job, *args: Any) -> Any:
-        r = Rank(rank, world_size, job, checked=checked)
-        try:
-            result = function(r, *args)
-        except Unsupported:
-            r.kernel.destroy()  # all ranks are refused alike
-            raise
-        r.finish()
-        return result
-
-    return run
-
-
-of_unchecked_rank = partial(of_rank, checked=False)
-
-
-@of_rank
-def calls(r: Rank, sequence: Iterable[Call], how: str = "plain") -> None:
+def calls(r: Rank, sequence: Iterable[Call], how: str = "plain") -> int:
     """Make calls on one kernel, one after the other, and compare each with the oracle.
+
+    Return how many sums over K the experts left to the dispatcher, if they are `LeavesSums`.
 
     Args:
         how: plain; autocast; strided (no input is contiguous); out (given, strided, with poison
@@ -352,9 +345,9 @@ def calls(r: Rank, sequence: Iterable[Call], how: str = "plain") -> None:
         results.append((out, ref))
     for index, (out, ref) in enumerate(results):
         r.compare(out, ref, f"call {index} after the later ones")
+    return getattr(r.kernel.experts, "left", 0)
 
 
-@of_rank
 def told_calls(r: Rank, sequence: Sequence[Call], capacities: Sequence[int]) -> None:
     """Compare calls that say their `max_tokens`, on kernels of several capacities, in bits."""
     most = [max(1, *wanted.counts[-r.problem.parallel.dp_size :]) for wanted in sequence]
@@ -372,7 +365,6 @@ def told_calls(r: Rank, sequence: Sequence[Call], capacities: Sequence[int]) -> 
         kernel.destroy()
 
 
-@of_rank
 def outputs_beyond_float16(r: Rank, wanted: Call) -> None:
     """Let experts' outputs exceed 65504, and router weights bring them back into range."""
     problem, weights = r.layer
@@ -408,7 +400,6 @@ _ORDERS = {
 }
 
 
-@of_rank
 def in_flight(r: Rank, first: Call, second: Call, orders: Iterable[str] = _ORDERS) -> None:
     """Have two calls in flight, and finish them in orders that ranks share."""
     for order in orders:
@@ -426,7 +417,6 @@ def in_flight(r: Rank, first: Call, second: Call, orders: Iterable[str] = _ORDER
                 r.compare(flying[index].result(), r.expected(case, logical), what)
 
 
-@of_unchecked_rank
 def long_run(r: Rank, wanted: Call) -> None:
     """Make 260 calls of one shape on an unchecked kernel, on ranks that are not in step.
 
@@ -434,6 +424,7 @@ def long_run(r: Rank, wanted: Call) -> None:
     it. No call leaves memory behind. After 72 calls, only those at which a counter of 7 or 8
     bits wraps are compared.
     """
+    r.checked = False
     made = [r.case(wanted, index) for index in range(7)]
     device = made[0][0].x.device
     number = 0
@@ -469,13 +460,15 @@ def long_run(r: Rank, wanted: Call) -> None:
 _KEPT = 2 * 1024
 
 
-def layers(rank: int, world_size: int, job: Job, other: MoEProblem) -> None:
+def layers(first: Rank, other: MoEProblem) -> None:
     """Call three layers in one group alternately, two of them in flight; two are alike.
 
     One of the two is destroyed early, twice. The other layer may have more and wider tokens.
     """
-    made = [Rank(rank, world_size, replace(job, problem=p)) for p in (job.problem, other)]
-    made.append(Rank(rank, world_size, job))
+    problems = other, first.job.problem
+    jobs = [replace(first.job, problem=problem) for problem in problems]
+    made = [first, *(Rank(first.rank, first.world_size, job) for job in jobs)]
+    kernels = [r.kernel for r in made]
     most = other.max_num_tokens or 16
     wanted = Call((4, 0, 7, 3)), Call((most, 0, 7, most)), Call((4, 0, 7, 3))
     for pair in ((0, 2), (0, 1)):
@@ -489,17 +482,16 @@ def layers(rank: int, world_size: int, job: Job, other: MoEProblem) -> None:
             r.compare(out, r.expected(mine, logical), f"layer {which}, while both were in flight")
     for index, which in enumerate((0, 1, 2, 1, 0, 2, 1, 2)):
         if index == 5:
-            made[0].kernel.destroy()
-            made[0].kernel.destroy()
+            kernels[0].destroy()
+            kernels[0].destroy()
         r = made[which]
         mine, logical = r.forms(wanted[which], index)
         out = call(r.kernel, r.packed, mine)
         r.compare(out, r.expected(mine, logical), f"call {index}, layer {which}")
-    for r in reversed(made):
+    for r in reversed(made[1:]):
         r.finish()
 
 
-@of_rank
 def memory(r: Rank, num_tokens: int) -> None:
     """Hold a call's peak to kernel.memory(), what stays to buffer_bytes(), and destroy twice.
 
@@ -507,17 +499,11 @@ def memory(r: Rank, num_tokens: int) -> None:
     """
     case, _ = r.case(Call((num_tokens,), "hot"))
     out = torch.empty_like(case.x)
-    device, stated = case.x.device, r.kernel.memory(num_tokens)
-    r.kernel(case.x, r.packed, case.routing, out=out)  # libraries allocate at their first call
-    r.kernel.workspace = Workspace()
-    peak, _ = measure(
-        device, lambda: r.kernel(case.x, r.packed, case.routing, out=out), collect=False
-    )
-    r.expect(
-        peak <= stated.total + slack(device, stated.total),
-        f"rank {r.rank}: a call held {peak} bytes, stated are {stated.total}: {stated}; state the "
-        "rest in buffer_bytes() or transient_bytes()",
-    )
+    device, call_it = case.x.device, partial(r.kernel, case.x, r.packed, case.routing, out=out)
+    call_it()  # libraries allocate at their first call
+    said = beyond_stated(r.kernel, num_tokens, call_it)
+    rest = "state the rest in buffer_bytes() or transient_bytes()"
+    r.expect(not said, f"rank {r.rank}: {said}; {rest}")
     r.kernel.destroy()
     kept: list[ModularKernel] = []
 
@@ -549,7 +535,6 @@ def memory(r: Rank, num_tokens: int) -> None:
     )
 
 
-@of_rank
 def batch_invariant(r: Rank, sequence: Iterable[Call]) -> None:
     """Assert that tokens have the bits that each gets as the only token of one rank."""
     problem, weights = r.layer
@@ -573,7 +558,6 @@ def batch_invariant(r: Rank, sequence: Iterable[Call]) -> None:
                 r.expect(False, str(error))
 
 
-@of_rank
 def repeat(r: Rank, wanted: Call) -> None:
     """Assert that equal calls give equal bits."""
     case, _ = r.case(wanted)

@@ -1,22 +1,13 @@
-"""The experts kit: concurrent calls of two threads, on one stream and on two."""
+"""Run two threads alternately, so that concurrent calls meet at every operator."""
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from moekit.testing.calls import pack
-from moekit.testing.cases import make_case, random_weights
-from moekit.testing.diagnose import assert_right
-from moekit.testing.experts_base import ExpertsBase
-from moekit.testing.memory import WatchingMode
 
 # Seconds after which a thread goes on out of turn, as the other may wait for its lock; and while
 # that one has not moved since.
@@ -50,15 +41,15 @@ class _Turns:
             self._changed.notify_all()
 
 
-class _TakesTurns(WatchingMode, TorchDispatchMode):
+class _TakesTurns(TorchDispatchMode):
     """Gives the turn to the other thread after every operator."""
 
     def __init__(self, turns: _Turns, me: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._turns, self._me = turns, me
 
-    def watch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        result = func(*args, **kwargs)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
         self._turns.pass_on(self._me)
         return result
 
@@ -81,41 +72,3 @@ def alternately(first: Callable[[], None], second: Callable[[], None]) -> None:
         running = [threads.submit(run, me, f) for me, f in enumerate((first, second))]
         for future in running:
             future.result(_DEADLOCK)
-
-
-class ExpertsThreads(ExpertsBase):
-    """Concurrent calls of one kernel. See `ExpertsConformance`."""
-
-    def test_threads(self) -> None:
-        """Two threads call one kernel, each with its own inputs: scratch belongs to the call."""
-        problem = self._problem()
-        kernel = self._compose(problem, self._native)
-        if self._interpreted:
-            executor = sys.modules["triton.runtime.interpreter"].GridExecutor
-            if not hasattr(executor.__call__, "one_thread_at_a_time"):
-                self._skip("Triton's interpreter runs kernels of one thread")
-        kernel.checked = False  # checks wait for the device, which would serialize the threads
-        packed = pack(kernel, random_weights(problem))
-        on_cpu = self._device().type == "cpu"
-        sizes = ((self._T, 4), (3, self._T + 5))
-        made = [[make_case(problem, T, key=(me, T)) for T in each] for me, each in enumerate(sizes)]
-        module: Any = None if on_cpu else torch.get_device_module(self._device().type)
-        for own in (False,) if on_cpu else (False, True):
-            streams = [module.stream(module.Stream()) if own else nullcontext() for _ in made]
-            if module is not None:
-                module.synchronize()  # so that every stream sees inputs and weights
-            outs: list[list[torch.Tensor]] = [[], []]
-
-            def calls(me: int, streams: Any = streams, outs: Any = outs) -> None:
-                with streams[me]:
-                    for case in made[me] * (1 if on_cpu else 4):
-                        outs[me].append(kernel(case.x, packed, case.routing))
-
-            alternately(lambda: calls(0), lambda: calls(1))
-            if module is not None:
-                module.synchronize()
-            for me, cases in enumerate(made):
-                for index, out in enumerate(outs[me]):
-                    case = cases[index % len(cases)]
-                    what = f"thread {me} of two, call {index} with T={len(case.x)}"
-                    assert_right(out, case, what)

@@ -29,7 +29,6 @@ MODULES = {
 }
 # Optional parts of the core, with the extra that declares them.
 OPTIONAL_IN_CORE = {
-    "filelock": "testing",
     "gguf": "checkpoints",
     "numpy": "checkpoints",
     "pytest": "testing",

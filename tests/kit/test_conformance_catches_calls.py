@@ -44,7 +44,7 @@ def RoutingCachedBySum(self, tokens):
     return replace(tokens, topk_ids=ids)
 
 
-@killed_by("test_equal_tokens", says="relative error")
+@killed_by("test_routing", "hot", says="relative error")
 def EqualTokensMerged(self, y, tokens, weights):
     """Computes a token that is equal to the one before only once."""
     for row in range(1, len(y)):
@@ -119,7 +119,7 @@ def KeepsOutputs(self, y, tokens, weights):
     self.__dict__.setdefault("kept", []).append(y.clone())
 
 
-@killed_by("test_kernels_in_turns")
+@killed_by("test_layers_in_turn")
 class SharedByClass(Plain):
     """Uses the first kernel's activation in all kernels of the same sizes."""
 
@@ -474,7 +474,7 @@ class BufferForEachSize(Plain):
         super().apply(y, tokens, weights, (kept[len(y)],))
 
 
-@killed_by("test_weights_in_turns", says="has packed nothing")
+@killed_by("test_layers_in_turn", says="has packed nothing")
 class StateOfPacking(Plain):
     """Keeps what it finds out about weights when it packs them, which another kernel lacks."""
 

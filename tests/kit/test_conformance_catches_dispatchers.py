@@ -171,7 +171,7 @@ class DeliveredTwice(Batched_):
         return Pending.ready(replace(tokens, expert_num_tokens=counts))
 
 
-@killed_by("test_routing", "rows", 1, says="modified the caller's x")
+@killed_by("test_calls", "tokens_without_experts", 1, says="modified the caller's x")
 class DispatcherModifies(Local_):
     """It writes the caller's x."""
 
@@ -189,7 +189,7 @@ class DispatcherFailsOnNoTokens(Local_):
         return super().prepare(x_TH, routing, quantize)
 
 
-@killed_by("test_routing", "rows", 1, says="NaN")
+@killed_by("test_calls", "tokens_without_experts", 1, says="NaN")
 class NothingWrittenForIdleTokens(Batched_):
     """Tokens without an expert get no zeros."""
 
@@ -267,7 +267,10 @@ class SumsRowsWithoutExpert(Sums):
 
 
 @killed_by(
-    "test_quantized_wire", "fp8_block", 1, says="x is torch.bfloat16, expected torch.float8_e4m3fn"
+    "test_quantized_tokens",
+    "fp8_block",
+    1,
+    says="x is torch.bfloat16, expected torch.float8_e4m3fn",
 )
 class SendsUnquantized(BatchedQuantizes_):
     """Declares a wire scheme that it does not send."""

@@ -75,7 +75,7 @@ wrong("WeightsNever", "Does not apply the router weights",
       killed_by("test_dtype", "float32"))  # fmt: skip
 
 
-@killed_by("test_weights_in_turns", says="call 1, weights 1")
+@killed_by("test_layers_in_turn", says="call 1, weights 1")
 class FirstWeights(Plain):
     """Keeps the weights of its first call."""
 
@@ -342,7 +342,7 @@ wrong("MemoryUnderstated", "States no transient memory, and allocates some",
       transient_bytes=lambda self, rows: 0)  # fmt: skip
 
 
-@killed_by("test_fresh_output", says="changed an earlier output")
+@killed_by("test_calls_in_other_orders", says="changed an earlier output")
 def OverwritesEarlierOutput(self, y, tokens, weights):
     """Overwrites the output of an earlier call."""
     self._kept = getattr(self, "_kept", None)

@@ -328,7 +328,7 @@ class InvariantWithoutBiasWhereQuantized(Unreduced):
 # -- calls in quantized schemes, and what only some calls show ------------------------------------
 
 
-@killed_by("test_weights_in_turns", says="call 1, weights 1")
+@killed_by("test_layers_in_turn", says="call 1, weights 1")
 class FirstWeightsWhereQuantized(Plain):
     """Dequantizes the weights of its first call, and keeps them."""
 

@@ -44,7 +44,7 @@ class EightScaleColumns(OneScaleColumn):
         return x, columns
 
 
-@killed_by("test_quantized_wire", "fp8_block", 2, says="expected a contiguous tensor")
+@killed_by("test_quantized_tokens", "fp8_block", 2, says="expected a contiguous tensor")
 class RowsInTheirMessage(Naive):
     """Leaves quantized rows in the message in which their scales also arrived."""
 
@@ -282,7 +282,7 @@ class KeptAfterDestroy(Naive):
         return 1 << 20
 
 
-@killed_by("test_memory_is_stated", 4, says="a call held")
+@killed_by("test_memory_is_stated", 4, says="a call of \\d+ tokens held")
 class RoomForTheFullest(Naive):
     """Gives every expert the room of the fullest, and states the room of equally full ones."""
 
@@ -302,7 +302,7 @@ class RoomForTheFullest(Naive):
         return super().transient_bytes(num_tokens) + 4 * self._bytes(share) * 3 // 2
 
 
-@killed_by("test_memory_is_stated", 4, says="a call held")
+@killed_by("test_memory_is_stated", 4, says="a call of \\d+ tokens held")
 def QuantizedUnstated(self, handed):
     """Does not state what it allocates for tokens that travel quantized."""
     room = torch.empty(0 if handed.x_scale is None else 1 << 24)

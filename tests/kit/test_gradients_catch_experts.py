@@ -325,7 +325,7 @@ class OneExpertStays(Trains):
 # -- what is saved ------------------------------------------------------------------------------
 
 
-@killed_by("test_layers_in_flight", "first_first", says="other bits")
+@killed_by("test_backwards", "first_first", says="gradient of")
 class SavesInScratch(Trains):
     """Saves h in a buffer that the next call overwrites."""
 
@@ -339,7 +339,7 @@ class SavesInScratch(Trains):
         return [self.buffer.data[: h.numel()].view_as(h), *saved[1:]]
 
 
-@killed_by("test_layers_in_flight", "last_first", says=".")
+@killed_by("test_backwards", "last_first", says=".")
 class OnlyTheLastCall(Trains):
     """Keeps what it saves on itself, and so knows the last call only."""
 
@@ -351,7 +351,7 @@ class OnlyTheLastCall(Trains):
         return self.last
 
 
-@killed_by("test_backward_twice", says="second backward")
+@killed_by("test_backwards", "twice", says="gradient of")
 class BackwardOverwrites(Trains):
     """Uses the memory of the saved h again in the backward."""
 

@@ -169,6 +169,9 @@ def test_commands_that_are_not_installed_say_what_to_install(
 
 
 def test_check(only, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["check", "tritn", "-x"]) == 2
+    err = capsys.readouterr().err
+    assert "no dispatcher named 'tritn'" in err and "no experts backend named 'tritn'" in err
     calls = []
 
     def run(name: str, extra_args: list[str], *, gradients: bool) -> int:
@@ -179,9 +182,6 @@ def test_check(only, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["check", "torch", "-k", "scheme", "-x"]) == 5
     assert main(["check", "--gradients", "local"]) == 5
     assert calls == [("torch", ["-k", "scheme", "-x"], False), ("local", [], True)]
-    assert main(["check", "tritn", "-x"]) == 2
-    err = capsys.readouterr().err
-    assert "no dispatcher named 'tritn'" in err and "no experts backend named 'tritn'" in err
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "pytest" else find_spec(name)

@@ -13,7 +13,7 @@ import torch
 from fake_plugins import Fakes, offers, only_named
 
 from moekit.backends import cpu_costs
-from moekit.cli.doctor import devices, system
+from moekit.cli.doctor import system
 from moekit.cli.main import main
 
 NEEDY = ", requires=('json', 'no_such_lib'), install_hint='pip install no-such-lib'"
@@ -186,7 +186,7 @@ def test_a_group_that_fails_leaves_the_others(
     def lost() -> NoReturn:
         raise RuntimeError("driver lost")
 
-    monkeypatch.setattr(devices, "examine", lost)
+    monkeypatch.setattr(system, "devices", lost)
     code, found = examined(capsys)
     assert code == 1 and found["looking"] == ("bad", "RuntimeError: driver lost")
     assert found["tuned tables"][0] == "ok"
@@ -203,8 +203,8 @@ def test_a_time_limit_is_a_number(capsys: pytest.CaptureFixture[str], limit: str
 def test_links(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies between every two devices are compared, here on the CPU."""
     three = [torch.device("cpu", i) for i in range(3)]
-    assert list(devices._links(three)) == [("links", "ok", "copies between all devices arrive")]
+    assert list(system._links(three)) == [("links", "ok", "copies between all devices arrive")]
     monkeypatch.setattr(torch, "equal", lambda *_: False)
-    found = list(devices._links(three))
+    found = list(system._links(three))
     assert [name for name, *_ in found] == [f"link {a}-{b}" for a, b in permutations(range(3), 2)]
     assert {state for _, state, _ in found} == {"bad"}

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import TextIO
 
 import moekit
-from moekit.cli.doctor import backends, devices, system
+from moekit.cli.doctor import backends, system
 from moekit.cli.plugins import wrap
 from moekit.untrusted.code import describe, printable
 
@@ -66,7 +66,7 @@ def examine(seconds: float) -> Iterator[Finding]:
         ("versions", system.versions),
         ("backends", lambda: backends.examine(os.environ, seconds)),
         ("checks", lambda: backends.checks(os.environ, seconds)),
-        ("devices", devices.examine),
+        ("devices", system.devices),
         ("network", lambda: system.network(os.environ)),
         ("caches", lambda: system.caches(os.environ)),
     ):

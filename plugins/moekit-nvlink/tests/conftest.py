@@ -17,7 +17,6 @@ _QUICK = {
     "TestLowLatency": (
         "test_two_calls_in_flight[2",
         "test_failure_after_dispatch[2",
-        "test_groups_at_once",
         "test_tokens_per_rank[2ranks-uneven",
     ),
 }

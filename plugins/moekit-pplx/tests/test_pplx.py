@@ -24,7 +24,7 @@ import moekit
 from moekit import MoEProblem, ParallelConfig, Routing
 from moekit.errors import BackendBroken, GroupMismatch
 from moekit.testing.distributed import RankPool
-from moekit.testing.ranks import Call, Job, calls
+from moekit.testing.ranks import Call, Job, calls, run
 
 
 def problem_for(world, rank=0, **changes):
@@ -100,7 +100,7 @@ def test_calls_on_two_streams_do_not_wait_for_each_other_on_gpus(gpus):
 
 
 def whole_layer(rank, world, problem, sequence):
-    calls(rank, world, Job(standin_spec(), problem, 17), sequence)
+    run(rank, world, calls, Job(standin_spec(), problem, 17), sequence)
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_block", "int8_channel_token"])
