@@ -21,7 +21,7 @@ from .layers import measure_layers
 from .limits import known_ceilings, measure_ceilings
 from .ranks import RanksSweep
 from .report import markdown
-from .shapes import SHAPES, Shape, shape
+from .shapes import SHAPES, shape
 from .sweep import Sweep
 
 
@@ -64,10 +64,9 @@ def _run(mode: _Mode, args: argparse.Namespace, command: str) -> int:
 
     sweep.keep = keep
     sweep.measure()
-    if sweep.leader:
-        keep()
-        if args.markdown is None:
-            print(markdown(sweep.run), end="")
+    keep()
+    if args.markdown is None:
+        print(markdown(sweep.run), end="")
     return int(not (sweep.complete and sweep.succeeded))
 
 
@@ -113,14 +112,8 @@ def _shape_list() -> str:
 
 
 def _dispatch(args: argparse.Namespace, command: str) -> RanksSweep:
-    sizes = options.numbers(args.sizes.replace(":", ","), "--sizes")
-    if len(sizes) != 3:
-        raise MoekitError(
-            f"--sizes must be EXPERTS:TOP_K:HIDDEN, as in 256:8:7168 (got {args.sizes})"
-        )
-    layer = Shape(sizes[0], sizes[1], sizes[2], sizes[2], args.sizes)
     return RanksSweep(
-        mode="dispatch", measure_on_rank=measure_dispatch, shape=layer, **_over_ranks(args, command)
+        mode="dispatch", measure_on_rank=measure_dispatch, **_over_ranks(args, command)
     )
 
 
@@ -134,7 +127,6 @@ def layers_sweep(args: argparse.Namespace, command: str = "") -> RanksSweep:
     return RanksSweep(
         mode="layers",
         measure_on_rank=measure_layers,
-        shape=shape(args.layer),
         experts=beside(experts) if args.batch_invariant else experts,
         end=options.end(args),
         **_over_ranks(args, command),
@@ -149,6 +141,7 @@ def _over_ranks(args: argparse.Namespace, command: str) -> dict[str, Any]:
     if not dispatchers:
         raise MoekitError("no dispatcher to measure: name --dispatchers")
     return {
+        "shape": shape(args.layer),
         "dispatchers": dispatchers,
         "device": DeviceSpec.of(options.torch_device(args.device)),
         "asked": args.ranks,
@@ -190,7 +183,7 @@ _MODES = {
     "--dispatch": _Mode(
         "Time dispatchers without experts, over tokens on each rank; each is checked.",
         {
-            "sizes": "256:8:7168", "tokens": "1,4,16,64,128,256,512,1024,2048,4096,8192",
+            "tokens": "1,4,16,64,128,256,512,1024,2048,4096,8192",
             "quant": "none", "inputs": 3, "replays": 10, **options.RANKS,
         },
         _dispatch,
@@ -199,7 +192,7 @@ _MODES = {
         "Time whole layers over ranks, every dispatcher with every experts backend, each checked "
         "against the fp32 oracle.",
         {
-            "layer": "dsv3", "experts": None, "tokens": "1,16,128,1024,4096",
+            "experts": None, "tokens": "1,16,128,1024,4096",
             "quant": "none,fp8_block", "inputs": 2, "replays": 5, "batch-invariant": False,
             "seconds": None, **options.RANKS,
         },

@@ -42,12 +42,12 @@ def _listed(name: str, known: Collection[str]) -> Callable[[str], list[str]]:
     return choices
 
 
-def numbers(text: str, option: str = "--tokens") -> list[int]:
+def numbers(text: str) -> list[int]:
     """Return the parts of a list of positive whole numbers."""
     parts = names(text)
     if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise MoekitError(
-            f"{option} must be positive whole numbers, such as 1,16,64 (got {text!r})"
+            f"--tokens must be positive whole numbers, such as 1,16,64 (got {text!r})"
         )
     return [int(part) for part in parts]
 
@@ -61,7 +61,6 @@ LAYER_EXPERTS = ("torch", "triton", "triton_batched", "deepgemm", "deepgemm_batc
 # (type, metavar, help); bool: a flag; list: may be repeated.
 _OPTIONS: Mapping[str, tuple[Any, str, str]] = {
     "shapes": (names, "LIST", "names (`bench --list-shapes`) or sizes E:K:H:I"),
-    "sizes": (str, "E:K:H", "experts, top-k and hidden size"),
     "layer": (
         str, "NAME", "all experts of a layer: a name (`bench --list-shapes`) or sizes E:K:H:I"
     ),
@@ -115,7 +114,9 @@ EXPERTS: Mapping[str, Any] = {
 """Options of both `bench` and `tune`, and their defaults."""
 RUN: Mapping[str, Any] = {"routing": "uniform", "markdown": None, "json": None}
 """Options of all kinds of `bench`."""
-RANKS: Mapping[str, Any] = {"dispatchers": None, "ranks": None, "capacity": 8192, **RUN, **_ALL}
+RANKS: Mapping[str, Any] = {
+    "layer": "dsv3", "dispatchers": None, "ranks": None, "capacity": 8192, **RUN, **_ALL,
+}  # fmt: skip
 
 
 def add(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:

@@ -75,8 +75,6 @@ def _ceilings(run: Run) -> str:
 
 def _heading(cell: Cell, run: Run) -> str:
     text = f"{cell.shape}, {cell.scheme}, {cell.routing}: {run.settings.dtype}"
-    if run.mode == "dispatch":
-        return text
     sizes, ep = shape(cell.shape), run.settings.ep
     of_ranks = f" (those of one of {ep} ranks)" if ep > 1 else ""
     return (

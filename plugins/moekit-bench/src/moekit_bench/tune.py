@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -151,7 +150,7 @@ def _select(args: argparse.Namespace) -> int:
 
 
 def _select_on_ranks(args: argparse.Namespace) -> int:
-    args.ranks = None if "RANK" in os.environ else args.ep
+    args.ranks = args.ep
     args.capacity = None  # tables hold times of kernels that a call fills
     args.dispatchers = None if args.dispatcher == "local" else names(args.dispatcher)
     end, sweeps = options.end(args), [layers_sweep(args) for args.layer in args.shapes]
