@@ -152,7 +152,7 @@ def times(names: list[str], pool: concurrent.futures.Executor) -> None:
             for plan in tiles(problem, tokens):
                 calls[plan.describe()] = Tiled(problem, packed, plan)
             case = Case.make(problem, weights, tokens)
-            results = run_cell(case, calls, replays=7, host=False)
+            results = run_cell(case, calls, replays=7)
             limit = limit_us(case.work, problem, ceilings)
             chosen = choose_plan(problem, tokens, problem.top_k).describe()
             print(f"{name} T={tokens} heuristic {chosen}", flush=True)

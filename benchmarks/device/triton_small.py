@@ -185,7 +185,7 @@ def cell(
             label: Prepared(Variant(kernel, packed, plan, pdl), case.inputs, cuda())
             for label, plan, pdl in plans
         }
-        times = take_turns(ready, 10, host=False)
+        times = take_turns(ready, 10)
     limit = limit_us(case.work, problem, known_ceilings(torch.cuda.get_device_name()))
     return limit or 0.0, {n: float("nan") if r.us is None else r.us for n, r in times.items()}
 

@@ -179,7 +179,7 @@ class Prepared:
         synchronize(self.device)
         return self.output
 
-    def turn(self, graph: bool, host: bool = True) -> None:
+    def turn(self, graph: bool) -> None:
         """Time one replay of the graph, if there is one, or the eager calls."""
         timer, count = self.timer, len(self.inputs)
         if graph:
@@ -187,7 +187,7 @@ class Prepared:
                 self._graph_us.append(timer.queued_us(self.graph.replay) / count)
             return
         self._eager_us.append(timer.eager_us(self.all_calls) / count)
-        if host and self.device.type != "cpu":
+        if self.device.type != "cpu":
             for each in self.inputs:
                 self._host_us.append(timer.host_us(lambda e=each: self.call(*e)))  # type: ignore[misc]
             synchronize(self.device)
@@ -216,9 +216,7 @@ class Prepared:
         )
 
 
-def take_turns(
-    prepared: Mapping[str, Prepared], replays: int = 10, *, host: bool = True
-) -> dict[str, Result]:
+def take_turns(prepared: Mapping[str, Prepared], replays: int = 10) -> dict[str, Result]:
     """Time several calls in turns, so that clock rates and temperature are the same for all.
 
     Returns:
@@ -233,7 +231,7 @@ def take_turns(
         for name in rotated(list(prepared), number):
             if name not in failed:
                 each = prepared[name]
-                _, reason = attempt(each.device, each.turn, graph, host)
+                _, reason = attempt(each.device, each.turn, graph)
                 if reason:
                     failed[name] = reason
     return {
