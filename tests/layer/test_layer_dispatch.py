@@ -100,7 +100,7 @@ def test_a_sweep(tuned, capsys, tmp_path) -> None:
         assert (r["dispatcher"], r["experts"], r["reason"]) == ("naive", "torch", "")
         assert r["right"] and r["us"] == r["eager_us"] > 0 and "graph_us" not in r
         assert 0 < r["error"] < (2e-2 if cell["scheme"] == "none" else 0.12)
-        assert r["spread_us"][0] <= r["spread_us"][1] and r["stated_bytes"] > 0
+        assert r["spread_us"][0] <= r["spread_us"][1]
     text = report.read_text()
     assert "| naive + torch | **" in text
 

@@ -214,11 +214,11 @@ def baselines(tmp_path: Path) -> Path:
 
 def test_json_has_the_documented_keys(capsys, tmp_path, baselines, monkeypatch):
     ceilings = Ceilings({"bf16": 2e12}, 10e9)
-    monkeypatch.setattr("moekit_bench.bench.measure_ceilings", lambda device: ceilings)
+    monkeypatch.setattr("moekit_bench.bench.known_ceilings", lambda name: ceilings)
     file, text = tmp_path / "out" / "run.json", tmp_path / "run.md"
     code, out, err = run(
         capsys, "--experts", "torch", "--baselines", str(baselines), "--json", str(file),
-        "--markdown", str(text), "--measure-ceilings", "--routing", "uniform,hot",
+        "--markdown", str(text), "--routing", "uniform,hot",
     )  # fmt: skip
     assert code == 0 and out == "" and "4/4" in err
     data = json.loads(file.read_text())

@@ -18,7 +18,7 @@ from .environment import command
 from .experts import ExpertsSweep
 from .implementations import Implementation, backends, baselines, beside, unnamed
 from .layers import measure_layers
-from .limits import known_ceilings, measure_ceilings
+from .limits import known_ceilings
 from .ranks import RanksSweep
 from .report import markdown
 from .shapes import SHAPES, shape
@@ -75,7 +75,7 @@ def _run(mode: _Mode, args: argparse.Namespace, command: str) -> int:
 
 def _experts(args: argparse.Namespace, command: str) -> ExpertsSweep:
     asked = unnamed() if args.experts is None else args.experts
-    found = backends(beside(asked) if args.batch_invariant else asked, args.dispatcher)
+    found = backends(beside(asked) if args.batch_invariant else asked)
     found += baselines(args.baselines, args.only_baselines)
     return experts_sweep(args, found, command)
 
@@ -83,10 +83,8 @@ def _experts(args: argparse.Namespace, command: str) -> ExpertsSweep:
 def experts_sweep(
     args: argparse.Namespace, implementations: Sequence[Implementation], command: str
 ) -> ExpertsSweep:
-    """Return the sweep that `options.EXPERTS`, --routing, --ep and --measure-ceilings describe."""
-    registry().dispatcher(args.dispatcher)  # raises an error that lists the names
+    """Return the sweep that `options.EXPERTS`, --routing and --ep describe."""
     device = options.torch_device(args.device)
-    ceilings = known_ceilings(DeviceSpec.of(device).name)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)
     if not args.shapes:
@@ -95,7 +93,7 @@ def experts_sweep(
         shapes=[shape(text) for text in args.shapes],
         implementations=implementations,
         device=device,
-        ceilings=measure_ceilings(device) if args.measure_ceilings else ceilings,
+        ceilings=known_ceilings(DeviceSpec.of(device).name),
         **_swept(args, command),
     )
 
@@ -176,7 +174,7 @@ _MODES = {
         "against the fp32 oracle.",
         {
             **options.EXPERTS, **options.RUN, "baselines": [], "only-baselines": None,
-            "measure-ceilings": False, "batch-invariant": False, "list-shapes": False, "ep": 1,
+            "batch-invariant": False, "list-shapes": False, "ep": 1,
         },
         _experts,
     ),

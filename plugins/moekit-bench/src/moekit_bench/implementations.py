@@ -73,8 +73,8 @@ def asked_of(name: str, problem: MoEProblem) -> tuple[str, MoEProblem]:
     return name.removesuffix(IN_MODE), problem.replace(batch_invariant=True)
 
 
-def backends(names: Sequence[str], dispatcher: str = "local") -> list[Implementation]:
-    """Return the named experts backends behind ``dispatcher``.
+def backends(names: Sequence[str]) -> list[Implementation]:
+    """Return the named experts backends.
 
     They share one workspace. A name may be a composite's, or ``auto`` for what `moekit.compose`
     chooses, and end with `IN_MODE` for batch-invariant mode.
@@ -88,9 +88,7 @@ def backends(names: Sequence[str], dispatcher: str = "local") -> list[Implementa
         def make(problem: MoEProblem, weights: ExpertWeights, device: torch.device) -> Call:
             base, problem = asked_of(name, problem)
             experts = None if base == AUTO else base
-            kernel = moekit.compose(
-                problem, dispatcher, experts, workspace=workspace, backends=known
-            )
+            kernel = moekit.compose(problem, "local", experts, workspace=workspace, backends=known)
             return KernelCall(kernel, kernel.pack(weights))
 
         return Implementation(name, INVARIANT if name.endswith(IN_MODE) else BACKEND, make)

@@ -79,14 +79,10 @@ _OPTIONS: Mapping[str, tuple[Any, str, str]] = {
         names, "LIST", "backends; default: every installed one (with --layers, of "
         f"{', '.join(LAYER_EXPERTS)}); none: ''"
     ),
-    "dispatcher": (str, "NAME", "what the experts run behind"),
     "baselines": (
         list, "PATH", "adapter file or folder of them (benchmarks/baselines); may be repeated"
     ),
     "only-baselines": (names, "LIST", "of --baselines, these names only"),
-    "measure-ceilings": (
-        bool, "", "measure the roofline's rates; default: what is known for the device"
-    ),
     "batch-invariant": (bool, "", "also time each backend in batch-invariant mode"),
     "list-shapes": (bool, "", "print the named shapes, and stop"),
     "ep": (
@@ -109,7 +105,7 @@ _OPTIONS: Mapping[str, tuple[Any, str, str]] = {
 _ALL = {"dtype": "bfloat16", "device": None, "seed": 0}
 EXPERTS: Mapping[str, Any] = {
     "shapes": "mixtral,qwen3-30b,dsv3-ep8", "tokens": "1,16,64,256,1024,4096,16384",
-    "quant": "none", "inputs": 3, "replays": 10, "experts": None, "dispatcher": "local", **_ALL,
+    "quant": "none", "inputs": 3, "replays": 10, "experts": None, **_ALL,
 }  # fmt: skip
 """Options of both `bench` and `tune`, and their defaults."""
 RUN: Mapping[str, Any] = {"routing": "uniform", "markdown": None, "json": None}

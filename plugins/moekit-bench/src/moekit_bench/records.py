@@ -56,7 +56,6 @@ class Result:
     combine_row_bytes: int | None = None
     num_sms: int | None = None
     buffer_bytes: int | None = None
-    stated_bytes: int | None = None
 
     def judged(self, error: float, bound: float, **more: Any) -> Result:
         """Return the record with the output's relative error, and further fields."""
@@ -89,7 +88,7 @@ _MERGED: dict[str, Any] = {
     **dict.fromkeys(("us", "graph_us", "eager_us", "host_us"), statistics.median),
     **dict.fromkeys(("dispatch_us", "combine_us"), statistics.median),
     "link_rows": statistics.fmean,
-    **dict.fromkeys(("error", "buffer_bytes", "stated_bytes"), max),
+    **dict.fromkeys(("error", "buffer_bytes"), max),
     "spread_us": _widest,
 }
 
@@ -177,7 +176,6 @@ class Settings:
     inputs: int
     replays: int
     seed: int = 0
-    dispatcher: str | None = None
     ep: int = 1
 
 

@@ -67,7 +67,7 @@ def _ceilings(run: Run) -> str:
     if run.mode != "experts":
         return ""
     if run.ceilings is None:
-        return " No ceilings are known for this device (see --measure-ceilings), so no fractions."
+        return " No ceilings are known for this device, so no fractions."
     rates = ", ".join(f"{k} {v / 1e12:.4g} TFLOP/s" for k, v in run.ceilings.flops.items())
     read = f"{run.ceilings.read / 1e12:.3g} TB/s"
     return f" Roofline fractions in brackets are of {rates}, and {read} of reads."
@@ -125,7 +125,6 @@ _COLUMNS: Mapping[str, Callable[[Result], str]] = {
     "GB/s of combine": lambda r: _rate(r, r.combine_row_bytes, r.combine_us),
     "SMs": lambda r: _number(r.num_sms, "d"),
     "buffers": lambda r: _bytes(r.buffer_bytes),
-    "stated": lambda r: _bytes(r.stated_bytes),
     "why": lambda r: r.reason or r.note,
 }
 

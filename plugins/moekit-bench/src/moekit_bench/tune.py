@@ -28,7 +28,7 @@ from .environment import made_with
 from .implementations import AUTO, backends, unnamed
 from .internals import Key, Record, Table, user_path
 from .internals import table as tuned_tables
-from .options import names, positive
+from .options import positive
 from .ranks import RanksSweep
 from .records import Cell, Result, now
 
@@ -66,15 +66,15 @@ def _parser() -> argparse.ArgumentParser:
         "and fill the table that moekit.compose chooses from. `tune BACKEND ...` runs the tuner of "
         "one backend; `tune BACKEND --help` has its options. See docs/bench.md.",
     )
-    options.add(parser, {"select": False, **options.EXPERTS, "output": None, "seconds": None})
+    own = {"select": False, "output": None, "seconds": None, "dispatchers": None}
+    options.add(parser, options.EXPERTS | own)
     parser.add_argument(
         "--ep", type=positive, default=1, metavar="N",
         help="--select: measure combinations of dispatcher and experts on N ranks, one per device; "
-        "--shapes are then whole layers (dsv3, or E:K:H:I), and --dispatcher is a list (default: "
-        "all that move tokens)",
+        "--shapes are then whole layers (dsv3, or E:K:H:I), and --dispatchers counts",
     )  # fmt: skip
     # The other options of `bench`.
-    parser.set_defaults(routing=["uniform"], measure_ceilings=False, batch_invariant=False)
+    parser.set_defaults(routing=["uniform"], batch_invariant=False)
     return parser
 
 
@@ -108,18 +108,18 @@ def _tuners(args: argparse.Namespace) -> dict[str, Callable[[Sequence[str]], int
 
     They take --shapes, --quant and --seconds, as `tune` does, and return an exit code.
     """
-    sweep = experts_sweep(args, backends(args.experts, args.dispatcher), "")
+    sweep = experts_sweep(args, backends(args.experts), "")
     tuners: dict[Callable[[Sequence[str]], int], str] = {}  # backends may share one
     for name in args.experts:
-        if any(_able(p, args.dispatcher, [name]) for p in sweep.problems.values()):
+        if any(_able(p, [name]) for p in sweep.problems.values()):
             tune = getattr(registry().expert(name).load(), "tune", None)
             if tune is not None:
                 tuners.setdefault(tune, name)
     return {name: tune for tune, name in tuners.items()}
 
 
-def _able(problem: MoEProblem, dispatcher: str, experts: Sequence[str]) -> list[Combination]:
-    return [(dispatcher, e) for e in experts if moekit.explain(problem, dispatcher, e).chosen]
+def _able(problem: MoEProblem, experts: Sequence[str]) -> list[Combination]:
+    return [("local", e) for e in experts if moekit.explain(problem, "local", e).chosen]
 
 
 # -- what is measured -------------------------------------------------------------------------
@@ -128,9 +128,9 @@ def _able(problem: MoEProblem, dispatcher: str, experts: Sequence[str]) -> list[
 def _select(args: argparse.Namespace) -> int:
     if args.ep > 1:
         return _select_on_ranks(args)
-    sweep = experts_sweep(args, backends(args.experts, args.dispatcher), "")
+    sweep = experts_sweep(args, backends(args.experts), "")
     problems = sweep.problems
-    able = {group: _able(p, args.dispatcher, args.experts) for group, p in problems.items()}
+    able = {group: _able(p, args.experts) for group, p in problems.items()}
     table = TunedTable(args.output, DeviceSpec.of(sweep.device))
 
     def wanted(cell: Cell) -> bool:
@@ -152,7 +152,6 @@ def _select(args: argparse.Namespace) -> int:
 def _select_on_ranks(args: argparse.Namespace) -> int:
     args.ranks = args.ep
     args.capacity = None  # tables hold times of kernels that a call fills
-    args.dispatchers = None if args.dispatcher == "local" else names(args.dispatcher)
     end, sweeps = options.end(args), [layers_sweep(args) for args.layer in args.shapes]
     table = TunedTable(args.output, DeviceSpec.of(options.torch_device(args.device)))
 
