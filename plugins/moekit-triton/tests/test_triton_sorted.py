@@ -9,13 +9,12 @@ from moekit_kernels.numerics import Activation as KernelActivation
 from moekit_kernels.rows import quantize_rows
 from moekit_kernels.sorted_rows import copy_rows, copy_rows_quantized
 from moekit_triton import plans
-from moekit_triton.heuristics import choose_plan
 from moekit_triton.kernels.gemm import grouped_gemm
 from moekit_triton.kernels.operands import Epilogue, Rows, SortedLaunch
 from moekit_triton.kernels.sorted_gemm import sorted_gemm
 from moekit_triton.kernels.tiles import GemmTile, SortedTile, SpecializedTile
 from moekit_triton.plans import Copied, Sorted
-from triton_checks import check_block, real_rows, relative, run_align, use_plan
+from triton_checks import check_block, choose_plan, real_rows, relative, run_align, use_plan
 
 from moekit import Activation, MoEProblem, Workspace, compose
 from moekit.problem.activation import apply_activation

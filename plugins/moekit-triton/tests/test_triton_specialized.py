@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 from moekit_kernels.numerics import Activation
 from moekit_kernels.sorted_rows import copy_rows
-from moekit_triton.heuristics import choose_plan
 from moekit_triton.kernels.operands import SortedLaunch
 from moekit_triton.kernels.sorted_gemm import sorted_gemm
 from moekit_triton.kernels.tiles import SpecializedTile
 from moekit_triton.plans import Sorted
 from triton_checks import (
+    choose_plan,
     compiled,
     real_rows,
     relative,

@@ -7,12 +7,12 @@ import triton
 from moekit_kernels.numerics import QMAX, Activation
 from moekit_kernels.sorted_rows import copy_rows_quantized
 from moekit_triton import capabilities, heuristics
-from moekit_triton.heuristics import choose_plan
 from moekit_triton.kernels.operands import Scales, SortedLaunch
 from moekit_triton.kernels.sorted_gemm import sorted_gemm
 from moekit_triton.kernels.tiles import SpecializedTile
 from moekit_triton.plans import Copied, Gathered, Sorted
 from triton_checks import (
+    choose_plan,
     compiled,
     real_rows,
     relative,
