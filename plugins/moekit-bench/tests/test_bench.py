@@ -273,15 +273,13 @@ def test_by_default_every_backend_that_can_is_measured(capsys, tmp_path):
 
 def test_batch_invariant_mode_is_timed_beside_the_default(capsys, tmp_path):
     file = tmp_path / "run.json"
-    argv = ["--experts", "torch,auto,torch:3|torch", "--batch-invariant", "--json", str(file)]
+    argv = ["--experts", "torch,torch:3|torch", "--batch-invariant", "--json", str(file)]
     code, out, err = run(capsys, *argv)
     assert code == 0, err
     recorded = json.loads(file.read_text())
     kinds = {r["name"]: r["kind"] for cell in recorded["cells"] for r in cell["results"]}
     assert kinds == {
-        "torch": "moekit", "torch (batch-invariant)": "batch-invariant",
-        "auto": "moekit", "auto (batch-invariant)": "batch-invariant",
-        "torch:3|torch": "moekit",
+        "torch": "moekit", "torch (batch-invariant)": "batch-invariant", "torch:3|torch": "moekit"
     }  # fmt: skip
     assert all(r["right"] for cell in recorded["cells"] for r in cell["results"])
     us = {r["name"]: r["us"] for r in recorded["cells"][0]["results"]}
@@ -304,8 +302,6 @@ def test_one_rank_of_several(capsys, tmp_path, baselines):
     data = json.loads(file.read_text())
     (cell,) = data["cells"]
     assert code == 0 and "E 4 (those of one of 4 ranks)" in out and data["settings"]["ep"] == 4
-    assert cell["active_experts"] == 1
-    assert 120 < cell["rows"] < 280, "a quarter of 800 assignments"
     assert [row["name"] for row in cell["results"]] == ["torch"]
     assert 0 < cell["results"][0]["error"] < 2e-2
     assert (

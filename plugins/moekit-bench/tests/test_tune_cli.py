@@ -189,7 +189,6 @@ def test_where_the_table_goes(cells: Cells, tmp_path: Path, capsys, monkeypatch,
 @pytest.mark.parametrize(
     "argv",
     [
-        ["--select", "--experts", "auto"],
         ["--select", "--experts", "steep:4|flat"],
         ["--select", "--experts", "nobody"],
         ["--select", "--shapes", "nothing"],

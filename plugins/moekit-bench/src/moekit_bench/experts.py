@@ -211,7 +211,6 @@ class ExpertsSweep(Sweep):
             cell,
             inputs=len(case.inputs),
             limit_us=limit,
-            **vars(case.work),
             results=tuple(map(complete, results.values())),
         )
 

@@ -26,8 +26,6 @@ from .internals import find_experts
 from .records import BACKEND, BASELINE, IN_MODE, INVARIANT
 from .timer import Call
 
-AUTO = "auto"
-
 
 class Unavailable(MoekitError):
     """A baseline's library is missing, or it cannot do a problem; the text says which."""
@@ -76,8 +74,8 @@ def asked_of(name: str, problem: MoEProblem) -> tuple[str, MoEProblem]:
 def backends(names: Sequence[str]) -> list[Implementation]:
     """Return the named experts backends.
 
-    They share one workspace. A name may be a composite's, or ``auto`` for what `moekit.compose`
-    chooses, and end with `IN_MODE` for batch-invariant mode.
+    They share one workspace. A name may be a composite's, and end with `IN_MODE` for
+    batch-invariant mode.
 
     Raises:
         UnknownBackend, NameClash: A name means nothing, or too much.
@@ -86,16 +84,14 @@ def backends(names: Sequence[str]) -> list[Implementation]:
 
     def backend(name: str) -> Implementation:
         def make(problem: MoEProblem, weights: ExpertWeights, device: torch.device) -> Call:
-            base, problem = asked_of(name, problem)
-            experts = None if base == AUTO else base
+            experts, problem = asked_of(name, problem)
             kernel = moekit.compose(problem, "local", experts, workspace=workspace, backends=known)
             return KernelCall(kernel, kernel.pack(weights))
 
         return Implementation(name, INVARIANT if name.endswith(IN_MODE) else BACKEND, make)
 
     for name in names:
-        if (base := name.removesuffix(IN_MODE)) != AUTO:
-            find_experts(base, known)
+        find_experts(name.removesuffix(IN_MODE), known)
     return [backend(name) for name in names]
 
 

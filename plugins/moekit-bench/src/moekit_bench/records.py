@@ -123,7 +123,7 @@ def copied_share(given: Mapping[str, Any], packed: Any) -> float:
 class Cell:
     """A shape, scheme, routing and number of tokens, and the results for them.
 
-    Only cells of experts have inputs, limit_us and the work of a call, a mean over the inputs.
+    Only cells of experts have inputs and limit_us.
     """
 
     shape: str
@@ -131,10 +131,6 @@ class Cell:
     routing: str
     tokens: int
     inputs: int | None = None
-    flop: float | None = None
-    bytes: float | None = None
-    active_experts: float | None = None
-    rows: float | None = None
     limit_us: float | None = None
     results: tuple[Result, ...] = ()
 

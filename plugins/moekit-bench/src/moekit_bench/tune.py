@@ -25,7 +25,7 @@ from moekit.plugin import (
 from . import options
 from .bench import experts_sweep, layers_sweep
 from .environment import made_with
-from .implementations import AUTO, backends, unnamed
+from .implementations import backends, unnamed
 from .internals import Key, Record, Table, user_path
 from .internals import table as tuned_tables
 from .options import positive
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         return _own_tuner(argv[0], argv[1:])
     args = _parser().parse_args(argv)
     args.experts = unnamed() if args.experts is None else args.experts
-    if bad := [name for name in args.experts if name == AUTO or "|" in name]:
+    if bad := [name for name in args.experts if "|" in name]:
         raise MoekitError(f"--experts {', '.join(bad)}: name the backends themselves")
     if args.ep > 1 and not args.select:
         raise MoekitError(
