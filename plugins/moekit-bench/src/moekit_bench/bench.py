@@ -26,15 +26,8 @@ from .sweep import Sweep
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command and return its exit code.
-
-    Returns:
-        0: every cell has a right result (with --dispatch and --layers: all results are right),
-        1: not so.
-
-    Raises:
-        MoekitError: An argument is wrong, or a file cannot be written.
-    """
+    """Run the command and return its exit code: 0 if every cell has a right result, with --dispatch
+    and --layers if all results are right, else 1. Raises MoekitError for a wrong argument."""
     mode = _MODES[next((word for word in argv if word in _MODES), "")]
     parser = argparse.ArgumentParser(
         "python -m moekit bench", description=f"{mode.text} See docs/bench.md.", allow_abbrev=False

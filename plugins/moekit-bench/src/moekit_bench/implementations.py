@@ -72,13 +72,10 @@ def asked_of(name: str, problem: MoEProblem) -> tuple[str, MoEProblem]:
 
 
 def backends(names: Sequence[str]) -> list[Implementation]:
-    """Return the named experts backends.
+    """Return the named experts backends, which share one workspace.
 
-    They share one workspace. A name may be a composite's, and end with `IN_MODE` for
-    batch-invariant mode.
-
-    Raises:
-        UnknownBackend, NameClash: A name means nothing, or too much.
+    A name may be a composite's, and end with `IN_MODE` for batch-invariant mode. Raises
+    UnknownBackend or NameClash.
     """
     known, workspace = registry(), Workspace()
 
@@ -101,15 +98,9 @@ def unnamed() -> list[str]:
 
 
 def baselines(paths: Sequence[str], only: Sequence[str] | None = None) -> list[Implementation]:
-    """Return the baselines of the adapters in these files and folders.
+    """Return the baselines of the adapters in these files and folders, or those named in ``only``.
 
     An adapter that does not load becomes a baseline that says so.
-
-    Args:
-        only: Return those with these names.
-
-    Raises:
-        MoekitError: A path does not exist, or no baseline has a name in ``only``.
     """
     files: list[Path] = []
     for path in map(Path, paths):

@@ -104,15 +104,8 @@ def merge(results: Sequence[Result]) -> Result:
 
 
 def copied_share(given: Mapping[str, Any], packed: Any) -> float:
-    """Return how much memory packed weights take that the canonical tensors do not.
-
-    Args:
-        given: The canonical tensors by name.
-        packed: PackedWeights made of them.
-
-    Returns:
-        Bytes of packed tensors that are not views of canonical ones, as a share of those.
-    """
+    """Return the bytes of packed tensors that are not views of the canonical ones in ``given``, as
+    a share of these."""
     known = {t.untyped_storage().data_ptr() for t in given.values()}
     parts = (*packed.experts.values(), *packed.shared.values())
     own = sum(t.nbytes for t in parts if t.untyped_storage().data_ptr() not in known)

@@ -45,9 +45,8 @@ Optional attributes: ``graph_safe`` (bool, default True) and ``warmup(num_tokens
 class Timer:
     """The clock of a device.
 
-    Args:
-        ranks: Begin every measurement together on all ranks of the default process group. All
-            methods that measure or capture are collective then.
+    ranks: begin every measurement together on all ranks of the default process group. All methods
+    that measure or capture are collective then.
     """
 
     def __init__(self, device: torch.device, *, ranks: bool = False) -> None:
@@ -219,12 +218,8 @@ class Prepared:
 def take_turns(prepared: Mapping[str, Prepared], replays: int = 10) -> dict[str, Result]:
     """Time several calls in turns, so that clock rates and temperature are the same for all.
 
-    Returns:
-        The record of each call. A call that raised has the reason; the others are timed
-        nevertheless.
-
-    Raises:
-        DeviceLost: An exception left the device unusable.
+    A call that raised has the reason, and the others are timed nevertheless. Raises DeviceLost if
+    an exception left the device unusable.
     """
     failed: dict[str, str] = {}
     for graph, number in itertools.product((True, False), range(replays)):

@@ -37,14 +37,8 @@ Combination = tuple[str, str]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command and return its exit code; ``tune NAME ...`` is the backend's own tuner.
-
-    Returns:
-        0: all is measured, 1: not so.
-
-    Raises:
-        MoekitError: An argument is wrong, or a file cannot be read or written.
-    """
+    """Run the command and return its exit code, 1 if cells remain; ``tune NAME ...`` is the
+    backend's own tuner. Raises MoekitError for a wrong argument or file."""
     if argv and not argv[0].startswith("-"):
         return _own_tuner(argv[0], argv[1:])
     args = _parser().parse_args(argv)
