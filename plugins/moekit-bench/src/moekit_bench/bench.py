@@ -78,6 +78,7 @@ def experts_sweep(
 ) -> ExpertsSweep:
     """Return the sweep that `options.EXPERTS`, --routing and --ep describe."""
     device = options.torch_device(args.device)
+    ceilings = known_ceilings(DeviceSpec.of(device).name)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)
     if not args.shapes:
@@ -86,7 +87,7 @@ def experts_sweep(
         shapes=[shape(text) for text in args.shapes],
         implementations=implementations,
         device=device,
-        ceilings=known_ceilings(DeviceSpec.of(device).name),
+        ceilings=ceilings,
         **_swept(args, command),
     )
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from moekit.errors import MoekitError
-from moekit.plugin import SCHEMES
+from moekit.plugin import SCHEMES, reason_of
 
 from .internals import DTYPES, SIMULATED
 from .records import Settings
@@ -133,21 +133,14 @@ def torch_device(name: str | None) -> torch.device:
     here = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if name is None:
         return here
-    instead = f"; leave out --device to use {here.type!r}"
     try:
         device = torch.device(name)
-    except RuntimeError as error:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
         raise MoekitError(
-            f"--device must be a device of torch on this machine (got {name!r}){instead}"
+            f"--device must be a device of torch on this machine (got {name!r}: "
+            f"{reason_of(error)}); leave out --device to use {here.type!r}"
         ) from error
-    if device.type == "cpu":
-        return device
-    count = torch.accelerator.device_count() if device.type == here.type else 0
-    if (device.index or 0) >= count:
-        raise MoekitError(
-            f"device {name!r} was asked for, but torch sees {count or 'no'} {device.type.upper()} "
-            f"device{'s' * (count > 1)} here{instead}"
-        )
     return device
 
 
