@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         "one backend; `tune BACKEND --help` has its options. See docs/bench.md.",
     )
     own = {"select": False, "output": None, "seconds": None, "dispatchers": None}
-    options.add(parser, options.EXPERTS | own)
+    options.add(parser, {**options.EXPERTS, **own})
     parser.add_argument(
         "--ep", type=positive, default=1, metavar="N",
         help="--select: measure combinations of dispatcher and experts on N ranks, one per device; "
