@@ -134,7 +134,7 @@ def test_kernels_are_made_once_for_a_capacity(
 ) -> None:
     monkeypatch.setenv("LOGGED", str(tmp_path / "log"))
     argv = "--device cpu --replays 2 --inputs 2 --dispatchers logging,naive --tokens 1,4".split()
-    argv += FAST[2:4] + FAST[8:] if mode == "--layers" else ["--sizes", "8:2:128"]
+    argv += FAST[2:4] + (FAST[8:] if mode == "--layers" else [])
     argv += ["--quant", "none", "--capacity", str(capacity), "--json", str(tmp_path / "r.json")]
     assert moekit_main(["bench", mode, *argv]) == 0
     largest = max(capacity, 4)
