@@ -148,7 +148,7 @@ def compare(name: str, tokens: int) -> None:
             found[label] = Prepared(lambda x, r, k=kernel, w=packed: k(x, w, r), inputs, DEVICE)
     own = quack_baseline().make(problem, weights, DEVICE)
     found["quack's own block"] = Prepared(own, inputs, DEVICE)
-    turns = take_turns(found, 15, host=False)
+    turns = take_turns(found, 15)
     times = [(r.us, r) for r in turns.values() if r.us is not None]
     for us, result in sorted(times, key=lambda item: item[0]):
         fastest, slowest = result.spread_us or (us, us)

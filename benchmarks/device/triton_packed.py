@@ -28,7 +28,7 @@ from moekit_bench import (
     run_cell,
     shape,
 )
-from moekit_triton.heuristics import choose_plan
+from moekit_triton.heuristics import Planner
 from moekit_triton.kernels.tiles import CHUNK, GemmTile
 from moekit_triton.plans import Direct, Gathered
 
@@ -133,7 +133,7 @@ def times(names: list[str], pool: concurrent.futures.Executor) -> None:
         p = shape(name).problem(quant=TIMED, device=DEVICE)
         for tokens in TOKENS:
             plans = tiles(p, tokens)
-            plans.append(choose_plan(p, tokens, p.top_k))
+            plans.append(Planner(p).plan(tokens, p.top_k))
             jobs |= {(p.top_k, plan, min(tokens, 8)) for plan in plans}
     list(pool.map(compile_tiles, jobs))
     for name in names:
@@ -152,9 +152,9 @@ def times(names: list[str], pool: concurrent.futures.Executor) -> None:
             for plan in tiles(problem, tokens):
                 calls[plan.describe()] = Tiled(problem, packed, plan)
             case = Case.make(problem, weights, tokens)
-            results = run_cell(case, calls, replays=7, host=False)
+            results = run_cell(case, calls, replays=7)
             limit = limit_us(case.work, problem, ceilings)
-            chosen = choose_plan(problem, tokens, problem.top_k).describe()
+            chosen = Planner(problem).plan(tokens, problem.top_k).describe()
             print(f"{name} T={tokens} heuristic {chosen}", flush=True)
             for what, r in results.items():
                 us = "" if r.us is None else f"{r.us:8.1f} us"

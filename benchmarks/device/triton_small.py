@@ -34,7 +34,7 @@ from moekit_bench import (
 )
 from moekit_kernels import launch
 from moekit_triton.experts import TritonExperts
-from moekit_triton.heuristics import Planner, choose_plan, dot_products, dots_pay
+from moekit_triton.heuristics import Planner, dot_products, dots_pay
 from moekit_triton.kernels.tiles import DotTile
 from moekit_triton.plans import Direct, Gathered, StandardPlan
 from torch import Tensor
@@ -185,7 +185,7 @@ def cell(
             label: Prepared(Variant(kernel, packed, plan, pdl), case.inputs, cuda())
             for label, plan, pdl in plans
         }
-        times = take_turns(ready, 10, host=False)
+        times = take_turns(ready, 10)
     limit = limit_us(case.work, problem, known_ceilings(torch.cuda.get_device_name()))
     return limit or 0.0, {n: float("nan") if r.us is None else r.us for n, r in times.items()}
 
@@ -200,7 +200,7 @@ def table(name: str, scheme: str, weights: Any, counts: tuple[int, ...]) -> None
             for label in labels
         ]
         limit, us = cell(name, scheme, tokens, weights, plans)
-        chosen = choose_plan(problem, tokens, problem.top_k)
+        chosen = Planner(problem).plan(tokens, problem.top_k)
         cells = " | ".join(f"{us[label]:.1f}" for label in labels)
         best = limit / min(us.values())
         print(f"| {tokens} | {limit:.1f} | {cells} | {best:.2f} | {chosen.kind} |", flush=True)

@@ -100,7 +100,7 @@ def test_a_sweep(tuned, capsys, tmp_path) -> None:
         assert (r["dispatcher"], r["experts"], r["reason"]) == ("naive", "torch", "")
         assert r["right"] and r["us"] == r["eager_us"] > 0 and "graph_us" not in r
         assert 0 < r["error"] < (2e-2 if cell["scheme"] == "none" else 0.12)
-        assert r["spread_us"][0] <= r["spread_us"][1] and r["stated_bytes"] > 0
+        assert r["spread_us"][0] <= r["spread_us"][1]
     text = report.read_text()
     assert "| naive + torch | **" in text
 
@@ -134,7 +134,7 @@ def test_kernels_are_made_once_for_a_capacity(
 ) -> None:
     monkeypatch.setenv("LOGGED", str(tmp_path / "log"))
     argv = "--device cpu --replays 2 --inputs 2 --dispatchers logging,naive --tokens 1,4".split()
-    argv += FAST[2:4] + FAST[8:] if mode == "--layers" else ["--sizes", "8:2:128"]
+    argv += FAST[2:4] + (FAST[8:] if mode == "--layers" else [])
     argv += ["--quant", "none", "--capacity", str(capacity), "--json", str(tmp_path / "r.json")]
     assert moekit_main(["bench", mode, *argv]) == 0
     largest = max(capacity, 4)

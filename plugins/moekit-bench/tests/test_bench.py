@@ -214,11 +214,11 @@ def baselines(tmp_path: Path) -> Path:
 
 def test_json_has_the_documented_keys(capsys, tmp_path, baselines, monkeypatch):
     ceilings = Ceilings({"bf16": 2e12}, 10e9)
-    monkeypatch.setattr("moekit_bench.bench.measure_ceilings", lambda device: ceilings)
+    monkeypatch.setattr("moekit_bench.bench.known_ceilings", lambda name: ceilings)
     file, text = tmp_path / "out" / "run.json", tmp_path / "run.md"
     code, out, err = run(
         capsys, "--experts", "torch", "--baselines", str(baselines), "--json", str(file),
-        "--markdown", str(text), "--measure-ceilings", "--routing", "uniform,hot",
+        "--markdown", str(text), "--routing", "uniform,hot",
     )  # fmt: skip
     assert code == 0 and out == "" and "4/4" in err
     data = json.loads(file.read_text())
@@ -273,15 +273,13 @@ def test_by_default_every_backend_that_can_is_measured(capsys, tmp_path):
 
 def test_batch_invariant_mode_is_timed_beside_the_default(capsys, tmp_path):
     file = tmp_path / "run.json"
-    argv = ["--experts", "torch,auto,torch:3|torch", "--batch-invariant", "--json", str(file)]
+    argv = ["--experts", "torch,torch:3|torch", "--batch-invariant", "--json", str(file)]
     code, out, err = run(capsys, *argv)
     assert code == 0, err
     recorded = json.loads(file.read_text())
     kinds = {r["name"]: r["kind"] for cell in recorded["cells"] for r in cell["results"]}
     assert kinds == {
-        "torch": "moekit", "torch (batch-invariant)": "batch-invariant",
-        "auto": "moekit", "auto (batch-invariant)": "batch-invariant",
-        "torch:3|torch": "moekit",
+        "torch": "moekit", "torch (batch-invariant)": "batch-invariant", "torch:3|torch": "moekit"
     }  # fmt: skip
     assert all(r["right"] for cell in recorded["cells"] for r in cell["results"])
     us = {r["name"]: r["us"] for r in recorded["cells"][0]["results"]}
@@ -304,8 +302,6 @@ def test_one_rank_of_several(capsys, tmp_path, baselines):
     data = json.loads(file.read_text())
     (cell,) = data["cells"]
     assert code == 0 and "E 4 (those of one of 4 ranks)" in out and data["settings"]["ep"] == 4
-    assert cell["active_experts"] == 1
-    assert 120 < cell["rows"] < 280, "a quarter of 800 assignments"
     assert [row["name"] for row in cell["results"]] == ["torch"]
     assert 0 < cell["results"][0]["error"] < 2e-2
     assert (
@@ -334,8 +330,8 @@ def test_a_cell_without_a_right_result_is_exit_code_1(capsys, baselines):
         (["--shapes", "²:2:32:48"], ""),
         (["--markdown", "/dev/null/x.md"], "/dev/null/x.md"),
         (["--baselines", str(BASELINES / "quack.py"), "--only-baselines", "quark"], "quark"),
-        (["--device", "meta"], "torch sees no META device here; leave out --device to use"),
-        (["--device", "sm90"], "--device must be a device of torch on this machine (got 'sm90')"),
+        (["--device", "meta"], "device 'meta' was asked for, but torch sees none here"),
+        (["--device", "sm90"], "--device must be a device of torch on this machine (got 'sm90': "),
         (["--experts", "torch,torch"], "torch is named twice: name it once in --experts"),
         (["--quant", "fp9"], "--quant 'fp9': fp9 is unknown; choose from none, fp8_tensor"),
         (["--json", str(ROOT)], f"{ROOT} cannot be written (Is a directory): name a file in"),

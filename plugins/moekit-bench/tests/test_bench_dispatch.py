@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -25,7 +21,7 @@ from moekit.testing.distributed import RankPool
 
 naive = pytest.importorskip("moekit_naive.dispatcher")
 
-FAST = ["--device", "cpu", "--sizes", "8:2:128", "--replays", "2", "--inputs", "2"]
+FAST = ["--device", "cpu", "--layer", "8:2:128:128", "--replays", "2", "--inputs", "2"]
 TIMES = ("us", "dispatch_us", "combine_us", "eager_us")
 
 
@@ -117,7 +113,7 @@ def test_a_sweep(capsys, tmp_path):
         gbs = r["link_rows"] * r["dispatch_row_bytes"] / r["dispatch_us"] / 1e3
         assert f" {gbs:.3g} |" in text
         assert 0 < r["error"] < 1e-2 and "num_sms" not in r and r["buffer_bytes"] == 0
-    assert "## 8:2:128, fp8_block, uniform" in text and "| 16 | naive |" in text
+    assert "## 8:2:128:128, fp8_block, uniform" in text and "| 16 | naive |" in text
 
 
 def test_wrong_failing_and_refused(capsys, tmp_path, bad_ones):
@@ -141,7 +137,7 @@ def test_wrong_failing_and_refused(capsys, tmp_path, bad_ones):
     ("argv", "text"),
     [
         (["--ranks", "1"], "at least 2"),
-        (["--sizes", "8:2"], "EXPERTS:TOP_K:HIDDEN"),
+        (["--layer", "8:2"], "EXPERTS:TOP_K:HIDDEN"),
         (["--tokens", "0"], "positive"),
         (["--quant", "fp3"], "fp3"),
         (["--routing", "odd"], "odd"),
@@ -171,7 +167,7 @@ def test_output_that_is_not_written_is_wrong(pool):
     result = measured(pool, spec, problem_for(2), 7)
     assert not result.right and result.error is None
     assert str(result).endswith("us, wrong: error not finite")
-    cell = Cell(shape="x", scheme="none", routing="uniform", tokens=7, results=(result,))
+    cell = Cell(shape="8:2:128:128", scheme="none", routing="uniform", tokens=7, results=(result,))
     run = Run(mode="dispatch", device={"name": "d"}, settings=Settings(inputs=1, replays=1),
               cells=(cell,))  # fmt: skip
     assert "| not finite |" in report.markdown(run)
@@ -182,42 +178,6 @@ def test_rows_by_hand(pool):
     spec = moekit.registry().dispatcher("naive")
     result = measured(pool, spec, problem_for(2, top_k=8), 5)
     assert result.link_rows == 5
-
-
-def test_under_torchrun_all_that_move_tokens(tmp_path):
-    """If another program started the ranks, the first one alone writes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    file = tmp_path / "run.json"
-    options = ["--tokens", "3", "--json", str(file)]
-    command = [sys.executable, "-m", "moekit", "bench", "--dispatch", *FAST, *options]
-    ranks = [
-        subprocess.Popen(
-            command,
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [rank.communicate(timeout=120) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
-    assert "# moekit bench, dispatch" in outputs[0][0] and outputs[1][0] == ""
-    data = json.loads(file.read_text())
-    results, refused = data["cells"][0]["results"], {r["name"] for r in data["refused"]}
-    assert data["ranks"] == 2 and all(r["right"] for r in results)
-    moving = {s.name for s in moekit.registry().dispatchers.values() if s.moves_tokens}
-    assert {r["name"] for r in results} | refused == moving and "naive" in moving - refused
 
 
 def told_by_ranks(rank, world_size):

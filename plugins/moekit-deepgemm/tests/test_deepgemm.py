@@ -6,7 +6,7 @@ import pytest
 import standin
 import torch
 from moekit_deepgemm import gemms, library, moekit_experts
-from moekit_deepgemm.plan import make_plan, plans_up_to
+from moekit_deepgemm.plan import make_plan
 
 import moekit
 from moekit.contract import Dispatched
@@ -128,7 +128,7 @@ def test_reasons():
 @pytest.mark.parametrize(("local", "physical"), [(8, 8), (128, 128), (32, 256), (5, 7), (1, 1)])
 @pytest.mark.parametrize("block_m", [None, 16, 128])
 def test_plans(local, physical, block_m):
-    """Buffers for more pairs hold fewer, and warming up for more covers fewer."""
+    """Buffers for more pairs hold fewer, and there are few kinds to compile."""
     rows, kinds = 0, set()
     sizes = [*range(1, 300), *range(300, 20_000, 137), *range(20_000, 300_000, 9973)]
     for pairs in sizes:
@@ -138,10 +138,6 @@ def test_plans(local, physical, block_m):
         assert plan.rows >= sum(-(-n // plan.block_m) * plan.block_m for n in worst)
         rows = plan.rows
         kinds.add(plan.kind)
-        warmed = plans_up_to(pairs, local, physical, block_m)
-        assert plan.kind in {p.kind for p in warmed}
-        assert max(p.rows for p in warmed) <= plan.rows
-    assert kinds <= {p.kind for p in plans_up_to(sizes[-1], local, physical, block_m)}
     assert len(kinds) < 30
 
 
@@ -198,4 +194,17 @@ def test_capturing_an_unknown_size_is_refused(monkeypatch):
     spec = standin.registry().expert("standin")
     experts = spec.load()(spec, standin.problem(torch.device("cpu")))
     with pytest.raises(InvalidInput, match="warmup"):
-        experts._warm((1 << 20,), torch.device("cuda", 0), iter(()))
+        experts._begin((1 << 20,), torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (256, 8)])
+def test_a_warm_up_has_a_call_of_each_kind(monkeypatch, experts, top_k):
+    monkeypatch.setattr(library, "load", lambda: standin)
+    spec = standin.registry().expert("standin")
+    problem = standin.problem(torch.device("cpu"), num_experts=experts, top_k=top_k)
+    made = spec.load()(spec, problem)
+
+    def kinds(sizes):
+        return {made._plan(tokens * top_k).kind for tokens in sizes}
+
+    assert kinds(made.largest_calls(20_000)) == kinds(range(1, 20_001))

@@ -14,12 +14,15 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)
 
+sys.path.append(str(Path(__file__).parents[3] / "tests" / "support"))
+
 import torch
 import triton
-from moekit_kernels.compile import recorded
+from gpu_compile import recorded
 from moekit_nvlink import transfer
 from moekit_nvlink.buffers import Buffer, Lost
 from moekit_nvlink.settings import Settings

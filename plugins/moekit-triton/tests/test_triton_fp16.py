@@ -12,10 +12,9 @@ import torch
 from loud_experts import check_overflows, check_tokens, loud, loud_call
 from moekit_kernels.numerics import INTERPRETED
 from moekit_triton.capabilities import BLOCKS_M
-from moekit_triton.heuristics import choose_plan
 from moekit_triton.kernels.tiles import GemmTile, SortedTile, SpecializedTile
 from moekit_triton.plans import Copied, CopiedAhead, Direct, Gathered, Sorted
-from triton_checks import use_plan
+from triton_checks import choose_plan, use_plan
 
 import moekit
 from moekit import MoEProblem

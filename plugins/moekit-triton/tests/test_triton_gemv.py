@@ -8,10 +8,11 @@ from moekit_bench import SHAPES
 from moekit_kernels.numerics import INTERPRETED
 from moekit_kernels.numerics import Activation as KernelActivation
 from moekit_triton import heuristics
-from moekit_triton.heuristics import choose_plan, dot_products, dots_pay
+from moekit_triton.heuristics import dot_products, dots_pay
 from moekit_triton.kernels.gemv import gemv_down, gemv_up
 from moekit_triton.kernels.tiles import DotTile
 from moekit_triton.plans import Batched, DotProducts
+from triton_checks import choose_plan
 
 import moekit
 from moekit import Activation

@@ -4,13 +4,12 @@ import pytest
 import torch
 from moekit_kernels.numerics import Activation
 from moekit_triton import heuristics, packing
-from moekit_triton.heuristics import choose_plan
 from moekit_triton.kernels import packed
 from moekit_triton.kernels.gemm import grouped_gemm
 from moekit_triton.kernels.operands import Epilogue, Rows
 from moekit_triton.kernels.tiles import CHUNK, GemmTile
 from moekit_triton.plans import Direct
-from triton_checks import run_align
+from triton_checks import choose_plan, run_align
 
 import moekit
 from moekit.errors import Unsupported

@@ -7,9 +7,8 @@ import logging
 import pytest
 import torch
 from moekit_triton import tables
-from moekit_triton.heuristics import choose_plan
 from moekit_triton.plans import KINDS, Gathered, plan_from_text
-from triton_checks import check_block
+from triton_checks import check_block, choose_plan
 from triton_checks import compiled as choose_as_compiled
 
 import moekit

@@ -14,7 +14,7 @@ from moekit_kernels.align import align_capacity
 from moekit_triton import capabilities, tables
 from moekit_triton.capabilities import BLOCKS_M, fusable, operand_bits
 from moekit_triton.experts import BatchedTritonExperts, TritonExperts
-from moekit_triton.heuristics import choose_plan, dots_pay, heuristic, invariant_plans
+from moekit_triton.heuristics import dots_pay, heuristic, invariant_plans
 from moekit_triton.kernels.tiles import GemmTile, SortedTile, SpecializedTile, TokenTile
 from moekit_triton.plans import (
     Batched,
@@ -25,6 +25,7 @@ from moekit_triton.plans import (
     Sorted,
     TilePlan,
 )
+from triton_checks import choose_plan
 from triton_checks import compiled as choose_as_compiled
 
 from moekit import ActivationFormat, DeviceSpec, MoEProblem, ParallelConfig, registry

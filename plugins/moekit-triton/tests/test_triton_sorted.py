@@ -9,13 +9,12 @@ from moekit_kernels.numerics import Activation as KernelActivation
 from moekit_kernels.rows import quantize_rows
 from moekit_kernels.sorted_rows import copy_rows, copy_rows_quantized
 from moekit_triton import plans
-from moekit_triton.heuristics import choose_plan
 from moekit_triton.kernels.gemm import grouped_gemm
-from moekit_triton.kernels.operands import Epilogue, Rows
+from moekit_triton.kernels.operands import Epilogue, Rows, SortedLaunch
 from moekit_triton.kernels.sorted_gemm import sorted_gemm
 from moekit_triton.kernels.tiles import GemmTile, SortedTile, SpecializedTile
 from moekit_triton.plans import Copied, Sorted
-from triton_checks import check_block, real_rows, relative, run_align, use_plan
+from triton_checks import check_block, choose_plan, real_rows, relative, run_align, use_plan
 
 from moekit import Activation, MoEProblem, Workspace, compose
 from moekit.problem.activation import apply_activation
@@ -75,7 +74,9 @@ def test_block(device, activation, bias, tiles, dtype, hidden, inner):
     assert torch.equal(x_SH[real], x[aligned.assignments_S[real] // top_k])
     assert bool(x_SH[~real].isnan().all()), "copied to a padding row"
     a_SI, gathered_SI = (nan(entries, inner, like=x) for _ in range(2))
-    sorted_gemm(x_SH, w13, a_SI, aligned, tile, count, SMS, bias_LN=b13, activation=fused)
+    sorted_gemm(
+        SortedLaunch(x_SH, w13, a_SI, aligned, tile, count, SMS, bias_LN=b13, activation=fused)
+    )
     if tiles != "persistent":
         gathering = Rows.aligned(aligned, top_k, in_order=True)
         halves = tiles == "halves"
@@ -85,7 +86,9 @@ def test_block(device, activation, bias, tiles, dtype, hidden, inner):
         assert bool(gathered_SI[~real].isnan().all()), "wrote a padding row"
         assert relative(gathered_SI[real], a_SI[real].float()) < LIMIT[dtype]
     y = nan(count, hidden, like=x)
-    sorted_gemm(a_SI, w2, y, aligned, tile, count, SMS, bias_LN=b2, by_assignment=True)
+    sorted_gemm(
+        SortedLaunch(a_SI, w2, y, aligned, tile, count, SMS, bias_LN=b2, by_assignment=True)
+    )
 
     flat, assignment = ids.flatten(), torch.arange(count, device=device)
     assert bool(torch.isnan(y[flat < 0]).all()), "wrote an assignment without expert"
@@ -133,7 +136,7 @@ def test_no_assignments(device):
     w = torch.randn(3, 32, 64, device=device).bfloat16()
     for persistent in (False, True):
         tile = replace(TILE, persistent=persistent)
-        sorted_gemm(x_SH, w, y, aligned, tile, ids.numel(), SMS, by_assignment=True)
+        sorted_gemm(SortedLaunch(x_SH, w, y, aligned, tile, ids.numel(), SMS, by_assignment=True))
     assert bool(torch.isnan(y).all() and torch.isnan(x_SH).all())
 
 

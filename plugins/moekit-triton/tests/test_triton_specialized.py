@@ -5,11 +5,12 @@ import torch
 import torch.nn.functional as F
 from moekit_kernels.numerics import Activation
 from moekit_kernels.sorted_rows import copy_rows
-from moekit_triton.heuristics import choose_plan
+from moekit_triton.kernels.operands import SortedLaunch
 from moekit_triton.kernels.sorted_gemm import sorted_gemm
 from moekit_triton.kernels.tiles import SpecializedTile
 from moekit_triton.plans import Sorted
 from triton_checks import (
+    choose_plan,
     compiled,
     real_rows,
     relative,
@@ -77,9 +78,9 @@ def test_block(specialized, order, halves, dtype, num_experts, top_k, hidden, in
             buffer.fill_(float("nan"))
         if order != "ahead":
             copy_rows(x, aligned, x_SH)
-        sorted_gemm(x_SH, w13, a_SI, aligned, tile, count, 132, **options)
+        sorted_gemm(SortedLaunch(x_SH, w13, a_SI, aligned, tile, count, 132, **options))
         a_SI[~real] = float("nan")
-        sorted_gemm(a_SI, w2, y_SH, aligned, tile, count, 132)
+        sorted_gemm(SortedLaunch(a_SI, w2, y_SH, aligned, tile, count, 132))
         outs.append(y_SH[real])
         assert not aligned.counters.any(), "a next call would miss tiles"
     assert all(torch.equal(out, outs[0]) for out in outs), "not the same twice"
@@ -109,8 +110,8 @@ def test_no_assignments(specialized, halves, order):
     )
     x_SH, a_SI, y_SH = (x.new_full((capacity, n), torch.nan) for n in (64, 128, 64))
     options = {"activation": Activation("silu"), "x_RK": x if order == "ahead" else None}
-    sorted_gemm(x_SH, w13, a_SI, aligned, tile, count, 132, **options)
-    sorted_gemm(a_SI, w2, y_SH, aligned, tile, count, 132)
+    sorted_gemm(SortedLaunch(x_SH, w13, a_SI, aligned, tile, count, 132, **options))
+    sorted_gemm(SortedLaunch(a_SI, w2, y_SH, aligned, tile, count, 132))
     assert all(bool(buffer.isnan().all()) for buffer in (x_SH, a_SI, y_SH))
     assert not aligned.counters.any()
 
@@ -129,7 +130,9 @@ def test_more_programs_than_run_at_once(specialized):
     def run(programs: int) -> torch.Tensor:
         x_SH, a_SI = x.new_full((capacity, 512), torch.nan), x.new_full((capacity, 2048), torch.nan)
         silu = Activation("silu")
-        sorted_gemm(x_SH, w13, a_SI, aligned, tile, count, programs, activation=silu, x_RK=x)
+        sorted_gemm(
+            SortedLaunch(x_SH, w13, a_SI, aligned, tile, count, programs, activation=silu, x_RK=x)
+        )
         return a_SI[real]
 
     want = run(1)

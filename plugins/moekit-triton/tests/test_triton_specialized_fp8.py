@@ -7,12 +7,12 @@ import triton
 from moekit_kernels.numerics import QMAX, Activation
 from moekit_kernels.sorted_rows import copy_rows_quantized
 from moekit_triton import capabilities, heuristics
-from moekit_triton.heuristics import choose_plan
-from moekit_triton.kernels.operands import Scales
+from moekit_triton.kernels.operands import Scales, SortedLaunch
 from moekit_triton.kernels.sorted_gemm import sorted_gemm
 from moekit_triton.kernels.tiles import SpecializedTile
 from moekit_triton.plans import Copied, Gathered, Sorted
 from triton_checks import (
+    choose_plan,
     compiled,
     real_rows,
     relative,
@@ -114,10 +114,12 @@ def test_gemms(specialized, halves, num_experts, top_k, hidden, inner, rows):
     for _ in range(3):
         a_SI, a_s = nan(E4M3, capacity, inner), nan(torch.float32, inner // 128, capacity)
         y_SH = nan(torch.bfloat16, capacity, hidden)
-        sorted_gemm(x_SH, w13, a_SI, aligned, tile, count, 132, activation=Activation("silu"),
-                    scales=Scales(s13, xs, a_s))  # fmt: skip
+        sorted_gemm(SortedLaunch(
+            x_SH, w13, a_SI, aligned, tile, count, 132, activation=Activation("silu"),
+            scales=Scales(s13, xs, a_s),
+        ))  # fmt: skip
         a_SI.view(torch.uint8)[~real], a_s[:, ~real] = 0x7F, float("nan")
-        sorted_gemm(a_SI, w2, y_SH, aligned, tile, count, 132, scales=Scales(s2, a_s))
+        sorted_gemm(SortedLaunch(a_SI, w2, y_SH, aligned, tile, count, 132, scales=Scales(s2, a_s)))
         outs.append((a_SI[real].view(torch.uint8), a_s[:, real], y_SH[real]))
         assert not aligned.counters.any(), "a next call would miss tiles"
     for out in outs:
@@ -152,5 +154,5 @@ def test_no_assignments(specialized, halves):
     y = torch.full((capacity, 256), float("nan"), dtype=torch.bfloat16, device="cuda")
     tile = SpecializedTile(halves=halves)
     a = torch.ones(capacity, 128, device="cuda").to(E4M3)
-    sorted_gemm(a, w, y, aligned, tile, 600, 132, scales=Scales(scale, a_s))
+    sorted_gemm(SortedLaunch(a, w, y, aligned, tile, 600, 132, scales=Scales(scale, a_s)))
     assert bool(y.isnan().all()) and not aligned.counters.any()

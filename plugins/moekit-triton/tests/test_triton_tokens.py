@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from moekit_kernels.align import COUNTERS, SortedAssignments, align, align_capacity, align_scratch
 from moekit_kernels.numerics import Activation
+from moekit_triton.kernels.operands import SortedLaunch
 from moekit_triton.kernels.sorted_gemm import sorted_gemm
 from moekit_triton.kernels.tiles import TokenTile
 from moekit_triton.kernels.token_tiles import list_token_tiles, tile_list_entries
@@ -102,10 +103,10 @@ def check_gemm(
     w = (torch.randn(len(counts), rows, k, device=device) * k**-0.5).to(dtype)
     share = torch.rand(count, device=device) * 2 if early else None
     out = torch.full((aligned.capacity, n), torch.nan, dtype=dtype, device=device)
-    sorted_gemm(
+    sorted_gemm(SortedLaunch(
         a, w, out, aligned, tile, count, 5, token_tiles=tiles, weights_RK=share,
         activation=Activation("silu") if gated else None,
-    )  # fmt: skip
+    ))  # fmt: skip
     assert not aligned.counters.any(), "a next call would miss tiles"
     compare(out, a.float(), w.float(), aligned, counts, gated, share, LIMIT[dtype])
 

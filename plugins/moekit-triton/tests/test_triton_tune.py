@@ -247,7 +247,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=0: names[device])
         monkeypatch.setattr(DeviceSpec, "of", classmethod(lambda cls, device: spec))
         monkeypatch.setattr(tune, "_pool", lambda workers, devices: ThreadPoolExecutor(1))
-        monkeypatch.setattr(tune, "compile_all", lambda wanted: None)
+        monkeypatch.setattr(tune, "compile_all", lambda wanted, end: None)
         monkeypatch.setattr(tune, "_tune", found)
 
     return use
@@ -363,6 +363,21 @@ def test_a_run_that_is_stopped_keeps_what_it_found(machine, tmp_path, capsys, st
     machine(plans)
     assert tune.main(arguments(out)) == 0 and rows_in(out) == [1, 4, 16]
     assert tune.main(arguments(out)) == 0 and "already has all" in capsys.readouterr().err
+
+
+def test_no_plan_begins_after_the_time(machine, tmp_path, capsys) -> None:
+    """`tune --seconds` without a backend's name passes the time on."""
+    out = tmp_path / "t.json"
+
+    def search_plan(job: tune.Job) -> list[dict[str, Any]]:
+        if job.rows > 1:
+            while not out.exists():  # the first plan is written when the others are cancelled
+                time.sleep(0.01)
+        return plans(job)
+
+    machine(search_plan)
+    assert tune.main(arguments(out, seconds="1e-9")) == 1
+    assert 16 not in rows_in(out) and "are left: run it again" in capsys.readouterr().err
 
 
 def test_plans_of_the_installed_triton_count_first(tmp_path, monkeypatch) -> None:

@@ -24,6 +24,11 @@ def compiled(monkeypatch: pytest.MonkeyPatch, *, triton_version: str = "") -> No
         monkeypatch.setattr(triton, "__version__", triton_version)
 
 
+def choose_plan(problem: MoEProblem, rows: int, top_k: int, *, batched: bool = False) -> LaunchPlan:
+    """Return the plan for calls of ``rows`` rows of ``top_k`` ids; BATCHED: of a capacity."""
+    return heuristics.Planner(problem, batched=batched).plan(rows, top_k)
+
+
 def use_plan(monkeypatch: pytest.MonkeyPatch, plan: LaunchPlan) -> None:
     """Let every call use ``plan``."""
     monkeypatch.setattr(heuristics.Planner, "plan", lambda *_: plan)

@@ -16,14 +16,17 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 os.environ.pop("TRITON_INTERPRET", None)
 
+sys.path.append(str(Path(__file__).parents[3] / "tests" / "support"))
+
 import torch
 import triton
-from moekit_kernels.compile import Compiled, recorded
+from gpu_compile import Compiled, recorded
 from moekit_triton import capabilities, moekit_experts, training
 from moekit_triton.calls import Buffers, Call, Layer
 from moekit_triton.heuristics import Planner

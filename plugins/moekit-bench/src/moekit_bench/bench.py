@@ -19,23 +19,16 @@ from .environment import command
 from .experts import ExpertsSweep
 from .implementations import Implementation, backends, baselines, beside, unnamed
 from .layers import measure_layers
-from .limits import known_ceilings, measure_ceilings
+from .limits import known_ceilings
 from .ranks import RanksSweep
 from .report import markdown
-from .shapes import SHAPES, Shape, shape
+from .shapes import SHAPES, shape
 from .sweep import Sweep
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command and return its exit code.
-
-    Returns:
-        0: every cell has a right result (with --dispatch and --layers: all results are right),
-        1: not so.
-
-    Raises:
-        MoekitError: An argument is wrong, or a file cannot be written.
-    """
+    """Run the command and return its exit code: 0 if every cell has a right result, with --dispatch
+    and --layers if all results are right, else 1. Raises MoekitError for a wrong argument."""
     mode = _MODES[next((word for word in argv if word in _MODES), "")]
     parser = argparse.ArgumentParser(
         "python -m moekit bench", description=f"{mode.text} See docs/bench.md.", allow_abbrev=False
@@ -65,10 +58,9 @@ def _run(mode: _Mode, args: argparse.Namespace, command: str) -> int:
 
     sweep.keep = keep
     sweep.measure()
-    if sweep.leader:
-        keep()
-        if args.markdown is None:
-            print(markdown(sweep.run), end="")
+    keep()
+    if args.markdown is None:
+        print(markdown(sweep.run), end="")
     return int(not (sweep.complete and sweep.succeeded))
 
 
@@ -77,7 +69,7 @@ def _run(mode: _Mode, args: argparse.Namespace, command: str) -> int:
 
 def _experts(args: argparse.Namespace, command: str) -> ExpertsSweep:
     asked = unnamed() if args.experts is None else args.experts
-    found = backends(beside(asked) if args.batch_invariant else asked, args.dispatcher)
+    found = backends(beside(asked) if args.batch_invariant else asked)
     found += baselines(args.baselines, args.only_baselines)
     return experts_sweep(args, found, command)
 
@@ -86,7 +78,7 @@ def _train(args: argparse.Namespace, command: str) -> ExpertsSweep:
     asked = args.experts
     if asked is None:
         asked = [name for name in unnamed() if registry().experts[name].training]
-    found = backends(asked, args.dispatcher) + baselines(args.baselines, args.only_baselines)
+    found = backends(asked) + baselines(args.baselines, args.only_baselines)
     return experts_sweep(args, found, command, training=True)
 
 
@@ -96,8 +88,7 @@ def experts_sweep(
     command: str,
     training: bool = False,
 ) -> ExpertsSweep:
-    """Return the sweep that `options.EXPERTS`, --routing, --ep and --measure-ceilings describe."""
-    registry().dispatcher(args.dispatcher)  # raises an error that lists the names
+    """Return the sweep that `options.EXPERTS`, --routing and --ep describe."""
     device = options.torch_device(args.device)
     ceilings = known_ceilings(DeviceSpec.of(device).name)
     if device.type != "cpu":
@@ -108,7 +99,7 @@ def experts_sweep(
         shapes=[shape(text) for text in args.shapes],
         implementations=implementations,
         device=device,
-        ceilings=measure_ceilings(device) if args.measure_ceilings else ceilings,
+        ceilings=ceilings,
         training=training,
         **_swept(args, command),
     )
@@ -126,14 +117,8 @@ def _shape_list() -> str:
 
 
 def _dispatch(args: argparse.Namespace, command: str) -> RanksSweep:
-    sizes = options.numbers(args.sizes.replace(":", ","), "--sizes")
-    if len(sizes) != 3:
-        raise MoekitError(
-            f"--sizes must be EXPERTS:TOP_K:HIDDEN, as in 256:8:7168 (got {args.sizes})"
-        )
-    layer = Shape(sizes[0], sizes[1], sizes[2], sizes[2], args.sizes)
     return RanksSweep(
-        mode="dispatch", measure_on_rank=measure_dispatch, shape=layer, **_over_ranks(args, command)
+        mode="dispatch", measure_on_rank=measure_dispatch, **_over_ranks(args, command)
     )
 
 
@@ -147,7 +132,6 @@ def layers_sweep(args: argparse.Namespace, command: str = "") -> RanksSweep:
     return RanksSweep(
         mode="layers",
         measure_on_rank=measure_layers,
-        shape=shape(args.layer),
         experts=beside(experts) if args.batch_invariant else experts,
         end=options.end(args),
         **_over_ranks(args, command),
@@ -162,6 +146,7 @@ def _over_ranks(args: argparse.Namespace, command: str) -> dict[str, Any]:
     if not dispatchers:
         raise MoekitError("no dispatcher to measure: name --dispatchers")
     return {
+        "shape": shape(args.layer),
         "dispatchers": dispatchers,
         "device": DeviceSpec.of(options.torch_device(args.device)),
         "asked": args.ranks,
@@ -196,7 +181,7 @@ _MODES = {
         "against the fp32 oracle.",
         {
             **options.EXPERTS, **options.RUN, "baselines": [], "only-baselines": None,
-            "measure-ceilings": False, "batch-invariant": False, "list-shapes": False, "ep": 1,
+            "batch-invariant": False, "list-shapes": False, "ep": 1,
         },
         _experts,
     ),
@@ -206,14 +191,14 @@ _MODES = {
         {
             **options.EXPERTS, **options.RUN, "shapes": "qwen3-30b,olmoe,mixtral,dsv3-ep8",
             "tokens": "4096,16384", "baselines": [], "only-baselines": None,
-            "measure-ceilings": False, "list-shapes": False,
+            "list-shapes": False,
         },
         _train,
     ),
     "--dispatch": _Mode(
         "Time dispatchers without experts, over tokens on each rank; each is checked.",
         {
-            "sizes": "256:8:7168", "tokens": "1,4,16,64,128,256,512,1024,2048,4096,8192",
+            "tokens": "1,4,16,64,128,256,512,1024,2048,4096,8192",
             "quant": "none", "inputs": 3, "replays": 10, **options.RANKS,
         },
         _dispatch,
@@ -222,7 +207,7 @@ _MODES = {
         "Time whole layers over ranks, every dispatcher with every experts backend, each checked "
         "against the fp32 oracle.",
         {
-            "layer": "dsv3", "experts": None, "tokens": "1,16,128,1024,4096",
+            "experts": None, "tokens": "1,16,128,1024,4096",
             "quant": "none,fp8_block", "inputs": 2, "replays": 5, "batch-invariant": False,
             "seconds": None, **options.RANKS,
         },

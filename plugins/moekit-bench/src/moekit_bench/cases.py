@@ -64,13 +64,7 @@ class Case:
         return lambda got: relative_error(got, rows, want)
 
 
-def run_cell(
-    case: Case,
-    calls: Mapping[str, Call],
-    *,
-    replays: int = 10,
-    host: bool = True,
-) -> dict[str, Result]:
+def run_cell(case: Case, calls: Mapping[str, Call], *, replays: int = 10) -> dict[str, Result]:
     """Check and time every call on ``case``, in turns; a call that fails gets its reason.
 
     Raises:
@@ -91,7 +85,7 @@ def run_cell(
         for name, call in calls.items():
             _, reason = attempt(device, prepare, name, call)
             results[name] = Result(name=name, reason=reason)
-        results |= take_turns(ready, replays, host=host)
+        results |= take_turns(ready, replays)
     ready.clear()
     release(device)
     bound = benchmark_bound(case.problem)

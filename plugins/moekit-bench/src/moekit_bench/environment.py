@@ -30,11 +30,9 @@ def command(*words: str) -> str:
 
 
 def versions(backends: Iterable[str], libraries: Iterable[str] = ()) -> dict[str, str]:
-    """Return the versions of everything that can change a time, except what is not installed.
+    """Return the versions of everything installed that can change a time.
 
-    Args:
-        backends: Names of dispatchers and experts.
-        libraries: Further names with versions, such as "quack 0.2.1".
+    libraries: further names with versions, such as "quack 0.2.1".
     """
     found = {
         "moekit": moekit.__version__,

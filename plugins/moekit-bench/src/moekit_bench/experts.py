@@ -147,6 +147,5 @@ class ExpertsSweep(Sweep):
             cell,
             inputs=len(case.inputs),
             limit_us=limit,
-            **vars(case.work),
             results=tuple(map(complete, results.values())),
         )

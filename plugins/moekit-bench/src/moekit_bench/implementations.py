@@ -28,8 +28,6 @@ from .internals import find_experts
 from .records import BACKEND, BASELINE, IN_MODE, INVARIANT
 from .timer import Call
 
-AUTO = "auto"
-
 
 class Unavailable(MoekitError):
     """A baseline's library is missing, or it cannot do a problem; the text says which."""
@@ -75,24 +73,18 @@ def asked_of(name: str, problem: MoEProblem) -> tuple[str, MoEProblem]:
     return name.removesuffix(IN_MODE), problem.replace(batch_invariant=True)
 
 
-def backends(names: Sequence[str], dispatcher: str = "local") -> list[Implementation]:
-    """Return the named experts backends behind ``dispatcher``.
+def backends(names: Sequence[str]) -> list[Implementation]:
+    """Return the named experts backends, which share one workspace.
 
-    They share one workspace. A name may be a composite's, or ``auto`` for what `moekit.compose`
-    chooses, and end with `IN_MODE` for batch-invariant mode.
-
-    Raises:
-        UnknownBackend, NameClash: A name means nothing, or too much.
+    A name may be a composite's, and end with `IN_MODE` for batch-invariant mode. Raises
+    UnknownBackend or NameClash.
     """
     known, workspace = registry(), Workspace()
 
     def backend(name: str) -> Implementation:
         def make(problem: MoEProblem, weights: ExpertWeights, device: torch.device) -> Call:
-            base, problem = asked_of(name, problem)
-            experts = None if base == AUTO else base
-            kernel = moekit.compose(
-                problem, dispatcher, experts, workspace=workspace, backends=known
-            )
+            experts, problem = asked_of(name, problem)
+            kernel = moekit.compose(problem, "local", experts, workspace=workspace, backends=known)
             if problem.training:
                 train: Any = kernel  # which takes parameters unpacked
                 return lambda x, routing: train(x, weights, routing)
@@ -101,8 +93,7 @@ def backends(names: Sequence[str], dispatcher: str = "local") -> list[Implementa
         return Implementation(name, INVARIANT if name.endswith(IN_MODE) else BACKEND, make)
 
     for name in names:
-        if (base := name.removesuffix(IN_MODE)) != AUTO:
-            find_experts(base, known)
+        find_experts(name.removesuffix(IN_MODE), known)
     return [backend(name) for name in names]
 
 
@@ -112,15 +103,9 @@ def unnamed() -> list[str]:
 
 
 def baselines(paths: Sequence[str], only: Sequence[str] | None = None) -> list[Implementation]:
-    """Return the baselines of the adapters in these files and folders.
+    """Return the baselines of the adapters in these files and folders, or those named in ``only``.
 
     An adapter that does not load becomes a baseline that says so.
-
-    Args:
-        only: Return those with these names.
-
-    Raises:
-        MoekitError: A path does not exist, or no baseline has a name in ``only``.
     """
     files: list[Path] = []
     for path in map(Path, paths):

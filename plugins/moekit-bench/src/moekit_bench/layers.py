@@ -111,7 +111,7 @@ class _Layers:
                 return Result(reason=reason)
             assert kernel is not None
             result = self._times(kernel, packed)
-            return replace(result, copied=copied, stated_bytes=memory.total)
+            return replace(result, copied=copied)
         finally:
             if kernel is not None:  # the next combination needs the memory
                 kernel.workspace = Workspace()

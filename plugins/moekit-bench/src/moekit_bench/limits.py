@@ -10,23 +10,18 @@ once.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
 
 from moekit.plugin import ExpertWeights, MoEProblem
 
 from .records import Ceilings
 from .shapes import Inputs
-from .timer import Timer
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "fp8"}
 
 
-# By the start of torch's device name; of 8192^3 matmuls. int8 is taken to be what fp8 is, as the
-# tensor cores' rates are equal.
+# By the start of torch's device name, from benchmarks/device/ceilings.py. int8 is taken to be what
+# fp8 is, as the tensor cores' rates are equal.
 CEILINGS = {
     "NVIDIA H200": Ceilings(
         {"bf16": 791e12, "fp16": 791e12, "fp8": 1424e12, "int8": 1424e12}, 4.49e12
@@ -90,27 +85,3 @@ def limit_us(done: Work, problem: MoEProblem, ceilings: Ceilings | None) -> floa
     if ceilings is None or arithmetic(problem) not in ceilings.flops:
         return None
     return 1e6 * max(done.flop / ceilings.flops[arithmetic(problem)], done.bytes / ceilings.read)
-
-
-def measure_ceilings(device: torch.device) -> Ceilings:
-    """Measure the ceilings by square matmuls and a sum over memory."""
-    size, read_bytes = (2048, 1 << 29) if device.type == "cpu" else (8192, 8 << 29)
-    flops = {}
-    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
-        a = torch.randn(size, size, device=device, dtype=dtype)
-        b = torch.randn(size, size, device=device, dtype=dtype)
-        flops[name] = 2 * size**3 / _best_seconds(lambda a=a, b=b: a @ b.T, device)  # type: ignore[misc]
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
-        x, one = a.to(torch.float8_e4m3fn), torch.ones((), device=device)
-        scaled = getattr(torch, "_scaled_mm")  # noqa: B009 (private, and untyped)
-        seconds = _best_seconds(
-            lambda: scaled(x, x.T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16), device
-        )
-        flops["fp8"] = flops["int8"] = 2 * size**3 / seconds
-    data = torch.zeros(read_bytes // 4, device=device)
-    return Ceilings(flops, read_bytes / _best_seconds(lambda: data.sum(), device))
-
-
-def _best_seconds(function: Callable[[], Tensor], device: torch.device) -> float:
-    timer = Timer(device)
-    return min([timer.eager_us(function) for _ in range(10)][1:]) / 1e6

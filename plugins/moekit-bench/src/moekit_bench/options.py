@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from moekit.errors import MoekitError
-from moekit.plugin import SCHEMES
+from moekit.plugin import SCHEMES, reason_of
 
 from .internals import DTYPES, SIMULATED
 from .records import Settings
@@ -42,12 +42,12 @@ def _listed(name: str, known: Collection[str]) -> Callable[[str], list[str]]:
     return choices
 
 
-def numbers(text: str, option: str = "--tokens") -> list[int]:
+def numbers(text: str) -> list[int]:
     """Return the parts of a list of positive whole numbers."""
     parts = names(text)
     if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise MoekitError(
-            f"{option} must be positive whole numbers, such as 1,16,64 (got {text!r})"
+            f"--tokens must be positive whole numbers, such as 1,16,64 (got {text!r})"
         )
     return [int(part) for part in parts]
 
@@ -61,7 +61,6 @@ LAYER_EXPERTS = ("torch", "triton", "triton_batched", "deepgemm", "deepgemm_batc
 # (type, metavar, help); bool: a flag; list: may be repeated.
 _OPTIONS: Mapping[str, tuple[Any, str, str]] = {
     "shapes": (names, "LIST", "names (`bench --list-shapes`) or sizes E:K:H:I"),
-    "sizes": (str, "E:K:H", "experts, top-k and hidden size"),
     "layer": (
         str, "NAME", "all experts of a layer: a name (`bench --list-shapes`) or sizes E:K:H:I"
     ),
@@ -80,14 +79,10 @@ _OPTIONS: Mapping[str, tuple[Any, str, str]] = {
         names, "LIST", "backends; default: every installed one (with --layers, of "
         f"{', '.join(LAYER_EXPERTS)}); none: ''"
     ),
-    "dispatcher": (str, "NAME", "what the experts run behind"),
     "baselines": (
         list, "PATH", "adapter file or folder of them (benchmarks/baselines); may be repeated"
     ),
     "only-baselines": (names, "LIST", "of --baselines, these names only"),
-    "measure-ceilings": (
-        bool, "", "measure the roofline's rates; default: what is known for the device"
-    ),
     "batch-invariant": (bool, "", "also time each backend in batch-invariant mode"),
     "list-shapes": (bool, "", "print the named shapes, and stop"),
     "ep": (
@@ -110,12 +105,14 @@ _OPTIONS: Mapping[str, tuple[Any, str, str]] = {
 _ALL = {"dtype": "bfloat16", "device": None, "seed": 0}
 EXPERTS: Mapping[str, Any] = {
     "shapes": "mixtral,qwen3-30b,dsv3-ep8", "tokens": "1,16,64,256,1024,4096,16384",
-    "quant": "none", "inputs": 3, "replays": 10, "experts": None, "dispatcher": "local", **_ALL,
+    "quant": "none", "inputs": 3, "replays": 10, "experts": None, **_ALL,
 }  # fmt: skip
 """Options of both `bench` and `tune`, and their defaults."""
 RUN: Mapping[str, Any] = {"routing": "uniform", "markdown": None, "json": None}
 """Options of all kinds of `bench`."""
-RANKS: Mapping[str, Any] = {"dispatchers": None, "ranks": None, "capacity": 8192, **RUN, **_ALL}
+RANKS: Mapping[str, Any] = {
+    "layer": "dsv3", "dispatchers": None, "ranks": None, "capacity": 8192, **RUN, **_ALL,
+}  # fmt: skip
 
 
 def add(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:
@@ -136,21 +133,14 @@ def torch_device(name: str | None) -> torch.device:
     here = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if name is None:
         return here
-    instead = f"; leave out --device to use {here.type!r}"
     try:
         device = torch.device(name)
-    except RuntimeError as error:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
         raise MoekitError(
-            f"--device must be a device of torch on this machine (got {name!r}){instead}"
+            f"--device must be a device of torch on this machine (got {name!r}: "
+            f"{reason_of(error)}); leave out --device to use {here.type!r}"
         ) from error
-    if device.type == "cpu":
-        return device
-    count = torch.accelerator.device_count() if device.type == here.type else 0
-    if (device.index or 0) >= count:
-        raise MoekitError(
-            f"device {name!r} was asked for, but torch sees {count or 'no'} {device.type.upper()} "
-            f"device{'s' * (count > 1)} here{instead}"
-        )
     return device
 
 

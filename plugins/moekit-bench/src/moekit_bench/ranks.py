@@ -1,18 +1,14 @@
-"""Run measurements on ranks, which this process or torchrun starts."""
+"""Run measurements on ranks, which this process starts."""
 
 from __future__ import annotations
 
-import os
-import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 import moekit
 from moekit.errors import MoekitError
@@ -32,7 +28,7 @@ from .internals import DTYPES, find_experts
 from .records import Cell, Result, Run, Settings, merge
 from .shapes import Inputs, Shape, inputs
 from .sweep import Sweep
-from .timer import first_fault, from_all_ranks
+from .timer import first_fault
 
 M = TypeVar("M", moekit.ModularKernel, PrepareAndFinalize)
 
@@ -113,13 +109,8 @@ Runner = Callable[..., list[Any]]
 @contextmanager
 def _pool(count: int, device_type: str) -> Iterator[Runner]:
     """Yield ranks of this process; new ones after a failure, which may have left them unusable."""
-    try:
-        from moekit.testing.distributed import RankPool
-    except ImportError as error:
-        raise MoekitError(
-            f"{error}; or start the ranks with torchrun: torchrun --nproc-per-node {count} -m "
-            "moekit bench ..."
-        ) from error
+    from moekit.testing.distributed import RankPool
+
     pools: list[RankPool] = []
 
     def run(function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -138,30 +129,6 @@ def _pool(count: int, device_type: str) -> Iterator[Runner]:
             pool.close()
 
 
-@contextmanager
-def _torchrun(device: DeviceSpec) -> Iterator[Runner]:
-    """Yield torchrun's ranks. This process is one; if it fails it ends, and torchrun ends all."""
-    backend = "gloo"
-    if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        backend = "cpu:gloo,cuda:nccl"
-
-    def run(function: Callable[..., Any], *args: Any) -> list[Any]:
-        try:
-            mine = function(dist.get_rank(), dist.get_world_size(), *args)
-        except Exception:
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(1)
-        return from_all_ranks(mine)
-
-    dist.init_process_group(backend)
-    try:
-        yield run
-    finally:
-        dist.destroy_process_group()
-
-
 def cause(error: Exception) -> str:
     """Return what a rank raised, rather than that ranks failed."""
     tracebacks = getattr(error, "tracebacks", {})
@@ -174,10 +141,6 @@ def local_device(kind: str) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     return torch.device(kind, torch.get_device_module(kind).current_device())
-
-
-def _first(rank: int, world_size: int, value: bool) -> bool:
-    return value
 
 
 # -- what they measure ------------------------------------------------------------------------
@@ -214,8 +177,8 @@ class RanksSweep(Sweep):
     One dispatcher after another takes all numbers of tokens, so that only one holds its buffers.
 
     mode: the run's. measure_on_rank: what a rank does. experts: the backends to combine each
-    dispatcher with; an empty name: none. asked: how many ranks to start; None: as many as torchrun
-    started, one for each GPU, or two. capacity: tokens of a rank that kernels are composed for, if
+    dispatcher with; an empty name: none. asked: how many ranks to start; None: one for each GPU, or
+    two. capacity: tokens of a rank that kernels are composed for, if
     no cell has more; None: as many as each cell has. wanted: (problem, dispatcher, experts) ->
     whether to measure.
     """
@@ -233,7 +196,7 @@ class RanksSweep(Sweep):
 
     def __post_init__(self) -> None:
         default = torch.cuda.device_count() if self.device.type == "cuda" else 2
-        self.num_ranks = self.asked or int(os.environ.get("WORLD_SIZE", 0)) or default
+        self.num_ranks = self.asked or default
         if self.num_ranks < 2:
             raise MoekitError(
                 f"tokens move between at least 2 ranks (got {self.num_ranks}); set --ranks"
@@ -264,25 +227,13 @@ class RanksSweep(Sweep):
         )
 
     def measure(self) -> None:
-        with self._open() as self.on_ranks:
-            super().measure()
-
-    def _open(self) -> AbstractContextManager[Runner]:
-        """Return torchrun's ranks if this process is one of them and no number was asked for, else
-        ranks that this process starts."""
-        if "RANK" in os.environ and self.asked is None:
-            self.leader = os.environ["RANK"] == "0"
-            return _torchrun(self.device)
         if self.device.type == "cuda" and torch.cuda.device_count() < self.num_ranks:
             raise MoekitError(
                 f"{self.num_ranks} ranks need as many GPUs, and this machine has "
                 f"{torch.cuda.device_count()}: lower --ranks (tune: --ep)"
             )
-        return _pool(self.num_ranks, self.device.type)
-
-    def late(self) -> bool:
-        """Return whether the time is over, by the first rank's clock."""
-        return self.end is not None and bool(self.on_ranks(_first, super().late())[0])
+        with _pool(self.num_ranks, self.device.type) as self.on_ranks:
+            super().measure()
 
     def finish(self) -> None:
         self.on_ranks(destroy_made)

@@ -56,7 +56,6 @@ class Result:
     combine_row_bytes: int | None = None
     num_sms: int | None = None
     buffer_bytes: int | None = None
-    stated_bytes: int | None = None
     saved_bytes: int | None = None
     peak_bytes: int | None = None
 
@@ -91,7 +90,7 @@ _MERGED: dict[str, Any] = {
     **dict.fromkeys(("us", "graph_us", "eager_us", "host_us"), statistics.median),
     **dict.fromkeys(("dispatch_us", "combine_us"), statistics.median),
     "link_rows": statistics.fmean,
-    **dict.fromkeys(("error", "buffer_bytes", "stated_bytes"), max),
+    **dict.fromkeys(("error", "buffer_bytes"), max),
     "spread_us": _widest,
 }
 
@@ -107,15 +106,8 @@ def merge(results: Sequence[Result]) -> Result:
 
 
 def copied_share(given: Mapping[str, Any], packed: Any) -> float:
-    """Return how much memory packed weights take that the canonical tensors do not.
-
-    Args:
-        given: The canonical tensors by name.
-        packed: PackedWeights made of them.
-
-    Returns:
-        Bytes of packed tensors that are not views of canonical ones, as a share of those.
-    """
+    """Return the bytes of packed tensors that are not views of the canonical ones in ``given``, as
+    a share of these."""
     known = {t.untyped_storage().data_ptr() for t in given.values()}
     parts = (*packed.experts.values(), *packed.shared.values())
     own = sum(t.nbytes for t in parts if t.untyped_storage().data_ptr() not in known)
@@ -126,7 +118,7 @@ def copied_share(given: Mapping[str, Any], packed: Any) -> float:
 class Cell:
     """A shape, scheme, routing and number of tokens, and the results for them.
 
-    Only cells of experts have inputs, limit_us and the work of a call, a mean over the inputs.
+    Only cells of experts have inputs and limit_us.
     """
 
     shape: str
@@ -134,10 +126,6 @@ class Cell:
     routing: str
     tokens: int
     inputs: int | None = None
-    flop: float | None = None
-    bytes: float | None = None
-    active_experts: float | None = None
-    rows: float | None = None
     limit_us: float | None = None
     results: tuple[Result, ...] = ()
 
@@ -179,7 +167,6 @@ class Settings:
     inputs: int
     replays: int
     seed: int = 0
-    dispatcher: str | None = None
     ep: int = 1
 
 

@@ -68,7 +68,7 @@ def _ceilings(run: Run) -> str:
     if run.mode not in ("experts", "train"):
         return ""
     if run.ceilings is None:
-        return " No ceilings are known for this device (see --measure-ceilings), so no fractions."
+        return " No ceilings are known for this device, so no fractions."
     rates = ", ".join(f"{k} {v / 1e12:.4g} TFLOP/s" for k, v in run.ceilings.flops.items())
     read = f"{run.ceilings.read / 1e12:.3g} TB/s"
     return f" Roofline fractions in brackets are of {rates}, and {read} of reads."
@@ -76,8 +76,6 @@ def _ceilings(run: Run) -> str:
 
 def _heading(cell: Cell, run: Run) -> str:
     text = f"{cell.shape}, {cell.scheme}, {cell.routing}: {run.settings.dtype}"
-    if run.mode == "dispatch":
-        return text
     sizes, ep = shape(cell.shape), run.settings.ep
     of_ranks = f" (those of one of {ep} ranks)" if ep > 1 else ""
     return (
@@ -128,7 +126,6 @@ _COLUMNS: Mapping[str, Callable[[Result], str]] = {
     "GB/s of combine": lambda r: _rate(r, r.combine_row_bytes, r.combine_us),
     "SMs": lambda r: _number(r.num_sms, "d"),
     "buffers": lambda r: _bytes(r.buffer_bytes),
-    "stated": lambda r: _bytes(r.stated_bytes),
     "saved": lambda r: _bytes(r.saved_bytes),
     "peak": lambda r: _bytes(r.peak_bytes),
     "why": lambda r: r.reason or r.note,

@@ -18,9 +18,8 @@ class Sweep(ABC):
     """Cells that are measured one by one, and the run that they make.
 
     run: the run so far. cells: what to measure, in order; measured: how many of them it has. keep:
-    called with every measured cell, so that a run that is stopped leaves what it measured. leader:
-    whether this process reports and keeps; of several ranks one does. end: by `time.monotonic`,
-    when no more cells are begun.
+    called with every measured cell, so that a run that is stopped leaves what it measured. end: by
+    `time.monotonic`, when no more cells are begun.
     """
 
     schemes: Sequence[str]
@@ -29,7 +28,6 @@ class Sweep(ABC):
     settings: Settings
     command: str = ""
     keep: Callable[[Cell], None] | None = None
-    leader: bool = True
     end: float | None = None
     run: Run = field(init=False)
     cells: list[Cell] = field(init=False)
@@ -49,31 +47,23 @@ class Sweep(ABC):
         results = [r for cell in self.run.cells for r in cell.results]
         return bool(results) and all(r.right for r in results)
 
-    def late(self) -> bool:
-        """Return whether the time is over."""
-        return self.end is not None and time.monotonic() > self.end
-
-    def say(self, text: str) -> None:
-        if self.leader:
-            print(text, file=sys.stderr, flush=True)
-
     def measure(self) -> None:
         """Measure all cells; Ctrl-C and a lost device end it early."""
         begin, count = time.monotonic(), len(self.cells)
         try:
             for done, cell in enumerate(self.cells, 1):
-                if self.late():
-                    self.say(f"the time is over; {count - done + 1} of {count} cells are left")
+                if self.end is not None and time.monotonic() > self.end:
+                    _say(f"the time is over; {count - done + 1} of {count} cells are left")
                     break
                 text = self._measure(cell)
                 took = time.monotonic() - begin
                 left = timedelta(seconds=round(took / done * (count - done)))
-                self.say(f"[{done}/{count}, {left} left] {cell}: {text}")
+                _say(f"[{done}/{count}, {left} left] {cell}: {text}")
             self.finish()
         except DeviceLost as error:
-            self.say(f"error: {error}; the remaining cells cannot be measured")
+            _say(f"error: {error}; the remaining cells cannot be measured")
         except KeyboardInterrupt:
-            self.say("interrupted; the cells measured so far are kept")
+            _say("interrupted; the cells measured so far are kept")
 
     def finish(self) -> None:  # noqa: B027 (most have nothing to free)
         """Free what cells share; not called if the sweep was interrupted or lost its device."""
@@ -83,7 +73,7 @@ class Sweep(ABC):
         if made is None:
             return "not measured"
         self.run, self.measured = self.run.adding(made), self.measured + 1
-        if self.leader and self.keep is not None:
+        if self.keep is not None:
             self.keep(made)
         return "; ".join(map(str, made.results)) or "nothing to measure"
 
@@ -93,5 +83,9 @@ class Sweep(ABC):
             name=name, reason=reason, shape=cell.shape, scheme=cell.scheme, tokens=tokens
         )
         if (name, reason) not in {(r.name, r.reason) for r in self.run.refused}:
-            self.say(f"{refusal.where}: without {name}: {reason}")
+            _say(f"{refusal.where}: without {name}: {reason}")
         self.run = replace(self.run, refused=(*self.run.refused, refusal))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

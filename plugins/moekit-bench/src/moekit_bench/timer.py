@@ -45,9 +45,8 @@ Optional attributes: ``graph_safe`` (bool, default True) and ``warmup(num_tokens
 class Timer:
     """The clock of a device.
 
-    Args:
-        ranks: Begin every measurement together on all ranks of the default process group. All
-            methods that measure or capture are collective then.
+    ranks: begin every measurement together on all ranks of the default process group. All methods
+    that measure or capture are collective then.
     """
 
     def __init__(self, device: torch.device, *, ranks: bool = False) -> None:
@@ -179,7 +178,7 @@ class Prepared:
         synchronize(self.device)
         return self.output
 
-    def turn(self, graph: bool, host: bool = True) -> None:
+    def turn(self, graph: bool) -> None:
         """Time one replay of the graph, if there is one, or the eager calls."""
         timer, count = self.timer, len(self.inputs)
         if graph:
@@ -187,7 +186,7 @@ class Prepared:
                 self._graph_us.append(timer.queued_us(self.graph.replay) / count)
             return
         self._eager_us.append(timer.eager_us(self.all_calls) / count)
-        if host and self.device.type != "cpu":
+        if self.device.type != "cpu":
             for each in self.inputs:
                 self._host_us.append(timer.host_us(lambda e=each: self.call(*e)))  # type: ignore[misc]
             synchronize(self.device)
@@ -216,24 +215,18 @@ class Prepared:
         )
 
 
-def take_turns(
-    prepared: Mapping[str, Prepared], replays: int = 10, *, host: bool = True
-) -> dict[str, Result]:
+def take_turns(prepared: Mapping[str, Prepared], replays: int = 10) -> dict[str, Result]:
     """Time several calls in turns, so that clock rates and temperature are the same for all.
 
-    Returns:
-        The record of each call. A call that raised has the reason; the others are timed
-        nevertheless.
-
-    Raises:
-        DeviceLost: An exception left the device unusable.
+    A call that raised has the reason, and the others are timed nevertheless. Raises DeviceLost if
+    an exception left the device unusable.
     """
     failed: dict[str, str] = {}
     for graph, number in itertools.product((True, False), range(replays)):
         for name in rotated(list(prepared), number):
             if name not in failed:
                 each = prepared[name]
-                _, reason = attempt(each.device, each.turn, graph, host)
+                _, reason = attempt(each.device, each.turn, graph)
                 if reason:
                     failed[name] = reason
     return {

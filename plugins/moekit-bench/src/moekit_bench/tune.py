@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,10 +25,10 @@ from moekit.plugin import (
 from . import options
 from .bench import experts_sweep, layers_sweep
 from .environment import made_with
-from .implementations import AUTO, backends, unnamed
+from .implementations import backends, unnamed
 from .internals import Key, Record, Table, user_path
 from .internals import table as tuned_tables
-from .options import names, positive
+from .options import positive
 from .ranks import RanksSweep
 from .records import Cell, Result, now
 
@@ -38,19 +37,13 @@ Combination = tuple[str, str]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command and return its exit code; ``tune NAME ...`` is the backend's own tuner.
-
-    Returns:
-        0: all is measured, 1: not so.
-
-    Raises:
-        MoekitError: An argument is wrong, or a file cannot be read or written.
-    """
+    """Run the command and return its exit code, 1 if cells remain; ``tune NAME ...`` is the
+    backend's own tuner. Raises MoekitError for a wrong argument or file."""
     if argv and not argv[0].startswith("-"):
         return _own_tuner(argv[0], argv[1:])
     args = _parser().parse_args(argv)
     args.experts = unnamed() if args.experts is None else args.experts
-    if bad := [name for name in args.experts if name == AUTO or "|" in name]:
+    if bad := [name for name in args.experts if "|" in name]:
         raise MoekitError(f"--experts {', '.join(bad)}: name the backends themselves")
     if args.ep > 1 and not args.select:
         raise MoekitError(
@@ -67,15 +60,15 @@ def _parser() -> argparse.ArgumentParser:
         "and fill the table that moekit.compose chooses from. `tune BACKEND ...` runs the tuner of "
         "one backend; `tune BACKEND --help` has its options. See docs/bench.md.",
     )
-    options.add(parser, {"select": False, **options.EXPERTS, "output": None, "seconds": None})
+    own = {"select": False, "output": None, "seconds": None, "dispatchers": None}
+    options.add(parser, {**options.EXPERTS, **own})
     parser.add_argument(
         "--ep", type=positive, default=1, metavar="N",
         help="--select: measure combinations of dispatcher and experts on N ranks, one per device; "
-        "--shapes are then whole layers (dsv3, or E:K:H:I), and --dispatcher is a list (default: "
-        "all that move tokens)",
+        "--shapes are then whole layers (dsv3, or E:K:H:I), and --dispatchers counts",
     )  # fmt: skip
     # The other options of `bench`.
-    parser.set_defaults(routing=["uniform"], measure_ceilings=False, batch_invariant=False)
+    parser.set_defaults(routing=["uniform"], batch_invariant=False)
     return parser
 
 
@@ -109,18 +102,18 @@ def _tuners(args: argparse.Namespace) -> dict[str, Callable[[Sequence[str]], int
 
     They take --shapes, --quant and --seconds, as `tune` does, and return an exit code.
     """
-    sweep = experts_sweep(args, backends(args.experts, args.dispatcher), "")
+    sweep = experts_sweep(args, backends(args.experts), "")
     tuners: dict[Callable[[Sequence[str]], int], str] = {}  # backends may share one
     for name in args.experts:
-        if any(_able(p, args.dispatcher, [name]) for p in sweep.problems.values()):
+        if any(_able(p, [name]) for p in sweep.problems.values()):
             tune = getattr(registry().expert(name).load(), "tune", None)
             if tune is not None:
                 tuners.setdefault(tune, name)
     return {name: tune for tune, name in tuners.items()}
 
 
-def _able(problem: MoEProblem, dispatcher: str, experts: Sequence[str]) -> list[Combination]:
-    return [(dispatcher, e) for e in experts if moekit.explain(problem, dispatcher, e).chosen]
+def _able(problem: MoEProblem, experts: Sequence[str]) -> list[Combination]:
+    return [("local", e) for e in experts if moekit.explain(problem, "local", e).chosen]
 
 
 # -- what is measured -------------------------------------------------------------------------
@@ -129,9 +122,9 @@ def _able(problem: MoEProblem, dispatcher: str, experts: Sequence[str]) -> list[
 def _select(args: argparse.Namespace) -> int:
     if args.ep > 1:
         return _select_on_ranks(args)
-    sweep = experts_sweep(args, backends(args.experts, args.dispatcher), "")
+    sweep = experts_sweep(args, backends(args.experts), "")
     problems = sweep.problems
-    able = {group: _able(p, args.dispatcher, args.experts) for group, p in problems.items()}
+    able = {group: _able(p, args.experts) for group, p in problems.items()}
     table = TunedTable(args.output, DeviceSpec.of(sweep.device))
 
     def wanted(cell: Cell) -> bool:
@@ -151,9 +144,8 @@ def _select(args: argparse.Namespace) -> int:
 
 
 def _select_on_ranks(args: argparse.Namespace) -> int:
-    args.ranks = None if "RANK" in os.environ else args.ep
+    args.ranks = args.ep
     args.capacity = None  # tables hold times of kernels that a call fills
-    args.dispatchers = None if args.dispatcher == "local" else names(args.dispatcher)
     end, sweeps = options.end(args), [layers_sweep(args) for args.layer in args.shapes]
     table = TunedTable(args.output, DeviceSpec.of(options.torch_device(args.device)))
 

@@ -88,18 +88,6 @@ class DeepEPDispatcher(PrepareAndFinalize):
     def _buffer(self) -> Any:
         return self.lease.value.buffer
 
-    def prepare(
-        self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
-    ) -> Pending[Dispatched]:
-        ids = routing.topk_ids.to(deep_ep.topk_idx_t)
-        return self._dispatch(x_TH, ids, routing.topk_weights, quantize)
-
-    @abstractmethod
-    def _dispatch(
-        self, x_TH: Tensor, ids: Tensor, weights: Tensor, quantize: Quantizer | None
-    ) -> Pending[Dispatched]:
-        """Do as `prepare`, with ids in the library's dtype."""
-
     def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor | None) -> Pending[Tensor]:
         combined_TH, _, event = self._buffer.combine(y, dispatched.handle, **self._combine_options)
         return after(event, lambda: placed(combined_TH, out_TH))
@@ -134,9 +122,10 @@ class NormalDispatcher(DeepEPDispatcher):
         self._most_rows = ranks * self._capacity
         return buffers.normal(self.group, self.problem.hidden_size)
 
-    def _dispatch(
-        self, x_TH: Tensor, ids: Tensor, weights: Tensor, quantize: Quantizer | None
+    def prepare(
+        self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
     ) -> Pending[Dispatched]:
+        ids = routing.topk_ids.to(deep_ep.topk_idx_t)
         x = x_TH if quantize is None else quantize_for_transfer(x_TH, ids, quantize, self.problem)
         held, rows = self.lease.value, self._fixed_rows(x_TH)
         per_rank, _, per_expert, in_rank, _ = held.buffer.get_dispatch_layout(
@@ -152,7 +141,7 @@ class NormalDispatcher(DeepEPDispatcher):
             held.uncounted.discard("calls")
         received, ids_RK, weights_RK, _, handle, event = held.buffer.dispatch(
             x, num_tokens_per_rank=per_rank, is_token_in_rank=in_rank,
-            num_tokens_per_expert=per_expert, topk_idx=ids, topk_weights=weights,
+            num_tokens_per_expert=per_expert, topk_idx=ids, topk_weights=routing.topk_weights,
             num_worst_tokens=rows, config=self._dispatch_config, async_finish=True,
         )  # fmt: skip
         x_RH, scale = (received, None) if quantize is None else received
@@ -182,14 +171,16 @@ class ElasticDispatcher(DeepEPDispatcher):
         p = self.problem
         return buffers.elastic(self.group, self._capacity, p.hidden_size, p.top_k, p.device.type)
 
-    def _dispatch(
-        self, x_TH: Tensor, ids: Tensor, weights: Tensor, quantize: Quantizer | None
+    def prepare(
+        self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
     ) -> Pending[Dispatched]:
+        ids = routing.topk_ids.to(deep_ep.topk_idx_t)
         received, ids_RK, weights_RK, handle, event = self._buffer.dispatch(
             x_TH if quantize is None else quantize_for_transfer(x_TH, ids, quantize, self.problem),
-            topk_idx=ids, topk_weights=weights, num_experts=self.problem.num_physical_experts,
-            num_max_tokens_per_rank=self._capacity, num_sms=buffers.NUM_SMS,
-            do_cpu_sync=False, async_with_compute_stream=True,
+            topk_idx=ids, topk_weights=routing.topk_weights,
+            num_experts=self.problem.num_physical_experts, num_sms=buffers.NUM_SMS,
+            num_max_tokens_per_rank=self._capacity, do_cpu_sync=False,
+            async_with_compute_stream=True,
         )  # fmt: skip
         x_RH, scale = (received, None) if quantize is None else received
 
@@ -216,15 +207,16 @@ class LowLatencyDispatcher(DeepEPDispatcher):
             self.group, self._capacity, p.hidden_size, p.num_physical_experts
         )
 
-    def _dispatch(
-        self, x_TH: Tensor, ids: Tensor, weights: Tensor, quantize: Quantizer | None
+    def prepare(
+        self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
     ) -> Pending[Dispatched]:
+        ids = routing.topk_ids.to(deep_ep.topk_idx_t)
         received, counts_L, handle, event, _ = self._buffer.low_latency_dispatch(
             x_TH, ids, self._capacity, self.problem.num_physical_experts,
             use_fp8=quantize is not None, async_finish=True,
         )  # fmt: skip
         x_LCH, scale = (received, None) if quantize is None else received
-        call = handle, ids, weights
+        call = handle, ids, routing.topk_weights
         return after(
             event, lambda: Dispatched(x_LCH, scale, expert_num_tokens=counts_L, handle=call)
         )

@@ -7,10 +7,8 @@ padded layout, C capacity, H hidden size, I intermediate size, N = 2I (I without
 
 from __future__ import annotations
 
-import logging
 import math
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from moekit_kernels.align import SortedAssignments, align, align_scratch
@@ -34,9 +32,7 @@ from moekit.plugin import (
 
 from .gemms import Gemms
 from .kernels import GROUP, activate, finish_slabs, stage_slabs
-from .plan import SLAB_MULTIPLE, Plan, expected_slab_rows, make_plan, plans_up_to
-
-logger = logging.getLogger("moekit")
+from .plan import SLAB_MULTIPLE, Plan, expected_slab_rows, make_plan
 
 _Kind = tuple[int, ...]
 """The part of a call's sizes that decides which kernels it needs."""
@@ -45,11 +41,10 @@ _Kind = tuple[int, ...]
 class _DeepGemmExperts(PermuteExpertsUnpermute):
     """The base class of both formats.
 
-    The library compiles a GEMM with nvcc at the first use of its sizes (N, K, L) and tiles. It
-    chooses tiles by the expected rows per expert, which this class rounds to a power of two. So the
-    first call of a size, for example in `ModularKernel.warmup`, compiles what that size and all
-    smaller ones need: a few kernels, some 10 s each, which DG_JIT_CACHE_DIR keeps on disk. While a
-    CUDA graph is captured, a size that was never run is an error.
+    The library compiles a GEMM with nvcc at the first use of its sizes (N, K, L) and tiles, in some
+    10 s; DG_JIT_CACHE_DIR keeps it on disk. It chooses tiles by the expected rows per expert, which
+    this class rounds to a power of two: `ModularKernel.warmup` compiles the few kernels that calls
+    of all sizes need. While a CUDA graph is captured, a size that was never run is an error.
 
     Attributes:
         block_m: Overrides the rows of a block that plan.py chooses (STANDARD only), for tuning.
@@ -57,7 +52,7 @@ class _DeepGemmExperts(PermuteExpertsUnpermute):
 
     quantizer = staticmethod(quantize_activations)
 
-    _compiled: set[tuple[object, ...]] = set()  # in this process
+    _ran: set[tuple[object, ...]] = set()  # in this process
 
     def __init__(self, spec: ExpertsSpec, problem: MoEProblem) -> None:
         super().__init__(spec, problem)
@@ -104,26 +99,21 @@ class _DeepGemmExperts(PermuteExpertsUnpermute):
         out = results[: rows * n].view(*lead, n) if out is None else out
         return a[: rows * k].view(*lead, k), scales, out
 
-    def _warm(self, kind: _Kind, device: torch.device, runs: Iterator[_Kind]) -> None:
-        """Compile at the first use of a kind: ``runs`` runs this kind and all smaller ones.
+    def _begin(self, kind: _Kind, device: torch.device) -> None:
+        """Note that calls of this kind run.
 
-        Raises InvalidInput while a graph is captured.
+        Raises InvalidInput while a graph is captured, if none has run before.
         """
         p = self.problem
         sizes = (p.quant.name, p.num_local_experts, p.w13_rows, p.hidden_size)
-        key = (self.spec.format, *sizes, p.local_intermediate_size, device.index)
-        if (*key, kind) in self._compiled:
-            return
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        key = (self.spec.format, *sizes, p.local_intermediate_size, device.index, kind)
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if capturing and key not in self._ran:
             raise InvalidInput(
                 f"{self.spec.name} has to compile for this number of tokens while a graph is being "
                 "captured; run it once (kernel.warmup(weights, num_tokens)) before capturing"
             )
-        start = time.monotonic()
-        for done in runs:
-            seconds = time.monotonic() - start
-            logger.info("%s: compiled for %s after %.1f s", self.spec.name, done, seconds)
-            self._compiled.add((*key, done))
+        self._ran.add(key)
 
 
 class DeepGemmExperts(_DeepGemmExperts):
@@ -132,6 +122,15 @@ class DeepGemmExperts(_DeepGemmExperts):
     The GEMMs are the contiguous ones with group ends ("psum"), which skip the unused rows of the
     static worst case.
     """
+
+    def largest_calls(self, num_tokens: int) -> Sequence[int]:
+        """Return ``num_tokens``, and below it a call of each kind: its kernels compile."""
+        p, calls = self.problem, dict[_Kind, int]()
+        while num_tokens:
+            plan = self._plan(num_tokens * p.parallel.dp_size * p.top_k)
+            calls.setdefault(plan.kind, num_tokens)
+            num_tokens -= max(1, num_tokens // 64)
+        return tuple(calls.values())
 
     def workspace(self, rows: int) -> Sequence[BufferSpec]:
         p = self.problem
@@ -172,7 +171,7 @@ class DeepGemmExperts(_DeepGemmExperts):
         plan = self._plan(pairs)
         rows, ends_L, scratch, *buffers = workspace
         rows_S = rows[:pairs]
-        self._warm(plan.kind, x_RH.device, self._runs(pairs, weights, ends_L, buffers))
+        self._begin(plan.kind, x_RH.device)
         layout = SortedAssignments(None, None, None, plan.block_m, rows_S, ends_L)
         align(ids_RK, ends_L.numel(), layout, scratch)
         a_MH, scale_GM, h_MN = self._views("w13", (plan.rows,), buffers)
@@ -200,19 +199,6 @@ class DeepGemmExperts(_DeepGemmExperts):
         w, w_scale = weights[name], weights.get(f"{name}_scale")
         self._gemms.contiguous(a, scale, w, w_scale, out, ends_L, plan.block_m, plan.expected_m)
 
-    def _runs(
-        self, pairs: int, weights: PackedWeights, ends_L: Tensor, buffers: Sequence[Tensor]
-    ) -> Iterator[_Kind]:
-        """Run both GEMMs without rows, for every kind of plan up to this one."""
-        p = self.problem
-        ends_L.zero_()
-        plans = plans_up_to(pairs, p.num_local_experts, p.num_physical_experts, self.block_m)
-        for plan in plans:
-            for name in ("w13", "w2"):
-                a, scale, out = self._views(name, (plan.rows,), buffers)
-                self._gemm(a, scale, weights, name, out, ends_L, plan)
-            yield plan.kind
-
 
 class BatchedDeepGemmExperts(_DeepGemmExperts):
     """BATCHED: (quantize,) GEMM 1, activation, GEMM 2 over every expert's used rows.
@@ -228,31 +214,21 @@ class BatchedDeepGemmExperts(_DeepGemmExperts):
         return (
             *self._operand(L * slab),
             BufferSpec((L * slab * columns,), p.dtype),
-            BufferSpec((L,), torch.int32),
         )
 
     def apply(
         self, y: Tensor, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
     ) -> None:
-        p, counts_L, (*buffers, none_L) = self.problem, tokens.expert_num_tokens, workspace
+        p, counts_L = self.problem, tokens.expert_num_tokens
         assert counts_L is not None and y.is_contiguous()
         counts_L = counts_L.to(torch.int32).contiguous()
         L, capacity, _ = y.shape
         lead = L, round_up(capacity, SLAB_MULTIPLE)
         direct_out = y if lead[1] == capacity else None
         expected_m = expected_slab_rows(capacity, p.top_k, p.num_physical_experts)
-        a_LCH, scale_LGC, h_LCN = self._views("w13", lead, buffers)
-        a_LCI, scale2_LGC, y_LCH = self._views("w2", lead, buffers, direct_out)
-
-        def runs() -> Iterator[_Kind]:
-            """Run both GEMMs without rows, for every expected_m (a power of two) up to this one."""
-            none_L.zero_()
-            for power in range(expected_m.bit_length()):
-                self._gemm(a_LCH, scale_LGC, weights, "w13", h_LCN, none_L, 1 << power)
-                self._gemm(a_LCI, scale2_LGC, weights, "w2", y_LCH, none_L, 1 << power)
-                yield (1 << power,)
-
-        self._warm((expected_m,), y.device, runs())
+        a_LCH, scale_LGC, h_LCN = self._views("w13", lead, workspace)
+        a_LCI, scale2_LGC, y_LCH = self._views("w2", lead, workspace, direct_out)
+        self._begin((expected_m,), y.device)
         x_LCH, x_scale_LGC = self._stage(tokens, counts_L, a_LCH, scale_LGC)
         self._gemm(x_LCH, x_scale_LGC, weights, "w13", h_LCN, counts_L, expected_m)
         bias_LN, bias_LH = weights.get("w13_bias"), weights.get("w2_bias")

@@ -45,21 +45,6 @@ def make_plan(pairs: int, local: int, physical: int, block_m: int | None = None)
     return Plan(block_m, worst // block_m * block_m, expected)
 
 
-def plans_up_to(pairs: int, local: int, physical: int, block_m: int | None = None) -> list[Plan]:
-    """Return one plan of every kind that calls of at most ``pairs`` assignments use."""
-    sizes = {1, pairs, *_FEW_PAIRS, *(few + 1 for few in _FEW_PAIRS)}
-    per_expert = 1
-    while per_expert * physical < pairs:
-        # Kinds change at powers of two and with block_m; four samples cover all of them.
-        sizes.update(per_expert * physical * quarters // 4 for quarters in (4, 5, 6, 7))
-        per_expert *= 2
-    kinds: dict[tuple[int, int, int], Plan] = {}
-    for size in sorted(s for s in sizes if s <= pairs):
-        plan = make_plan(size, local, physical, block_m)
-        kinds[plan.kind] = plan
-    return list(kinds.values())
-
-
 def expected_slab_rows(slab: int, top_k: int, physical: int) -> int:
     """Return the expected rows of an expert at a capacity, rounded to a power of two."""
     return next_power_of_2(-(-slab * top_k // physical))

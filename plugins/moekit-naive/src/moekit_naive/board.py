@@ -51,14 +51,10 @@ class HostBoard:
         self._step = 0
 
     def exchange(self, record: Sequence[int], timeout: float | None = None) -> list[list[int]]:
-        """Return the records of all ranks, in rank order. Collective.
+        """Return the records of all ranks, three integers of 64 bits each, in rank order.
 
-        Args:
-            record: three integers of 64 bits.
-            timeout: seconds to wait for a rank, if these are fewer than the group's.
-
-        Raises:
-            RuntimeError: a rank died, or did not come in time.
+        Collective. timeout: seconds to wait for a rank, if these are fewer than the group's. Raises
+        RuntimeError if a rank died, or did not come in time.
         """
         assert len(record) == _WORDS
         self._step += 1

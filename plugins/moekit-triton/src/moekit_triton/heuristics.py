@@ -192,14 +192,6 @@ class Rule(NamedTuple):
     yields: Callable[[MoEProblem, float, float, TilePlan, bool], bool]
 
 
-def choose_plan(
-    problem: MoEProblem, rows: int, top_k: int, *, batched: bool = False
-) -> StandardPlan | Batched:
-    """Return the plan for calls of ``rows`` rows of ``top_k`` ids; BATCHED: of a capacity
-    ``rows``."""
-    return Planner(problem, batched=batched).plan(rows, top_k)
-
-
 def invariant_plans(problem: MoEProblem) -> tuple[Gathered, Gathered]:
     """Return the plans of a batch-invariant problem for few and for many rows per expert.
 

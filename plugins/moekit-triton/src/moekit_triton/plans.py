@@ -48,7 +48,7 @@ from .calls import (
 from .capabilities import BLOCKS_M, num_sms
 from .kernels.gemm import grouped_gemm
 from .kernels.gemv import gemv_down, gemv_up
-from .kernels.operands import Epilogue, Rows, Scales
+from .kernels.operands import Epilogue, Rows, Scales, SortedLaunch
 from .kernels.sorted_gemm import sorted_gemm
 from .kernels.tiles import (
     DotTile,
@@ -409,11 +409,11 @@ class Sorted(_Plan):
     def gemm_2(self, call: Call, operands: _SortedOperands) -> None:
         """Compute the experts' output rows: expert-sorted if specialized, else by assignment."""
         o = operands
-        sorted_gemm(
+        sorted_gemm(SortedLaunch(
             o.a_SI, call.weights["w2"], o.y_SH, o.aligned, self.second, call.ids_RK.numel(),
             o.num_sms, bias_LN=call.weights.get("w2_bias"), weights_RK=call.early_weights,
             by_assignment=self.by_assignment, scales=o.second, token_tiles=o.tiles[1],
-        )  # fmt: skip
+        ))  # fmt: skip
 
 
 def _list_entries(count: int, experts: int) -> list[int]:
@@ -463,11 +463,11 @@ class Copied(Sorted):
         self._sorted_gemm_1(call, o, None)
 
     def _sorted_gemm_1(self, call: Call, o: _SortedOperands, x_RK: Tensor | None) -> None:
-        sorted_gemm(
+        sorted_gemm(SortedLaunch(
             o.x_SH, call.weights["w13"], o.a_SI, o.aligned, self.first, call.ids_RK.numel(),
             o.num_sms, bias_LN=call.weights.get("w13_bias"), activation=call.layer.activation,
             scales=o.first, x_RK=x_RK, token_tiles=o.tiles[0],
-        )  # fmt: skip
+        ))  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,13 @@
 A pool of processes first compiles every candidate into Triton's cache; then each is timed in a CUDA
 graph over several routings, one shape, scheme and number of rows per GPU at a time. Each plan is
 written when it is found, atomically. Numbers of rows that the file already has are skipped, so a
-run that was stopped is continued by the same command, and --rows adds to what is there. All GPUs of
-the current device's kind are used.
+run that was stopped, or whose --seconds were over, is continued by the same command, and --rows
+adds to what is there. All GPUs of the current device's kind are used.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures.process
 import itertools
 import json
 import math
@@ -20,7 +19,9 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,8 +94,13 @@ def _compile(problem: MoEProblem, wanted: list[Attempt]) -> None:
     compile_attempts(make_case(problem, _TINY_ROWS, 1), wanted)
 
 
-def compile_all(wanted: Iterable[tuple[MoEProblem, Iterable[Attempt]]]) -> None:
-    """Compile attempts of problems by as many processes as there are cores, up to 48."""
+def compile_all(
+    wanted: Iterable[tuple[MoEProblem, Iterable[Attempt]]], end: float = math.inf
+) -> None:
+    """Compile attempts of problems by as many processes as there are cores, up to 48.
+
+    end: by `time.monotonic`; from then on jobs compile what they time themselves.
+    """
     small: dict[MoEProblem, dict[Attempt, None]] = {}
     for problem, found in wanted:
         small.setdefault(_tiny(problem), {}).update(dict.fromkeys(found))
@@ -105,9 +111,19 @@ def compile_all(wanted: Iterable[tuple[MoEProblem, Iterable[Attempt]]]) -> None:
     ]
     begin, count = time.monotonic(), sum(len(found) for found in small.values())
     with _pool(min(48, os.cpu_count() or 1), _devices()) as pool:
-        for done in [pool.submit(_compile, *job) for job in jobs]:
+        for done in _finished([pool.submit(_compile, *job) for job in jobs], end):
             done.result()
     print(f"compiled {count} candidates in {time.monotonic() - begin:.0f} s", file=sys.stderr)
+
+
+def _finished(futures: Collection[Future[Any]], end: float) -> Iterator[Future[Any]]:
+    """Yield futures as they finish; from ``end`` on, cancel those that have not begun."""
+    for future in as_completed(futures):
+        if time.monotonic() > end:
+            for each in futures:
+                each.cancel()
+        if not future.cancelled():
+            yield future
 
 
 def _devices() -> list[int]:
@@ -117,12 +133,10 @@ def _devices() -> list[int]:
     return [current, *(i for i in others if torch.cuda.get_device_name(i) == name)]
 
 
-def _pool(workers: int, devices: Sequence[int]) -> concurrent.futures.ProcessPoolExecutor:
+def _pool(workers: int, devices: Sequence[int]) -> ProcessPoolExecutor:
     """Return processes that share the devices evenly."""
     context = multiprocessing.get_context("spawn")
-    return concurrent.futures.ProcessPoolExecutor(
-        workers, context, _take_device, (context.Value("i", 0), devices)
-    )
+    return ProcessPoolExecutor(workers, context, _take_device, (context.Value("i", 0), devices))
 
 
 def _take_device(counter: Any, devices: Sequence[int]) -> None:
@@ -218,6 +232,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quant", default="none,fp8_block", help="quantization schemes")
     parser.add_argument("--rows", type=numbers_above_0, default=rows, help="per expert")
     parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="begin no plan after this time"
+    )
+    parser.add_argument(
         "--out", type=Path, help="a file, or a folder; default: the table that moekit reads"
     )
     args = parser.parse_args(argv)
@@ -257,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         MoekitError: The table cannot be read or written, or a worker process died.
     """
-    args = _arguments(argv)
+    args, begin = _arguments(argv), time.monotonic()
     file = device_file(torch.cuda.get_device_name())
     out = args.out or FILES.user_folder() / file
     if out.is_dir():
@@ -273,19 +290,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         problems = [(job.problem, job.rows) for job in jobs]
-        compile_all((p, attempts(p, token_count(p, rows))) for p, rows in problems)
+        wanted = ((p, attempts(p, token_count(p, rows))) for p, rows in problems)
+        compile_all(wanted, begin + args.seconds / 2)
         devices = _devices()
         with _pool(min(len(devices), len(jobs)), devices) as pool:
             running = {pool.submit(_tune, job): job for job in jobs}
             try:
-                left = _collect(running, table, out)
+                left = len(jobs) - _collect(running, table, out, begin + args.seconds)
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
     except KeyboardInterrupt:
         print(f"stopped; {out} has what was found: run it again to continue", file=sys.stderr)
         return 130
-    except concurrent.futures.process.BrokenProcessPool as error:
+    except BrokenProcessPool as error:
         raise MoekitError(
             "a worker process died: the GPU failed (its error is above), or memory was short; "
             f"{out} has what was found: run it again to continue"
@@ -296,11 +314,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _collect(
-    running: Mapping[concurrent.futures.Future[tuple[str, Plans]], Job], table: Table, out: Path
+    running: Mapping[Future[tuple[str, Plans]], Job], table: Table, out: Path, end: float
 ) -> int:
-    """Write each plan when it is found, and return how many jobs found none."""
-    left = 0
-    for done, future in enumerate(concurrent.futures.as_completed(running), 1):
+    """Write each plan when it is found, and return how many were."""
+    found = 0
+    for done, future in enumerate(_finished(running, end), 1):
         text = "no plan, no tile compiles and runs on this GPU"
         try:
             key, plans = future.result()
@@ -310,9 +328,9 @@ def _collect(
             table.setdefault(key, {}).update(plans)
             replace_file(out, dumps(table))
             text = "done"
-        left += not plans
+        found += bool(plans)
         print(f"[{done}/{len(running)}] {running[future]}: {text}", file=sys.stderr, flush=True)
-    return left
+    return found
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import triton
 from moekit_kernels.align import SortedAssignments
 from moekit_kernels.numerics import SCALE_GROUP, Activation
 
-from .tiles import SpecializedTile, TokenTile
+from .tiles import OrderedTile
 
 
 @dataclass(frozen=True)
@@ -71,27 +71,47 @@ class Scales:
 
 
 class SortedLaunch(NamedTuple):
-    """The arguments of `sorted_gemm` for specialized tiles, whose kernels store undefined rows for
-    padding. gated: w holds gate and up, and the result is silu(gate) * up."""
+    """The arguments of `sorted_gemm`.
+
+    a_SK: (capacity, K), 16 bits with rows of whole 16 bytes; e4m3 with ``scales``.
+    w_LNK: (L, rows of w, K), a's dtype; N is half of its rows with a gate.
+    out: (capacity, N) expert-sorted, or (assignments, N); any float dtype.
+    aligned: with counters for halves, token tiles and ``x_RK``.
+    num_assignments: the entry of padding rows in ``aligned.assignments_S``.
+    num_sms: programs of a persistent or specialized tile.
+    weights_RK: fp32 router weights, contiguous; each row is multiplied by `weight_before` of its
+        weight. Without activation, and by assignment or specialized.
+    by_assignment: rows of the output are assignments; there are none for padding.
+    x_RK: (R, K): copied to ``a_SK`` on the way, as `copy_rows` does; specialized 16 bits only.
+    token_tiles: the list of `list_token_tiles` for a token tile.
+    """
 
     a_SK: torch.Tensor
     w_LNK: torch.Tensor
     out: torch.Tensor
     aligned: SortedAssignments
-    tile: SpecializedTile | TokenTile
+    tile: OrderedTile
     num_assignments: int
     num_sms: int
-    gated: bool
-    weights_RK: torch.Tensor | None
-    scales: Scales | None
-    x_RK: torch.Tensor | None
-    token_tiles: torch.Tensor | None
+    bias_LN: torch.Tensor | None = None
+    weights_RK: torch.Tensor | None = None
+    activation: Activation | None = None
+    by_assignment: bool = False
+    scales: Scales | None = None
+    x_RK: torch.Tensor | None = None
+    token_tiles: torch.Tensor | None = None
+
+    @property
+    def gated(self) -> bool:
+        """Return whether w holds gate and up, and the result is activation(gate) * up."""
+        return self.activation is not None and self.activation.gated
 
     def sizes(self) -> tuple[int, int, int, int]:
         """Check shapes and layouts, and return L, the rows of w, N and K."""
         num_experts, w_rows, k = self.w_LNK.shape
         n, capacity = w_rows // 2 if self.gated else w_rows, self.aligned.capacity
-        assert self.a_SK.shape == (capacity, k) and self.out.shape == (capacity, n)
+        rows = self.num_assignments if self.by_assignment else capacity
+        assert self.a_SK.shape == (capacity, k) and self.out.shape == (rows, n)
         assert self.w_LNK.is_contiguous() and (self.weights_RK is None or not self.gated)
         if self.scales is not None:
             w, a_GS, out_GS = self.scales.w, self.scales.a_GS, self.scales.out_GS

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from moekit_kernels.align import SortedAssignments
 from moekit_kernels.launch import Launcher, wait_then_launch_dependents
 from moekit_kernels.numerics import (
     NO_ACTIVATION,
@@ -29,9 +28,9 @@ from moekit_kernels.numerics import (
 )
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .operands import Scales, SortedLaunch
+from .operands import SortedLaunch
 from .order import tile_at
-from .tiles import OrderedTile, SortedTile, TokenTile
+from .tiles import SortedTile, TokenTile
 
 
 class _Pointers(NamedTuple):
@@ -63,69 +62,35 @@ class _Tile:
 _tile = functools.cache(_Tile)
 
 
-def sorted_gemm(
-    a_SK: torch.Tensor,
-    w_LNK: torch.Tensor,
-    out: torch.Tensor,
-    aligned: SortedAssignments,
-    tile: OrderedTile,
-    num_assignments: int,
-    num_sms: int,
-    *,
-    bias_LN: torch.Tensor | None = None,
-    weights_RK: torch.Tensor | None = None,
-    activation: Activation | None = None,
-    by_assignment: bool = False,
-    scales: Scales | None = None,
-    x_RK: torch.Tensor | None = None,
-    token_tiles: torch.Tensor | None = None,
-) -> None:
+def sorted_gemm(g: SortedLaunch) -> None:
     """Compute out[s] = activation(a[s] @ w[expert of s].T + bias) for the sorted rows s.
 
     Padding rows become undefined, or do not exist with ``by_assignment``. Specialized tiles support
     no bias, no activation but silu with a gate, and no ``by_assignment``.
-
-    Args:
-        a_SK: (capacity, K), 16 bits with rows of whole 16 bytes; e4m3 with ``scales``.
-        w_LNK: (L, rows of w, K), a's dtype; N is half of its rows with a gate.
-        out: (capacity, N) expert-sorted, or (assignments, N); any float dtype.
-        aligned: with counters for halves, token tiles and ``x_RK``.
-        num_assignments: the entry of padding rows in ``aligned.assignments_S``.
-        num_sms: programs of a persistent or specialized tile.
-        weights_RK: fp32 router weights; each row is multiplied by `weight_before` of its weight.
-            Without activation, and by assignment or specialized.
-        x_RK: (R, K): copied to ``a_SK`` on the way, as `copy_rows` does; specialized 16 bits only.
-        token_tiles: the list of `list_token_tiles` for a token tile.
     """
-    usual = isinstance(tile, SortedTile)
-    assert weights_RK is None or (activation is None and by_assignment == usual)
-    assert weights_RK is None or weights_RK.is_contiguous()
+    tile, usual = g.tile, isinstance(g.tile, SortedTile)
+    assert g.weights_RK is None or (g.activation is None and g.by_assignment == usual)
+    assert g.weights_RK is None or g.weights_RK.is_contiguous()
     if not isinstance(tile, SortedTile):
-        act = activation or Activation("silu")
+        act = g.activation or Activation("silu")
         assert act.name == "silu" and act.gated and act.limit is None
-        assert bias_LN is None and not by_assignment
+        assert g.bias_LN is None and not g.by_assignment
         # These modules need the Gluon of newer versions of triton.
         if isinstance(tile, TokenTile):
-            assert x_RK is None and token_tiles is not None
+            assert g.x_RK is None and g.token_tiles is not None
             from .specialized_tokens import specialized_tokens_gemm as gemm
-        elif scales is None:
+        elif g.scales is None:
             from .specialized import specialized_gemm as gemm
         else:
-            assert x_RK is None
+            assert g.x_RK is None
             from .specialized_fp8 import specialized_fp8_gemm as gemm
-        gemm(SortedLaunch(
-            a_SK, w_LNK, out, aligned, tile, num_assignments, num_sms, activation is not None,
-            weights_RK, scales, x_RK, token_tiles,
-        ))  # fmt: skip
+        gemm(g)
         return
-    assert scales is None and x_RK is None, "only specialized tiles take these"
-    num_experts, w_rows, k = w_LNK.shape
-    activation = activation or NO_ACTIVATION
-    n = w_rows // 2 if activation.gated else w_rows
+    assert g.scales is None and g.x_RK is None, "only specialized tiles take these"
+    num_experts, w_rows, n, k = g.sizes()
+    a_SK, out, aligned, activation = g.a_SK, g.out, g.aligned, g.activation or NO_ACTIVATION
     capacity = aligned.capacity
-    assert a_SK.shape == (capacity, k) and out.shape[1] == n and w_LNK.is_contiguous()
     assert a_SK.is_contiguous() and out.stride(1) == 1 and aligned.block_m == tile.block_m
-    assert len(out) == (num_assignments if by_assignment else capacity)
     assert not (tile.halves and tile.persistent), "persistent tiles have one size"
     tiles = capacity // tile.block_m * triton.cdiv(n, tile.block_n)
     a_box, half_box, w_box = (
@@ -133,15 +98,15 @@ def sorted_gemm(
     )
     limit = activation.limit
     _launch_gemm(
-        (min(tiles, num_sms) if tile.persistent else tiles,),
+        (min(tiles, g.num_sms) if tile.persistent else tiles,),
         TensorDescriptor(a_SK, [capacity, k], [k, 1], a_box),
         TensorDescriptor(a_SK, [capacity, k], [k, 1], half_box) if tile.halves else None,
-        TensorDescriptor(w_LNK, [num_experts * w_rows, k], [k, 1], w_box),
-        _Pointers(out, aligned.assignments_S, aligned.experts_B, aligned.num_rows, bias_LN,
-                  weights_RK),
-        n, k, num_assignments, tile.group_m, out.stride(0), activation.alpha, limit or 0.0,
-        TILE=_tile(tile.block_n, tile.block_k, tile.persistent, tile.halves, by_assignment,
-                   bias_LN is not None, activation.name, activation.gated, limit is not None),
+        TensorDescriptor(g.w_LNK, [num_experts * w_rows, k], [k, 1], w_box),
+        _Pointers(out, aligned.assignments_S, aligned.experts_B, aligned.num_rows, g.bias_LN,
+                  g.weights_RK),
+        n, k, g.num_assignments, tile.group_m, out.stride(0), activation.alpha, limit or 0.0,
+        TILE=_tile(tile.block_n, tile.block_k, tile.persistent, tile.halves, g.by_assignment,
+                   g.bias_LN is not None, activation.name, activation.gated, limit is not None),
         BLOCK_M=tile.block_m, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 

@@ -20,15 +20,8 @@ def resolve(
 ) -> tuple[Format, QuantScheme]:
     """Return how a checkpoint stores the experts, and the scheme that computes with them.
 
-    Args:
-        given: ``quant_config`` of the layer.
-        quant: The scheme, if not the one that fits the stored weights best.
-        dequantize: The scheme is "none".
-        sizes: H, I and the tensor-parallel size.
-        module: The layer's name.
-
-    Raises:
-        InvalidProblem: moekit does not know the config, or has no scheme for it.
+    sizes: H, I and the tensor-parallel size; see `FusedMoE` for the others. Raises InvalidProblem
+    if moekit does not know the config, or has no scheme for it.
     """
     chosen = schemes.scheme(quant) if isinstance(quant, str) else quant
     H, I, tp_size = sizes

@@ -30,8 +30,6 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.jit import JITFunction
 
-__all__ = ["Compiled", "Launch", "recorded"]
-
 _TYPES = {
     torch.bool: "i1", torch.int8: "i8", torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32",
     torch.int64: "i64", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32",
