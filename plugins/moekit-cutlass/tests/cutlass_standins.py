@@ -65,7 +65,7 @@ def _interleaved(t: Tensor, dim: int) -> Tensor:
 
 
 def _aligned(*tensors: Tensor) -> None:
-    """quack's tensor maps: one dimension is contiguous, and lines begin at multiples of 16 bytes."""
+    """quack's tensor maps: one contiguous dimension, whose lines begin at multiples of 16 bytes."""
     for t in tensors:
         assert t.data_ptr() % 16 == 0 and 1 in t.stride()[-2:]
         assert all(s == 1 or s * t.element_size() % 16 == 0 for s in t.stride()), t.stride()

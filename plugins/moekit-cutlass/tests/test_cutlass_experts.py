@@ -8,7 +8,7 @@ import cutlass_standins
 import pytest
 import torch
 from moekit_cutlass import w4a8
-from moekit_cutlass.providers import Quack, QuackPlan, Tile, quack_config, bands
+from moekit_cutlass.providers import Quack, QuackPlan, Tile, bands, quack_config
 
 import moekit
 from moekit.errors import WeightsError

@@ -32,6 +32,7 @@ logger = logging.getLogger("moekit")
 
 T = TypeVar("T")
 
+
 @dataclass(frozen=True)
 class Tile:
     """A quack GEMM config for SM90, with its cluster (M, N).

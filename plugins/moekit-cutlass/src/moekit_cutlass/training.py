@@ -20,7 +20,7 @@ of w13, L1 local experts and one.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -82,44 +82,30 @@ class TrainableCutlass(CutlassExperts, TrainableExperts):
     each call.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._function = FUSED[self.problem.activation.name]
-        self._halves = self.problem.activation.gated
-
     def pack(self, weights: ExpertWeights) -> PackedWeights:
         return PackedWeights(self.spec.name, weights.tensors())
 
     def apply(
         self, y: Tensor, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
     ) -> None:
-        super().apply(y, replace(tokens, x=_rows(tokens.x)), self._held(weights), workspace)
+        held = {name: _rows(t) for name, t in weights.experts.items()}
+        tokens, weights = replace(tokens, x=_rows(tokens.x)), replace(weights, experts=held)
+        super().apply(y, tokens, weights, workspace)
 
     def forward(self, y_RH: Tensor, tokens: Dispatched, weights: PackedWeights) -> list[Tensor]:
         ids_RK, topk_weights = _ids_and_weights(tokens)
-        rows, S = self._sorted(ids_RK), ids_RK.numel()
-        x, held, p = _rows(tokens.x), self._held(weights), self.problem
-        tiles = choose_tiles(p, S)
-        h_SW = x.new_empty((S, p.w13_rows))
-        if S == 0:
-            return [h_SW, *rows]
-        a_SI = x.new_empty((S, p.local_intermediate_size))
-        sources_S, halves = rows.sources(ids_RK.shape[1]), ("B",) if self._halves else None
-        run_compiled(
-            ("up", x.dtype, self._function, tiles.up),
-            functools.partial(
-                _quack("gemm_act"),
-                x, held["w13"].mT, activation=self._function, preact_out=h_SW, postact_out=a_SI,
-                cu_seqlens_m=rows.offsets_L1, A_idx=sources_S, tuned=False,
-                config=providers.quack_config(tiles.up), concat_layout=halves,
-            ),
-        )  # fmt: skip
-        y_SH = x.new_empty((S, p.hidden_size))
-        _product(a_SI, held["w2"], y_SH, tiles.down, cu_seqlens_m=rows.offsets_L1)
-        y = y_RH if y_RH.stride(1) == 1 else y_RH.new_empty(y_RH.shape)
-        weighted_sum(y_SH, topk_weights, ids_RK, y, rows.places_A)
-        if y is not y_RH:
-            y_RH.copy_(y)
+        x, rows, p, S = _rows(tokens.x), self._sorted(ids_RK), self.problem, ids_RK.numel()
+        h_SW, tiles = x.new_empty((S, p.w13_rows)), choose_tiles(p, S)
+        if S:
+            a_SI = x.new_empty((S, p.local_intermediate_size))
+            y_SH = x.new_empty((S, p.hidden_size))
+            self._fused(
+                "gemm_act", tiles.up, rows, x, _rows(weights["w13"]).mT,
+                preact_out=h_SW, postact_out=a_SI, concat_layout=self._halves("B") or None,
+            )  # fmt: skip
+            w2 = _rows(weights["w2"])
+            _product(a_SI, w2, y_SH, tiles.down, cu_seqlens_m=rows.offsets_L1)
+            weighted_sum(y_SH, topk_weights, ids_RK, y_RH, rows.places_A)
         return [h_SW, *rows]
 
     def backward_input(
@@ -131,36 +117,27 @@ class TrainableCutlass(CutlassExperts, TrainableExperts):
         wanted: Wanted,
     ) -> InputGradients:
         ids_RK, topk_weights = _ids_and_weights(tokens)
-        h_SW, rows, held, p = saved[0], Rows(*saved[1:]), self._held(weights), self.problem
-        S, tiles = ids_RK.numel(), choose_tiles(p, ids_RK.numel())
-        dp_RK, dx_RH = torch.zeros_like(topk_weights), None
-        dh_SW, pa_SI = torch.empty_like(h_SW), h_SW.new_empty((S, p.local_intermediate_size))
+        h_SW, rows, p, S = saved[0], Rows(*saved[1:]), self.problem, ids_RK.numel()
+        tiles, new = choose_tiles(p, S), h_SW.new_empty
+        dh_SW, pa_SI = torch.empty_like(h_SW), new((S, p.local_intermediate_size))
+        dp_RK = torch.zeros_like(topk_weights) if wanted.topk_weights else None
+        dx_RH = new(tokens.x.shape) if wanted.x else None
         if S:
-            grad, sources_S = _rows(grad_RH), rows.sources(ids_RK.shape[1])
             p_S = topk_weights.view(-1).index_select(0, rows.order_S)
-            made = run_compiled(
-                ("pull", h_SW.dtype, self._function, tiles.pull, wanted.topk_weights),
-                functools.partial(
-                    _quack("gemm_dact"),
-                    grad, held["w2"], h_SW, self._function, dx_out=dh_SW, postact_out=pa_SI,
-                    colvec_scale=p_S, colvec_reduce=wanted.topk_weights,
-                    cu_seqlens_m=rows.offsets_L1, A_idx=sources_S, dynamic_scheduler=False,
-                    tuned=False, config=providers.quack_config(tiles.pull),
-                ),
+            _, _, *sums = self._fused(
+                "gemm_dact", tiles.pull, rows, _rows(grad_RH), _rows(weights["w2"]), h_SW,
+                dx_out=dh_SW, postact_out=pa_SI, colvec_scale=p_S,
+                colvec_reduce=wanted.topk_weights, dynamic_scheduler=False,
             )  # fmt: skip
-            if wanted.topk_weights:
-                dp_A = made[2].index_select(0, rows.places_A.clamp(min=0))
+            if sums:
+                dp_A = sums[0].index_select(0, rows.places_A.clamp(min=0))
                 dp_RK = dp_A.masked_fill_(rows.places_A < 0, 0.0).view(ids_RK.shape)
-        if wanted.x:
-            dx_RH = grad_RH.new_empty(tokens.x.shape)
-            dx_SH = h_SW.new_empty((S, p.hidden_size))
-            if S:
-                halves = ("B",) if self._halves else ()
-                w13 = held["w13"].mT
-                _product(dh_SW, w13, dx_SH, tiles.back, halves, cu_seqlens_m=rows.offsets_L1)
+            if dx_RH is not None:
+                dx_SH, w13 = new((S, p.hidden_size)), _rows(weights["w13"]).mT
+                halves, offsets = self._halves("B"), rows.offsets_L1
+                _product(dh_SW, w13, dx_SH, tiles.back, halves, cu_seqlens_m=offsets)
                 weighted_sum(dx_SH, None, ids_RK, dx_RH, rows.places_A)
-        kept = (dh_SW, pa_SI) if wanted.weights else ()
-        return InputGradients(dx_RH, dp_RK if wanted.topk_weights else None, kept)
+        return InputGradients(dx_RH, dp_RK, (dh_SW, pa_SI) if wanted.weights else ())
 
     def backward_weight(
         self,
@@ -171,22 +148,25 @@ class TrainableCutlass(CutlassExperts, TrainableExperts):
         into: Mapping[str, Tensor],
         add: bool,
     ) -> None:
-        ids_RK, (dh_SW, pa_SI), rows = _ids_and_weights(tokens)[0], kept, Rows(*saved[1:])
-        if ids_RK.numel() == 0:
-            for out in into.values():
-                _ = out if add else out.zero_()
+        rows, (dh_SW, pa_SI), tiles = (
+            Rows(*saved[1:]),
+            kept,
+            choose_tiles(self.problem, len(kept[0])),
+        )
+        if len(dh_SW) == 0:
+            for out in () if add else into.values():
+                out.zero_()
             return
-        tiles = choose_tiles(self.problem, ids_RK.numel())
-        sources_S, halves = rows.sources(ids_RK.shape[1]), ("out",) if self._halves else ()
-        x, grad, lists = _rows(tokens.x), _rows(grad_RH), {"cu_seqlens_k": rows.offsets_L1}
+        lists = {"cu_seqlens_k": rows.offsets_L1, "A_idx": rows.sources(self.problem.top_k)}
         for name, out in into.items():
             made = out if _fits(out) else torch.empty_like(out, memory_format=_DENSE)
-            adds, lists["A_idx"] = add and made is out, sources_S
+            adds = add and made is out
             if name == "w2":
-                _product(grad.mT, pa_SI.mT, made, tiles.outer_2, add=adds, **lists)
+                grad = _rows(grad_RH).mT
+                _product(grad, pa_SI.mT, made, tiles.outer_2, add=adds, **lists)
             else:
-                made_LHW = made.mT
-                _product(x.mT, dh_SW.mT, made_LHW, tiles.outer_13, halves, adds, **lists)
+                x, halves = _rows(tokens.x).mT, self._halves("out")
+                _product(x, dh_SW.mT, made.mT, tiles.outer_13, halves, adds, **lists)
             if made is not out:
                 _ = out.add_(made) if add else out.copy_(made)
 
@@ -200,13 +180,9 @@ class TrainableCutlass(CutlassExperts, TrainableExperts):
         H, inner, size = p.hidden_size, p.local_intermediate_size, p.dtype.itemsize
         parts = -(-inner // choose_tiles(p, assignments).pull.n)
         backward = (H + inner + p.w13_rows) * size + 4 * (parts + 1)
-        each = max((H + inner) * size, backward) + 8  # lists of sources and router weights
+        each = max((H + inner) * size, backward) + 8  # sources and router weights
         scratch = 4 * align_scratch(assignments, p.num_local_experts)
         return max(super().transient_bytes(rows), assignments * each + scratch)
-
-    def _held(self, weights: PackedWeights) -> PackedWeights:
-        held = {name: _rows(t) for name, t in weights.experts.items()}
-        return replace(weights, experts=held)
 
     def _sorted(self, ids_RK: Tensor) -> Rows:
         count, experts = ids_RK.numel(), self.problem.num_local_experts
@@ -219,12 +195,21 @@ class TrainableCutlass(CutlassExperts, TrainableExperts):
             align(ids_RK, experts, lists, scratch)
         return rows
 
+    def _halves(self, operand: str) -> tuple[str, ...]:
+        """Name the operand that holds gate and up in halves, not in turns as h does."""
+        return (operand,) if self.problem.activation.gated else ()
 
-_DENSE = torch.contiguous_format
-
-
-def _quack(name: str, module: str = "quack.gemm_interface") -> Callable[..., Any]:
-    return providers.quack_entry(module, name)
+    def _fused(self, name: str, tile: Tile, rows: Rows, *args: Tensor, **options: Any) -> Any:
+        """Call a product with an epilogue, of gathered rows."""
+        function = FUSED[self.problem.activation.name]
+        call = functools.partial(
+            providers.quack_entry("quack.gemm_interface", name),
+            *args, activation=function, cu_seqlens_m=rows.offsets_L1,
+            A_idx=rows.sources(self.problem.top_k), tuned=False,
+            config=providers.quack_config(tile), **options,
+        )  # fmt: skip
+        kinds = name, function, args[0].dtype, tile, options.get("colvec_reduce")
+        return run_compiled(kinds, call)
 
 
 def _product(
@@ -236,24 +221,25 @@ def _product(
     add: bool = False,
     **lists: Tensor,
 ) -> None:
-    """Compute out = a b' per expert, in fp32, by rows or by columns of ``a``.
+    """Compute out = a b' for each expert, whose rows are a part of dimension S.
 
     Args:
         a, b, out: with cu_seqlens_m (S, K), (L, N, K) and (S, N); with cu_seqlens_k (M, S), (N, S)
-            and (L, M, N). With A_idx the sorted dimension of ``a`` is that of its rows.
+            and (L, M, N). With A_idx, ``a`` has unsorted rows in place of S.
         concat: of "B" and "out", those that hold gate and up in halves.
+        add: add to ``out``.
     """
-    semaphore = torch.zeros(1, dtype=torch.int32, device=a.device) if tile.dynamic else None
-    kinds = *(t.dtype for t in (a, out)), *(t.stride(-1) == 1 for t in (b, out))
-    run_compiled(
-        (*kinds, tile, concat, add, *lists),
-        functools.partial(
-            _quack("gemm", "quack.gemm"),
-            a, b, out, None, semaphore, tile.m, tile.n, *tile.cluster, pingpong=tile.pingpong,
-            is_dynamic_persistent=tile.dynamic, max_swizzle_size=tile.swizzle, add_to_output=add,
-            concat_layout=concat, **lists,
-        ),
+    counter = torch.zeros(1, dtype=torch.int32, device=a.device) if tile.dynamic else None
+    call = functools.partial(
+        providers.quack_entry("quack.gemm", "gemm"),
+        a, b, out, None, counter, tile.m, tile.n, *tile.cluster, pingpong=tile.pingpong,
+        is_dynamic_persistent=tile.dynamic, max_swizzle_size=tile.swizzle, add_to_output=add,
+        concat_layout=concat, **lists,
     )  # fmt: skip
+    run_compiled((a.dtype, b.stride(-1) == 1, out.dtype, tile, concat, add, *lists), call)
+
+
+_DENSE = torch.contiguous_format
 
 
 def _fits(t: Tensor) -> bool:
