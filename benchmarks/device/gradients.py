@@ -265,7 +265,7 @@ def tiles(args: argparse.Namespace) -> None:
 
 
 def compile_plan(name: str, experts: str, plan: Any) -> None:
-    """Fill the cache of Triton or quack: run a small step in a process of its own."""
+    """Fill the cache of Triton or quack: run a small step in another process."""
     step = Step(name, 256)
     with using(experts, plan), suppress(Exception):  # the run that is timed shows it
         step.backward(*step.forward(layer_of(step.problem, experts)))

@@ -163,7 +163,7 @@ class TrainableCutlass(CutlassExperts, TrainableExperts):
             adds = add and made is out
             if name == "w2":
                 grad = _rows(grad_RH).mT
-                _product(grad, pa_SI.mT, made, tiles.outer_2, add=adds, **lists)
+                _product(grad, pa_SI.mT, made, tiles.outer_2, (), adds, **lists)
             else:
                 x, halves = _rows(tokens.x).mT, self._halves("out")
                 _product(x, dh_SW.mT, made.mT, tiles.outer_13, halves, adds, **lists)
