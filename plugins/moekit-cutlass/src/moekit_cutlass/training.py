@@ -109,13 +109,9 @@ class TrainableCutlass(CutlassExperts, TrainableExperts):
         return [h_SW, *rows]
 
     def backward_input(
-        self,
-        grad_RH: Tensor,
-        tokens: Dispatched,
-        weights: PackedWeights,
-        saved: list[Tensor],
+        self, grad_RH: Tensor, tokens: Dispatched, weights: PackedWeights, saved: list[Tensor],
         wanted: Wanted,
-    ) -> InputGradients:
+    ) -> InputGradients:  # fmt: skip
         ids_RK, topk_weights = _ids_and_weights(tokens)
         h_SW, rows, p, S = saved[0], Rows(*saved[1:]), self.problem, ids_RK.numel()
         tiles, new = choose_tiles(p, S), h_SW.new_empty
@@ -140,19 +136,11 @@ class TrainableCutlass(CutlassExperts, TrainableExperts):
         return InputGradients(dx_RH, dp_RK, (dh_SW, pa_SI) if wanted.weights else ())
 
     def backward_weight(
-        self,
-        grad_RH: Tensor,
-        tokens: Dispatched,
-        saved: list[Tensor],
-        kept: tuple[Tensor, ...],
-        into: Mapping[str, Tensor],
-        add: bool,
-    ) -> None:
-        rows, (dh_SW, pa_SI), tiles = (
-            Rows(*saved[1:]),
-            kept,
-            choose_tiles(self.problem, len(kept[0])),
-        )
+        self, grad_RH: Tensor, tokens: Dispatched, saved: list[Tensor], kept: tuple[Tensor, ...],
+        into: Mapping[str, Tensor], add: bool,
+    ) -> None:  # fmt: skip
+        rows, (dh_SW, pa_SI) = Rows(*saved[1:]), kept
+        tiles = choose_tiles(self.problem, len(dh_SW))
         if len(dh_SW) == 0:
             for out in () if add else into.values():
                 out.zero_()
@@ -213,14 +201,9 @@ class TrainableCutlass(CutlassExperts, TrainableExperts):
 
 
 def _product(
-    a: Tensor,
-    b: Tensor,
-    out: Tensor,
-    tile: Tile,
-    concat: tuple[str, ...] = (),
-    add: bool = False,
+    a: Tensor, b: Tensor, out: Tensor, tile: Tile, concat: tuple[str, ...] = (), add: bool = False,
     **lists: Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """Compute out = a b' for each expert, whose rows are a part of dimension S.
 
     Args:
