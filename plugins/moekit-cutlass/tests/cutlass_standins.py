@@ -67,7 +67,7 @@ def _interleaved(t: Tensor, dim: int) -> Tensor:
 def _aligned(*tensors: Tensor) -> None:
     """quack's tensor maps: one contiguous dimension, whose lines begin at multiples of 16 bytes."""
     for t in tensors:
-        assert t.data_ptr() % 16 == 0 and 1 in t.stride()[-2:]
+        assert t.data_ptr() % 16 == 0 and 1 in t.stride()[-2:] and not t.requires_grad
         assert all(s == 1 or s * t.element_size() % 16 == 0 for s in t.stride()), t.stride()
 
 
@@ -94,6 +94,7 @@ def quack_gemm_act(
     assert A.dim() == 2 and A.stride(-1) == 1 and A.dtype in (torch.bfloat16, torch.float16)
     assert B.dim() == 3 and B.stride(-2) == 1 and B.dtype == A.dtype
     assert len(cu_seqlens_m) == B.shape[0] + 1
+    _aligned(A, B, postact_out)
     A = _gathered(A, A_idx, cu_seqlens_m, config)
     assert A.shape[0] == postact_out.shape[0]
     gated = activation in _GATED

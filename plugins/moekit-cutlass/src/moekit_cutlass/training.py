@@ -232,7 +232,8 @@ def _fits(t: Tensor) -> bool:
 
 
 def _rows(t: Tensor) -> Tensor:
-    return t if _fits(t) else t.clone(memory_format=_DENSE)
+    """Return a tensor that quack takes; of tensors that require gradients, their data."""
+    return t.detach() if _fits(t) else t.clone(memory_format=_DENSE)
 
 
 def _ids_and_weights(tokens: Dispatched) -> tuple[Tensor, Tensor]:
