@@ -63,12 +63,13 @@ def run_parts(
     tokens: Sequence[int] = (1, 16, 64, 256, 1024, 4096, 16384),
     shapes: Sequence[str] = SHAPES,
     usual: Sequence[str] = (),
+    **options: Sequence[str],
 ) -> None:
     """Run the named parts of a script, and exit with 1 if one failed.
 
     ``usual`` are the parts that run by default; all if there is none.
 
-    Every part gets the arguments ``shapes`` and ``tokens``.
+    Every part gets the arguments ``shapes``, ``tokens`` and ``options``, which have these defaults.
     """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -77,6 +78,8 @@ def run_parts(
                         f"{', '.join(usual) or 'all'}")  # fmt: skip
     parser.add_argument("--shapes", nargs="+", default=list(shapes))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(tokens))
+    for name, words in options.items():
+        parser.add_argument(f"--{name}", nargs="+", default=list(words))
     args = parser.parse_args()
     if unknown := [name for name in args.parts if name not in parts]:
         parser.error(f"unknown parts {unknown}; choose from {', '.join(parts)}")

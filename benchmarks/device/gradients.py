@@ -3,13 +3,14 @@
     python benchmarks/device/gradients.py                    # check, then time
     python benchmarks/device/gradients.py check --shapes qwen3-30b
     python benchmarks/device/gradients.py kernels tiles --shapes qwen3-30b --tokens 16384
+    python benchmarks/device/gradients.py --experts triton cutlass       # side by side
 
 check: the relative RMS of each gradient of a call of 1024 tokens against fp32.
 time: forward and backward in µs by CUDA events, launches included (no CUDA graph): medians of 8
 calls in turns, over three uniform routings; TFLOP/s of 18 R H I; the bytes that a call saves and
 its peak above what was there before (with the gradients). The baseline is `F.grouped_mm` with
 autograd, in the order of operations of transformers 5.24's grouped_mm. `add` accumulates the
-weights' gradients in fp32 buffers.
+weights' gradients in fp32 buffers. `host` is the time in which the host launches a step.
 kernels: the times of each kernel of a step (torch.profiler).
 tiles: µs of each product of a step, tile by tile; the first is the rule's.
 
@@ -24,7 +25,10 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from importlib import import_module
+from itertools import product
 from multiprocessing import get_context
+from time import perf_counter
 from typing import Any
 from unittest import mock
 
@@ -38,7 +42,6 @@ import moekit
 from moekit import ExpertWeights, MoEProblem, Routing
 
 SHAPES = ("qwen3-30b", "olmoe", "mixtral", "dsv3-ep8")
-EXPERTS = "triton"
 _LIMIT = 1.2e-2
 _CHECKED = 1024  # tokens
 
@@ -60,8 +63,8 @@ def grouped_mm(x_TH: Tensor, weights: ExpertWeights, routing: Routing) -> Tensor
     return weighted[back_S].view(T, K, H).sum(dim=1).to(x_TH.dtype)
 
 
-def layer_of(problem: MoEProblem, add_to: ExpertWeights | None = None) -> Layer:
-    kernel: Any = moekit.compose(problem, "local", EXPERTS)
+def layer_of(problem: MoEProblem, experts: str, add_to: ExpertWeights | None = None) -> Layer:
+    kernel: Any = moekit.compose(problem, "local", experts)
     return lambda x, weights, routing: kernel(x, weights, routing, add_to=add_to)
 
 
@@ -122,8 +125,9 @@ def check(args: argparse.Namespace) -> None:
     say("|---|---|---|---|---|---|---|")
     for name in args.shapes:
         step = Step(name, _CHECKED)
-        for title, layer in {EXPERTS: layer_of(step.problem), "grouped_mm": grouped_mm}.items():
+        for title in (*args.experts, "grouped_mm"):
             with part(f"check {name} {title}"):
+                layer = grouped_mm if title == "grouped_mm" else layer_of(step.problem, title)
                 y, routing = step.forward(layer)
                 made, again = step.backward(y, routing), step.backward(*step.forward(layer))
                 wrong, right = dict[str, float](), dict[str, float]()
@@ -139,7 +143,7 @@ def check(args: argparse.Namespace) -> None:
                     for key in ("x", "topk_weights", "w13", "w2")
                 ]
                 same = all(torch.equal(made[key], again[key]) for key in made)
-                if title == EXPERTS:
+                if title in args.experts:
                     verdict(f"{name} {title}: other bits in a second run", 1.0 - same, 0.0)
                 say("|", " | ".join([name, title, *cells, str(same)]), "|")
         del step
@@ -159,44 +163,48 @@ def measured(step: Step, layer: Layer) -> tuple[int, int]:
 
 
 def times(step: Step, layers: Mapping[str, Layer], calls: int = 8) -> dict[str, list[float]]:
-    """Return the medians of forward and backward in µs; layers take turns."""
-    found: dict[str, list[tuple[float, float]]] = {title: [] for title in layers}
+    """Return medians in µs: of forward, of backward, and of the host; layers take turns."""
+    found: dict[str, list[tuple[float, ...]]] = {title: [] for title in layers}
     for index in range(-2, calls):  # the first two warm up
         for title, layer in layers.items():
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
             torch.cuda.synchronize()
+            start = perf_counter()
             marks[0].record()
             y, routing = step.forward(layer, index)
             marks[1].record()
             made = step.backward(y, routing)
             marks[2].record()
+            host = perf_counter() - start
             torch.cuda.synchronize()
             del made, y
             if index >= 0:
                 spans = zip(marks, marks[1:], strict=False)
                 one, two = (1e3 * a.elapsed_time(b) for a, b in spans)
-                found[title].append((one, two))
-    return {title: [statistics.median(v) for v in zip(*pairs, strict=True)]
-            for title, pairs in found.items()}  # fmt: skip
+                found[title].append((one, two, 1e6 * host))
+    return {title: [statistics.median(v) for v in zip(*each, strict=True)]
+            for title, each in found.items()}  # fmt: skip
 
 
 def time(args: argparse.Namespace) -> None:
-    say("| shape | tokens | layer | forward | backward | both µs | TFLOP/s | saved MB | peak MB |")
-    say("|---|---|---|---|---|---|---|---|---|")
+    say("| shape | tokens | layer | forward | backward | both µs | host µs | TFLOP/s | saved MB "
+        "| peak MB |")  # fmt: skip
+    say("|---|---|---|---|---|---|---|---|---|---|")
     for name in args.shapes:
         for tokens in args.tokens:
             with part(f"time {name} {tokens}"):
                 step = Step(name, tokens)
                 zeros = step.weights.detach()._map(lambda t: torch.zeros_like(t, dtype=torch.float))
                 p = step.problem
-                layers = {EXPERTS: layer_of(p), f"{EXPERTS} add": layer_of(p, zeros),
-                          "grouped_mm": grouped_mm}  # fmt: skip
+                layers = {each: layer_of(p, each) for each in args.experts}
+                layers |= {f"{each} add": layer_of(p, each, zeros) for each in args.experts}
+                layers |= {"grouped_mm": grouped_mm}
                 us = times(step, layers)
                 flop = 18 * tokens * p.top_k * p.hidden_size * p.intermediate_size
                 for title, layer in layers.items():
-                    (one, two), (saved, peak) = us[title], measured(step, layer)
+                    (one, two, host), (saved, peak) = us[title], measured(step, layer)
                     say(f"| {name} | {tokens} | {title} | {one:.0f} | {two:.0f} | {one + two:.0f} "
-                        f"| {flop / (one + two) / 1e6:.0f} | {saved / 1e6:.0f} "
+                        f"| {host:.0f} | {flop / (one + two) / 1e6:.0f} | {saved / 1e6:.0f} "
                         f"| {peak / 1e6:.0f} |")  # fmt: skip
                 del step, zeros, layers, layer
             torch.cuda.empty_cache()
@@ -204,65 +212,66 @@ def time(args: argparse.Namespace) -> None:
 
 def kernels(args: argparse.Namespace) -> None:
     """Print the kernels of a step that take at least 1 % of its time."""
-    for name in args.shapes:
-        for tokens in args.tokens:
-            step = Step(name, tokens)
-            layer = layer_of(step.problem)
-            times(step, {EXPERTS: layer}, 1)
-            activities = [torch.profiler.ProfilerActivity.CUDA]
-            with torch.profiler.profile(activities=activities) as profile:
-                times(step, {EXPERTS: layer}, 3)
-            say(f"\n{name} {tokens}: µs a step, in the order of a step")
-            events = [e for e in profile.events() if e.device_type.name == "CUDA"]
-            order, total = dict[str, float](), sum(e.device_time for e in events)
-            each = len(events) // 5  # two warm up; kernels of one name stay apart by position
-            for position, event in enumerate(events[-3 * each :]):
-                key = f"{position % each:2} {event.name[:60]}"
-                order[key] = order.get(key, 0.0) + event.device_time / 3
-            for key, took in order.items():
-                if took > 0.01 * total / 5:
-                    say(f"{took:9.1f}  {key}")
+    for name, tokens, title in product(args.shapes, args.tokens, args.experts):
+        step = Step(name, tokens)
+        layers = {title: layer_of(step.problem, title)}
+        times(step, layers, 1)
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            times(step, layers, 3)
+        say(f"\n{name} {tokens} {title}: µs a step, in the order of a step")
+        events = [e for e in profile.events() if e.device_type.name == "CUDA"]
+        order, total = dict[str, float](), sum(e.device_time for e in events)
+        each = len(events) // 5  # two warm up; kernels of one name stay apart by position
+        for position, event in enumerate(events[-3 * each :]):
+            key = f"{position % each:2} {event.name[:60]}"
+            order[key] = order.get(key, 0.0) + event.device_time / 3
+        for key, took in order.items():
+            if took > 0.01 * total / 5:
+                say(f"{took:9.1f}  {key}")
 
 
-def using(tiles: Any) -> Any:
+def training_of(experts: str) -> Any:
+    """Return the module of the experts' backward: it chooses the tiles."""
+    return import_module(f"moekit_{experts}.training")
+
+
+def using(experts: str, tiles: Any) -> Any:
     """Let every step run with these tiles."""
-    from moekit_triton import training
-
-    return mock.patch.object(training, "choose_tiles", lambda *_: tiles)
+    return mock.patch.object(training_of(experts), "choose_tiles", lambda *_: tiles)
 
 
 def tiles(args: argparse.Namespace) -> None:
     """Time forward and backward with other tiles for one product after another."""
-    from moekit_triton.training import choose_tiles
+    for name, tokens, title in product(args.shapes, args.tokens, args.experts):
+        step = Step(name, tokens)
+        layers = {title: layer_of(step.problem, title)}
+        rule = training_of(title).choose_tiles(step.problem, tokens * step.problem.top_k)
+        say(f"\n{name} {tokens} {title}: forward, backward µs")
+        tried = [
+            (step_product, each)
+            for step_product, tile in vars(rule).items()
+            for each in dict.fromkeys((tile, *OTHERS[title](step_product, tile)))
+        ]
+        plans = [replace(rule, **{step_product: tile}) for step_product, tile in tried]
+        count = len(plans)
+        with ProcessPoolExecutor(8, get_context("spawn")) as pool:
+            list(pool.map(compile_plan, [name] * count, [title] * count, plans))
+        for (step_product, tile), plan in zip(tried, plans, strict=True):
+            words = tile.describe() if title == "triton" else str(tile)
+            with using(title, plan), part(f"{step_product} {words}"):
+                one, two, _ = times(step, layers, 5)[title]
+                say(f"{step_product:9} {words:32} {one:9.1f} {two:9.1f}")
 
-    for name in args.shapes:
-        for tokens in args.tokens:
-            step = Step(name, tokens)
-            layer = layer_of(step.problem)
-            rule = choose_tiles(step.problem, tokens * step.problem.top_k)
-            say(f"\n{name} {tokens}: forward, backward µs")
-            tried = [
-                (product, each)
-                for product, tile in vars(rule).items()
-                for each in dict.fromkeys((tile, *others(product, tile)))
-            ]
-            plans = [replace(rule, **{product: tile}) for product, tile in tried]
-            with ProcessPoolExecutor(8, get_context("spawn")) as pool:
-                list(pool.map(compile_plan, [name] * len(plans), plans))
-            for (product, tile), plan in zip(tried, plans, strict=True):
-                with using(plan), part(f"{product} {tile.describe()}"):
-                    one, two = times(step, {EXPERTS: layer}, 5)[EXPERTS]
-                    say(f"{product:9} {tile.describe():32} {one:9.1f} {two:9.1f}")
 
-
-def compile_plan(name: str, plan: Any) -> None:
-    """Fill Triton's cache: run a small step in another process."""
+def compile_plan(name: str, experts: str, plan: Any) -> None:
+    """Fill the cache of Triton or quack: run a small step in another process."""
     step = Step(name, 256)
-    with using(plan), suppress(Exception):  # the run that is timed shows it
-        step.backward(*step.forward(layer_of(step.problem)))
+    with using(experts, plan), suppress(Exception):  # the run that is timed shows it
+        step.backward(*step.forward(layer_of(step.problem, experts)))
 
 
-def others(product: str, tile: Any) -> list[Any]:
+def triton_tiles(step_product: str, tile: Any) -> list[Any]:
     """Return tiles to try in place of one. All products but the outer ones share block_m."""
     if not hasattr(tile, "num_stages"):  # specialized warps
         return [replace(tile, group_m=group_m) for group_m in (4, 16)]
@@ -270,7 +279,7 @@ def others(product: str, tile: Any) -> list[Any]:
         {"num_stages": 3}, {"group_m": 4}, {"group_m": 16}, {"num_warps": 4},
         {"block_n": tile.block_n // 2, "num_warps": 4}, {"block_n": tile.block_n // 2},
     ]  # fmt: skip
-    if product.startswith("outer"):
+    if step_product.startswith("outer"):
         changes += [{"block_m": 256, "block_n": 128}, {"block_k": 128, "num_stages": 2},
                     {"block_k": 32}]  # fmt: skip
     else:
@@ -278,6 +287,28 @@ def others(product: str, tile: Any) -> list[Any]:
     return [replace(tile, **each) for each in changes]
 
 
+def quack_tiles(step_product: str, tile: Any) -> list[Any]:
+    """Return tiles to try in place of one. A gather excludes clusters along N and a counter."""
+    sizes = (
+        (128, 192, True),
+        (128, 128, True),
+        (128, 160, True),
+        (128, 256, False),
+        (256, 128, False),
+    )
+    changes: list[dict[str, Any]] = [
+        dict(zip(("m", "n", "pingpong"), s, strict=True)) for s in sizes
+    ]
+    changes += [{"cluster": (1, 1)}]
+    if step_product in ("down", "back"):
+        changes += [{"cluster": (1, 2)}, {"dynamic": True}]
+    return [replace(tile, **each) for each in changes]
+
+
+OTHERS: Mapping[str, Callable[[str, Any], list[Any]]] = {
+    "triton": triton_tiles, "cutlass": quack_tiles,
+}  # fmt: skip
+
 if __name__ == "__main__":
     run_parts(__doc__, {"check": check, "time": time, "kernels": kernels, "tiles": tiles},
-              (1024, 4096, 16384), SHAPES, ("check", "time"))  # fmt: skip
+              (1024, 4096, 16384), SHAPES, ("check", "time"), experts=("triton",))  # fmt: skip

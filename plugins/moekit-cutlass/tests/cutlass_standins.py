@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -38,13 +39,46 @@ _GATED = {
 _AS_IT_IS = torch.autocast("cpu", enabled=False)
 
 
+def _gathered(a: Tensor, index: Tensor | None, offsets: Tensor, config: Any) -> Tensor:
+    """The rows of ``a`` that an index names, which is read up to the last offset."""
+    assert offsets.dtype == torch.int32 and offsets.is_contiguous() and offsets[0] == 0
+    if index is None:
+        return a
+    assert index.dtype == torch.int32 and config.cluster[1] == 1 and not config.dynamic
+    total = int(offsets[-1])
+    assert bool(((index >= 0) & (index < a.shape[0])).all())
+    out = torch.full((len(index), a.shape[1]), NAN, dtype=a.dtype)
+    out[:total] = a[index[:total].long()]
+    return out
+
+
+def _groups(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
+    ends = offsets.tolist()
+    for expert, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
+        yield expert, start, end
+
+
+def _interleaved(t: Tensor, dim: int) -> Tensor:
+    """[first; second] -> [f0, s0, f1, s1, ...] along a dimension."""
+    dim %= t.dim()
+    return t.unflatten(dim, (2, -1)).transpose(dim, dim + 1).flatten(dim, dim + 1)
+
+
+def _aligned(*tensors: Tensor) -> None:
+    """quack's tensor maps: one contiguous dimension, whose lines begin at multiples of 16 bytes."""
+    for t in tensors:
+        assert t.data_ptr() % 16 == 0 and 1 in t.stride()[-2:] and not t.requires_grad
+        assert all(s == 1 or s * t.element_size() % 16 == 0 for s in t.stride()), t.stride()
+
+
 @_AS_IT_IS
 def quack_gemm_act(
     A: Tensor,
     B: Tensor,
     *,
     activation: str | None,
-    store_preact: bool,
+    store_preact: bool = True,
+    preact_out: Tensor | None = None,
     postact_out: Tensor,
     cu_seqlens_m: Tensor,
     A_idx: Tensor | None,
@@ -52,26 +86,112 @@ def quack_gemm_act(
     config: Any,
     concat_layout: tuple[str, ...] | None,
 ) -> None:
-    """quack.gemm_interface.gemm_act with varlen_m: A (rows, K), B (L, K, N) K-major."""
-    assert not store_preact and not tuned and config is not None
+    """quack.gemm_interface.gemm_act with varlen_m: A (rows, K), B (L, K, N) K-major.
+
+    Gate and up alternate in preact_out.
+    """
+    assert store_preact is (preact_out is not None) and not tuned and config is not None
     assert A.dim() == 2 and A.stride(-1) == 1 and A.dtype in (torch.bfloat16, torch.float16)
     assert B.dim() == 3 and B.stride(-2) == 1 and B.dtype == A.dtype
-    assert cu_seqlens_m.dtype == torch.int32 and len(cu_seqlens_m) == B.shape[0] + 1
-    total_m = postact_out.shape[0]
-    assert (A if A_idx is None else A_idx).shape[0] == total_m
-    if A_idx is not None:
-        assert A_idx.dtype == torch.int32 and config.cluster[1] == 1 and not config.dynamic
-        A_idx = A_idx[: int(cu_seqlens_m[-1])].long()  # reads no index behind
-        assert bool(((A_idx >= 0) & (A_idx < A.shape[0])).all())
-        A = A[A_idx]
+    assert len(cu_seqlens_m) == B.shape[0] + 1
+    _aligned(A, B, postact_out)
+    A = _gathered(A, A_idx, cu_seqlens_m, config)
+    assert A.shape[0] == postact_out.shape[0]
     gated = activation in _GATED
     assert postact_out.shape[1] == B.shape[2] // (2 if gated else 1)
     assert concat_layout == (("B",) if gated else None)
-    offsets = cu_seqlens_m.tolist()
-    for expert, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+    for expert, start, end in _groups(cu_seqlens_m):
         h = A[start:end].float() @ B[expert].float()
         out = _GATED[activation](*h.chunk(2, dim=1)) if gated else _ACTS[activation](h)
         postact_out[start:end] = out.to(postact_out.dtype)
+        if preact_out is not None:
+            assert preact_out.shape == (len(A), B.shape[2]) and preact_out.dtype == A.dtype
+            preact_out[start:end] = _interleaved(h, 1) if gated else h
+
+
+@_AS_IT_IS
+def quack_gemm_dact(
+    A: Tensor,
+    B: Tensor,
+    PreAct: Tensor,
+    activation: str | None,
+    *,
+    dx_out: Tensor,
+    postact_out: Tensor,
+    colvec_scale: Tensor,
+    colvec_reduce: bool,
+    cu_seqlens_m: Tensor,
+    A_idx: Tensor,
+    dynamic_scheduler: bool,
+    tuned: bool,
+    config: Any,
+) -> tuple[Tensor, ...]:
+    """quack.gemm_interface.gemm_dact with varlen_m: A (rows, K), B (L, K, N); gates alternate."""
+    (L, K, N), S = B.shape, len(A_idx)
+    _aligned(A, B, PreAct, dx_out, postact_out)
+    assert not tuned and not dynamic_scheduler and A.shape[1] == K and A.stride(-1) == 1
+    assert colvec_scale.shape == (S,) and colvec_scale.dtype == torch.float32
+    gated = activation in _GATED
+    assert PreAct.shape == dx_out.shape == (S, 2 * N if gated else N)
+    assert postact_out.shape == (S, N) and len(cu_seqlens_m) == L + 1
+    A = _gathered(A, A_idx, cu_seqlens_m, config)
+    reduced = torch.full((S,), NAN)
+    for expert, start, end in _groups(cu_seqlens_m):
+        q, p = A[start:end].float() @ B[expert].float(), colvec_scale[start:end, None]
+        h = PreAct[start:end].float().requires_grad_()
+        with torch.enable_grad():
+            a = _GATED[activation](h[:, ::2], h[:, 1::2]) if gated else _ACTS[activation](h)
+        dx_out[start:end] = torch.autograd.grad(a, h, p * q)[0].to(dx_out.dtype)
+        postact_out[start:end] = (p * a.detach()).to(postact_out.dtype)
+        reduced[start:end] = (q * a.detach()).sum(dim=1)
+    return (dx_out, postact_out, reduced) if colvec_reduce else (dx_out, postact_out)
+
+
+@_AS_IT_IS
+def quack_gemm(
+    A: Tensor,
+    B: Tensor,
+    D: Tensor,
+    C: None,
+    tile_count_semaphore: Tensor | None,
+    tile_M: int,
+    tile_N: int,
+    cluster_M: int,
+    cluster_N: int,
+    *,
+    pingpong: bool,
+    is_dynamic_persistent: bool,
+    max_swizzle_size: int,
+    add_to_output: bool,
+    concat_layout: tuple[str, ...],
+    cu_seqlens_m: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    A_idx: Tensor | None = None,
+) -> None:
+    """quack.gemm.gemm: A (S, K), B (L, N, K), D (S, N), or A (M, S), B (N, S), D (L, M, N)."""
+    assert C is None and (tile_count_semaphore is not None) is is_dynamic_persistent
+    _aligned(A, B, D)
+    config = SimpleNamespace(cluster=(cluster_M, cluster_N), dynamic=is_dynamic_persistent)
+    assert set(concat_layout) <= {"B", "out"}
+    if "B" in concat_layout:  # along the dimension that is not contiguous
+        B = _interleaved(B, -2 if B.stride(-1) == 1 else -1)
+    if cu_seqlens_m is not None:
+        assert cu_seqlens_k is None and not add_to_output and "out" not in concat_layout
+        assert A.stride(-1) == D.stride(-1) == 1 and A.dtype == B.dtype
+        A = _gathered(A, A_idx, cu_seqlens_m, config)
+        for expert, start, end in _groups(cu_seqlens_m):
+            D[start:end] = (A[start:end].float() @ B[expert].float().mT).to(D.dtype)
+        return
+    assert cu_seqlens_k is not None and A.stride(-2) == 1 and B.stride(-2) == 1
+    A = _gathered(A.mT, A_idx, cu_seqlens_k, config).mT
+    assert A.shape[1] == B.shape[1] and D.shape == (len(cu_seqlens_k) - 1, len(A), len(B))
+    gate_first = torch.arange(len(B))
+    if "out" in concat_layout:  # where each column lies in D
+        assert D.stride(-2) == 1
+        gate_first = _interleaved(gate_first, 0)
+    for expert, start, end in _groups(cu_seqlens_k):
+        made = (A[:, start:end].float() @ B[:, start:end].float().mT).to(D.dtype)
+        D[expert, :, gate_first] = made + D[expert, :, gate_first] if add_to_output else made
 
 
 _GROUPED_MM = F.grouped_mm
@@ -207,6 +327,11 @@ def cutlass_w4a8_moe_mm(
         out[start : start + m] = (wide * scale).to(out.dtype)
 
 
+QUACK = {
+    ("quack.gemm_interface", "gemm_act"): quack_gemm_act,
+    ("quack.gemm_interface", "gemm_dact"): quack_gemm_dact,
+    ("quack.gemm", "gemm"): quack_gemm,
+}
 VLLM = {
     "cutlass_moe_mm": cutlass_moe_mm,
     "cutlass_w4a8_moe_mm": cutlass_w4a8_moe_mm,
@@ -223,8 +348,8 @@ def installed(**preferred: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for target, name, value in (
             (library, "missing", lambda provider: ""),
-            (providers, "_quack_gemm", lambda: quack_gemm_act),
-            (providers, "_quack_config", lambda tile: tile),
+            (providers, "quack_entry", lambda module, name: QUACK[module, name]),
+            (providers, "quack_config", lambda tile: tile),
             (providers, "vllm_operator", VLLM.__getitem__),
             (library, "PREFERRED", order),
             (F, "grouped_mm", grouped_mm),

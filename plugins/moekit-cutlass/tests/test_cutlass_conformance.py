@@ -1,6 +1,6 @@
-"""moekit's conformance kit on the true libraries; where they cannot run it skips, saying why."""
+"""moekit's kits on the true libraries; where they cannot run they skip, saying why."""
 
-from moekit.testing import ExpertsConformance
+from moekit.testing import ExpertsConformance, GradientConformance
 
 
 class TestCutlass(ExpertsConformance):
@@ -9,3 +9,7 @@ class TestCutlass(ExpertsConformance):
 
 class TestCutlassBatched(ExpertsConformance):
     backend = "cutlass_batched"
+
+
+class TestCutlassGradients(GradientConformance):
+    backend = "cutlass"

@@ -8,7 +8,7 @@ import cutlass_standins
 import pytest
 import torch
 from moekit_cutlass import w4a8
-from moekit_cutlass.providers import Quack, QuackPlan, Tile, _quack_config, bands
+from moekit_cutlass.providers import Quack, QuackPlan, Tile, bands, quack_config
 
 import moekit
 from moekit.errors import WeightsError
@@ -129,7 +129,7 @@ def test_quack_is_told_of_a_tile(monkeypatch):
     monkeypatch.setitem(sys.modules, "quack.gemm_config", module)
     for dynamic in (False, True):
         tile = Tile(64, 256, False, (1, 2), 4, dynamic)
-        assert _quack_config.__wrapped__(tile) == {
+        assert quack_config.__wrapped__(tile) == {
             "tile_m": 64, "tile_n": 256, "pingpong": False, "cluster_m": 1, "cluster_n": 2,
             "max_swizzle_size": 4, "is_dynamic_persistent": dynamic, "device_capacity": 9,
         }  # fmt: skip

@@ -2,7 +2,8 @@
 
 Three libraries provide the grouped GEMMs. `moekit_cutlass.providers` chooses by scheme and size:
 
-    quack   quack-kernels (CuTe DSL): bf16, fp16; gather and activation fused into GEMM 1
+    quack   quack-kernels (CuTe DSL): bf16, fp16; gather and activation fused into GEMM 1; also
+            every product of a backward
     torch   the CUTLASS kernels inside torch: bf16, fp8
     vllm    `cutlass_moe_mm` and `cutlass_w4a8_moe_mm` of vLLM's library, loaded alone: fp8, and
             int4 weights x fp8
@@ -13,7 +14,7 @@ folder of an unpacked `vllm` package; without it an installed vllm is used.
 
 from moekit.plugin import ACTIVATIONS, ActivationFormat, ExpertsSpec, MoEProblem, hookimpl
 
-from .library import W4A8, missing, providers_for
+from .library import FUSED, W4A8, missing, providers_for
 
 _SCHEMES = ("none", "fp8_tensor", "fp8_tensor_static", "fp8_channel_token")
 
@@ -23,7 +24,25 @@ def _check(problem: MoEProblem) -> list[str]:
     if scheme not in (*_SCHEMES, W4A8) or dtype not in ("bfloat16", "float16"):
         return []  # the spec says so
     usable, why_not = providers_for(problem)
-    return [] if usable else [f"no library for {scheme} in {dtype}: {'; '.join(why_not)}"]
+    if not usable:
+        return [f"no library for {scheme} in {dtype}: {'; '.join(why_not)}"]
+    return _check_training(problem, usable, why_not) if problem.training else []
+
+
+def _check_training(problem: MoEProblem, usable: list[str], why_not: list[str]) -> list[str]:
+    activation, reasons = problem.activation, []
+    if problem.quant.name != "none":
+        reasons.append(f"its backward takes unquantized experts, not {problem.quant.name}")
+    elif "quack" not in usable:
+        reasons.append(f"only quack has a backward: {'; '.join(why_not)}")
+    if activation.name not in FUSED:
+        kinds = ", ".join(sorted(FUSED))
+        reasons.append(f"quack has a backward of {kinds}, not of {activation.name}")
+    elif activation.limit is not None:
+        reasons.append(f"quack's backward has no clamp (limit={activation.limit:g})")
+    if problem.has_bias:
+        reasons.append("quack's backward has no biases")
+    return reasons
 
 
 def _multiples(problem: MoEProblem) -> tuple[int, int]:
@@ -37,9 +56,11 @@ def _spec(name: str, target: str, format: ActivationFormat) -> ExpertsSpec:
     # Only quack has fp16 without quantization, and only vLLM has int4.
     dtypes = {"bfloat16"} if missing("quack") else {"bfloat16", "float16"}
     schemes = _SCHEMES if missing("vllm") else (*_SCHEMES, W4A8)
+    standard = format is ActivationFormat.STANDARD
     return ExpertsSpec(
         name=name,
         target=f"moekit_cutlass.experts:{target}",
+        training="moekit_cutlass.training:TrainableCutlass" if standard else None,
         format=format,
         activations=ACTIVATIONS,
         dtypes=frozenset(dtypes),
@@ -50,7 +71,7 @@ def _spec(name: str, target: str, format: ActivationFormat) -> ExpertsSpec:
         priority=5,
         check=_check,
         multiples=_multiples,
-        reduces=format is ActivationFormat.STANDARD,
+        reduces=standard,
         graph_safe=True,
         deterministic=True,
     )

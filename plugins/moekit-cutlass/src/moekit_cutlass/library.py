@@ -26,6 +26,17 @@ VLLM = VendorLibrary(
     file="_C_stable_libtorch.abi3.so",
 )
 
+# The activations that quack's epilogue computes as moekit defines them, with and without a gate.
+# Missing: gelu with a gate (quack's geglu is the tanh form), swigluoai, clamps and biases.
+FUSED = {
+    "silu": "swiglu",
+    "gelu_tanh": "geglu",
+    "silu_no_mul": "silu",
+    "gelu_no_mul": "gelu_erf",
+    "gelu_tanh_no_mul": "gelu_tanh_approx",
+    "relu2": "relu_sq",
+}
+
 # The libraries in order of preference, from each number of expected rows per expert on. H200,
 # benchmarks/results: vLLM's operator uses swap-AB for small calls, and torch's kernels are faster
 # from 512 rows per expert on; for bf16, quack is faster than torch from 128 rows on.

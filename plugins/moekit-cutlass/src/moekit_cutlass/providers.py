@@ -8,6 +8,7 @@ compiles everything that later calls need. torch's and vLLM's kernels come compi
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import threading
 from abc import ABC, abstractmethod
@@ -25,22 +26,11 @@ from moekit.plugin import MoEProblem
 
 from . import library
 from .kernels import Groups, problem_sizes
-from .library import VLLM, W4A8, providers_for
+from .library import FUSED, VLLM, W4A8, providers_for
 
 logger = logging.getLogger("moekit")
 
 T = TypeVar("T")
-
-# The activations that quack's epilogue computes as moekit defines them, with and without a gate.
-# Missing: gelu with a gate (quack's geglu is the tanh form), swigluoai, clamps and biases.
-FUSED = {
-    "silu": "swiglu",
-    "gelu_tanh": "geglu",
-    "silu_no_mul": "silu",
-    "gelu_no_mul": "gelu_erf",
-    "gelu_tanh_no_mul": "gelu_tanh_approx",
-    "relu2": "relu_sq",
-}
 
 
 @dataclass(frozen=True)
@@ -229,7 +219,7 @@ class Quack(Provider):
         fusable = activation.limit is None and not problem.has_bias
         self._activation = FUSED.get(activation.name) if fusable else None
         self.activates = self._activation is not None
-        self._gemm = _quack_gemm()
+        self._gemm = quack_entry("quack.gemm_interface", "gemm_act")
         if self.plan.first.dynamic or self.plan.second.dynamic:
             self.scratch = 2 * _LEAST_ALLOCATION  # the counters
 
@@ -250,40 +240,48 @@ class Quack(Provider):
     ) -> Tensor:  # fmt: skip
         assert out is not None
         halves = ("B",) if activation is not None and self.problem.activation.gated else None
-        key = (a.dtype, tile, activation, rows_S is None, halves)
         call = functools.partial(
             self._gemm,
             a, w_LNK.mT, activation=activation, store_preact=False, postact_out=out,
             cu_seqlens_m=groups.offsets_L1, A_idx=rows_S, tuned=False,
-            config=_quack_config(tile), concat_layout=halves,
+            config=quack_config(tile), concat_layout=halves,
         )  # fmt: skip
-        with nullcontext() if key in _compiled else _compiling:
-            if key not in _compiled:
-                logger.info("moekit-cutlass: compiling quack for %s %s", activation, tile)
-            call()
-            _compiled.add(key)
+        run_compiled((a.dtype, tile, activation, rows_S is None, halves), call)
         return out
 
 
 _compiled: set[object] = set()
 _compiling = threading.Lock()  # one thread at a time compiles a kernel at its first use
+
+
+def run_compiled(key: tuple[object, ...], call: Callable[[], T]) -> T:
+    """Call one of quack's entry points. ``key`` names the kernel that it compiles if need be."""
+    with nullcontext() if key in _compiled else _compiling:
+        if key not in _compiled:
+            logger.info("moekit-cutlass: compiling quack for %s", " ".join(map(str, key)))
+        result = call()
+        _compiled.add(key)
+    return result
+
+
 _LEAST_ALLOCATION = 512  # the granularity of torch's allocator, in bytes
 
 
 @functools.cache
-def _quack_gemm() -> Any:
+def quack_entry(module: str, name: str) -> Callable[..., Any]:
+    """Return a function of quack, or raise BackendBroken."""
     try:
-        from quack.gemm_interface import gemm_act
+        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
     except Exception as error:  # CuTe DSL fails in many ways if its parts do not match
         raise BackendBroken(
             f"quack does not import: {type(error).__name__}: {error}; "
             "pip install 'moekit-cutlass[quack]', or set MOEKIT_CUTLASS_PROVIDER=torch"
         ) from error
-    return gemm_act
+    return found
 
 
 @functools.cache
-def _quack_config(tile: Tile) -> Any:
+def quack_config(tile: Tile) -> Any:
     """Return one object per tile, as quack caches by identity."""
     from quack.gemm_config import GemmConfig
 
