@@ -84,10 +84,8 @@ def recorded(*, capability: tuple[int, int]) -> Iterator[list[Launch]]:
     that was recorded launches nothing in this process any more.
     """
     found: list[Launch] = []
-    compile_only, target = (
-        JITFunction.run,
-        GPUTarget("cuda", 10 * capability[0] + capability[1], 32),
-    )
+    compile_only, (major, minor) = JITFunction.run, capability
+    target = GPUTarget("cuda", 10 * major + minor, 32)
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **named: Any) -> _Nothing:
         made: Any
