@@ -1,10 +1,10 @@
 """Compile a call's Triton and Gluon kernels for a GPU that need not be here.
 
-A process that does not interpret records what would be launched, and compiles it:
+A process that does not interpret compiles what would be launched:
 
     with recorded(capability=(9, 0)) as launches:
         experts.apply(...)  # tensors of the CPU: nothing runs, and outputs keep what they hold
-    print(launches[0].compile((9, 0)).stack)
+    print(launches[0].compiled().stack)
 
 Needs a triton wheel with the NVIDIA backend, as PyPI's.
 """
@@ -15,9 +15,8 @@ import contextlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,16 +25,7 @@ from unittest import mock
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.jit import JITFunction
-
-_TYPES = {
-    torch.bool: "i1", torch.int8: "i8", torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32",
-    torch.int64: "i64", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32",
-    torch.float8_e4m3fn: "fp8e4nv",
-}  # fmt: skip
-_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl", "maxnreg")
 
 
 @dataclass(frozen=True)
@@ -52,83 +42,20 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel, and what Triton specializes it on: the types of its parameters, the values of
-    constants, which parameters are multiples of 16, and options. A path is a parameter's index, and
-    a member's index if the parameter is a tuple."""
+    """A kernel, its constants and options as text, and what Triton made of it or raised."""
 
     kernel: Any
-    signature: Mapping[str, Any]
-    constants: Mapping[tuple[int, ...], Any]
-    aligned: tuple[tuple[int, ...], ...]
-    options: Mapping[str, Any]
+    name: str
+    made: Any
 
-    @classmethod
-    def of(cls, kernel: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Launch:
-        """Specialize ``kernel(*args, **named)`` as Triton does."""
-        given = dict(zip(kernel.arg_names, args, strict=False)) | dict(named)
-        options = {name: given.pop(name) for name in _OPTIONS if name in given}
-        signature, constants = dict[str, Any](), dict[tuple[int, ...], Any]()
-        aligned: list[tuple[int, ...]] = []
-
-        def kind(value: Any, path: tuple[int, ...], special: bool) -> Any:
-            if isinstance(value, tuple):  # Triton specializes the members
-                found = [kind(each, (*path, i), True) for i, each in enumerate(value)]
-                return type(value)(*found) if hasattr(value, "_fields") else tuple(found)
-            fixed = value is None or value is True or value is False
-            if fixed or special and isinstance(value, int) and value == 1:
-                constants[path] = value
-                return "constexpr"
-            multiple = isinstance(value, torch.Tensor) and value.data_ptr() % 16 == 0
-            if special and (multiple or isinstance(value, int) and value % 16 == 0):
-                aligned.append(path)
-            return _type(value)
-
-        for index, parameter in enumerate(kernel.params):
-            name = parameter.name
-            value = given[name] if name in given else parameter.default
-            if parameter.is_constexpr:
-                signature[name], constants[index,] = "constexpr", value
-            else:
-                signature[name] = kind(value, (index,), not parameter.do_not_specialize)
-        return cls(kernel, signature, constants, tuple(aligned), options)
-
-    @cached_property
-    def name(self) -> str:
-        """The kernel and its constants: launches of equal names compile to the same code."""
-        names = self.kernel.arg_names
-        constants = {
-            ".".join([names[path[0]], *map(str, path[1:])]): value
-            for path, value in self.constants.items() if value is not None
-        }  # fmt: skip
-        types = " ".join(str(kind) for kind in self.signature.values() if kind != "constexpr")
-        words = ", ".join(f"{n}={v}" for n, v in {**constants, **self.options}.items())
-        return f"{self.kernel.__name__}({words}) {types} {self.aligned}"
-
-    def compile(self, capability: tuple[int, int]) -> Compiled:
-        """Compile for a compute capability. Raises what Triton or ptxas raises."""
-        source = (GluonASTSource if isinstance(self.kernel, GluonJITFunction) else ASTSource)(
-            self.kernel,
-            dict(self.signature),
-            dict(self.constants),
-            {path: [["tt.divisibility", 16]] for path in self.aligned},
-        )
-        target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
-        made = triton.compile(source, target=target, options=dict(self.options))
-        said = _resources(made.asm["cubin"])
+    def compiled(self) -> Compiled:
+        """Return what was compiled. Raises what Triton or ptxas raised."""
+        if isinstance(self.made, Exception):
+            raise self.made
+        asm, said = self.made.asm, _resources(self.made.asm["cubin"])
         found = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", said)}
-        text = made.asm["ttgir"], made.asm["ptx"]
-        return Compiled(found["REG"], found["STACK"], made.metadata.shared, *text)
-
-
-def _type(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"*{_TYPES[value.dtype]}"
-    if isinstance(value, int):
-        return "i32" if -(2**31) <= value < 2**31 else "i64"
-    if isinstance(value, float):
-        return "fp32"
-    layout = f",{value.layout!r}" if hasattr(value, "layout") else ""  # Gluon's descriptors
-    return f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}{layout}>"
+        sizes = found["REG"], found["STACK"], self.made.metadata.shared
+        return Compiled(*sizes, asm["ttgir"], asm["ptx"])
 
 
 def _resources(cubin: bytes) -> str:
@@ -150,23 +77,36 @@ class _Nothing:
 
 
 @contextlib.contextmanager
-def recorded(*, capability: tuple[int, int], sms: int = 132) -> Iterator[list[Launch]]:
-    """Record launches instead of running them, as on a GPU of that compute capability.
+def recorded(*, capability: tuple[int, int]) -> Iterator[list[Launch]]:
+    """Compile launches instead of running them, as on a GPU of that compute capability.
 
     A launch that compiles to the same code as an earlier one is not recorded again. A `Launcher`
     that was recorded launches nothing in this process any more.
     """
     found: list[Launch] = []
-    names: set[str] = set()
+    compile_only, (major, minor) = JITFunction.run, capability
+    target = GPUTarget("cuda", 10 * major + minor, 32)
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **named: Any) -> _Nothing:
-        launch = Launch.of(kernel, args, named)
-        if launch.name not in names:
-            names.add(launch.name)
-            found.append(launch)
+        made: Any
+        try:
+            made = compile_only(kernel, *args, grid=grid, warmup=True, **named)
+        except Exception as error:
+            made = error
+        if all(made is not launch.made for launch in found):
+            types = " ".join(str(each.dtype)[6:] for each in args if isinstance(each, torch.Tensor))
+            words = ", ".join(f"{name}={value}" for name, value in named.items())
+            found.append(Launch(kernel, f"{kernel.__name__}({words}) {types}", made))
         return _Nothing()
 
-    device = SimpleNamespace(multi_processor_count=sms, name="")
+    triton.runtime.driver.set_active(
+        SimpleNamespace(
+            get_current_device=lambda: 0,
+            get_current_stream=lambda _: 0,
+            get_current_target=lambda: target,
+        )
+    )
+    device = SimpleNamespace(multi_processor_count=132, name="")
     with (
         mock.patch.object(JITFunction, "run", run),
         mock.patch.multiple(

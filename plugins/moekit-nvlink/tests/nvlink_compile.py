@@ -109,7 +109,7 @@ def main() -> int:
         for layer in _QUICK if "--quick" in sys.argv else LAYERS:
             layer.launch()
             for launch in launches[seen:]:
-                made = launch.compile(_CAPABILITY)
+                made = launch.compiled()
                 wrong = made.stack > _STACK_LIMIT or made.shared > _SHARED[_CAPABILITY]
                 # Its bits must equal the experts' sum.
                 wrong |= launch.kernel.__name__ == "reduce_rows" and "fma.rn.f32" in made.ptx

@@ -175,7 +175,7 @@ def main() -> int:
             train(p, _SMALL_TILES if args.quick else training.choose_tiles(p, 4096))
     for launch in launches:
         try:
-            made = launch.compile(capability)
+            made = launch.compiled()
         except Exception as error:
             bad += 1
             print(f"WRONG  {launch.name}: {type(error).__name__}: {error}", flush=True)
