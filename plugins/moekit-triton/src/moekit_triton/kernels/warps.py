@@ -58,6 +58,7 @@ _DTYPES: dict[torch.dtype, Any] = {
     torch.bfloat16: gl.bfloat16,
     torch.float16: gl.float16,
     torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float32: gl.float32,
 }
 
 
