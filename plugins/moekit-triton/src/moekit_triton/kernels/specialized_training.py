@@ -10,11 +10,13 @@ with the expert's rows, and are not stored. In outer products they are set to ze
 the partial step comes first, so that it delays no step behind it.
 
 Two epilogues read memory: the product for q ("pull") reads h, and an outer product that adds reads
-the sums so far. Both come through the ring, by chunks of 64 columns, as steps that follow the
-product's: so they are there when the product ends. Results replace them in the same stage.
+the sums so far. Both come through the ring in chunks of 64 columns, as further steps of the tile,
+so they are loaded before the product ends. Results replace them in the same stage.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -28,7 +30,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .tiles import SpecializedTile
 from .training_gemm import CompactRows, Epilogue
@@ -59,8 +60,8 @@ STEP = gl.constexpr(64)  # of K, or of rows in outer products
 _CHUNK = gl.constexpr(64)  # columns of an epilogue that reads memory
 _CHUNKS = gl.constexpr(4)
 _LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of a chunk
-_ENDED = gl.constexpr(1 << 22)  # checks that a program without tiles counts as
-
+_ENDED = gl.constexpr(1 << 22)  # checks that a program counts when it ends
+_NEVER = 1 << 30  # steps
 _STORE = Epilogue()
 
 
@@ -78,27 +79,25 @@ def specialized_rows(
 
     All tensors are contiguous, except that ``w_LKN`` may have its matrices transposed. N and K are
     multiples of 128. Other kinds than "pull" need ``out``; "pull" needs ``dh`` and weights.
-    ``drift``: after that many steps of 64, a program waits for others that are behind, so that
-    they read the same rows and weights while L2 holds them; 0: never.
+    ``drift``: every so many steps, programs that are ahead wait for the others, so that they read
+    the same rows and weights while L2 holds them. 0: never.
     """
     kind, e = epilogue.kind, epilogue
-    across = w_LKN.stride(2) != 1
-    w = w_LKN.mT if across else w_LKN
+    w = w_LKN.mT if (across := w_LKN.stride(2) != 1) else w_LKN
     k, columns = w_LKN.shape[1:]
-    n = columns // 2 if kind == "activation" else columns
+    n, width = (columns // 2, COLUMNS // 2) if kind == "activation" else (columns, COLUMNS)
     assert rows.block_m == BLOCK_M and n % 128 == 0 and k % 128 == 0 and a_SK.shape[1] == k
     assert a_SK.is_contiguous() and w.is_contiguous() and e.bias is None
-    width = COLUMNS // 2 if kind == "activation" else COLUMNS
-    wide = 64 if kind == "pull" else 128
+    pull = kind == "pull"
+    loaded, stored = (e.h, e.dh) if pull else (None, e.h)
+    wide = 64 if pull else 128
     _launch(
-        (min(rows.most_blocks * triton.cdiv(n, width), num_sms),),
-        descriptor(a_SK, 64, 64),
+        (min(rows.most_blocks * triton.cdiv(n, width), num_sms),), descriptor(a_SK, 64, 64),
         descriptor(w.view(-1, w.shape[2]), width if across else 64, 64 if across else COLUMNS),
-        None if out is None else descriptor(out, 64, wide),
-        *_halves(e.h, wide), *_halves(e.dh, wide), out, e.dh if kind == "pull" else e.h,
-        rows.order_S, e.weights, e.partials, rows.blocks, rows.ends_L, _counters(a_SK),
-        0, n, k, rows.most_blocks, tile.group_m,
-        KIND=kind, ACROSS=across, ADD=False, DRIFT=drift, num_warps=4,
+        *_halves(loaded, wide), None if out is None else descriptor(out, 64, wide),
+        *_halves(stored, wide), out, stored, rows.order_S, e.weights, e.partials, rows.blocks,
+        rows.ends_L, _counters(a_SK), 0, n, k, rows.most_blocks, tile.group_m, drift or _NEVER,
+        KIND=kind, num_warps=4,
     )  # fmt: skip
 
 
@@ -119,84 +118,76 @@ def specialized_outer(
     experts, m, n = out_LMN.shape
     assert m % 128 == 0 and n % 128 == 0 and a_SM.shape[1] == m and b_SN.shape[1] == n
     assert a_SM.is_contiguous() and b_SN.is_contiguous() and out_LMN.is_contiguous()
-    wide = 64 if add or out_LMN.dtype.itemsize == 4 else 128
+    out = descriptor(out_LMN.view(-1, n), 64, 64 if add or out_LMN.dtype.itemsize == 4 else 128)
     _launch(
         (min(experts * (m // BLOCK_M) * triton.cdiv(n, COLUMNS), num_sms),),
-        descriptor(a_SM, 64, 64), descriptor(b_SN, 64, COLUMNS),
-        descriptor(out_LMN.view(experts * m, n), 64, wide), *[None] * 10, rows.ends_L,
-        _counters(a_SM), m, n, 0, experts, tile.group_m,
-        KIND="outer", ACROSS=False, ADD=add, DRIFT=drift, num_warps=4,
+        descriptor(a_SM, 64, 64), descriptor(b_SN, 64, COLUMNS), out if add else None, None, out,
+        *[None] * 8, rows.ends_L, _counters(a_SM), m, n, 0, experts, tile.group_m,
+        drift or _NEVER, KIND="add" if add else "outer", num_warps=4,
     )  # fmt: skip
 
 
 def _counters(like: torch.Tensor) -> torch.Tensor:
-    """Return the counter of tiles and the counter of checks, which are zero."""
+    """Return two zeros: the counters of tiles and of checks."""
     return torch.zeros(2, dtype=torch.int32, device=like.device)
 
 
-def _halves(pairs_SW: torch.Tensor | None, columns: int) -> list[TensorDescriptor | None]:
+def _halves(pairs_SW: torch.Tensor | None, columns: int) -> list[Any]:
     """Return descriptors of the gate's columns and of up's."""
-    if pairs_SW is None:
-        return [None, None]
-    return [descriptor(half, 64, columns) for half in pairs_SW.chunk(2, dim=1)]
+    halves = (None, None) if pairs_SW is None else pairs_SW.chunk(2, dim=1)
+    return [None if half is None else descriptor(half, 64, columns) for half in halves]
 
 
 # -- consumer warp groups -----------------------------------------------------------------------
 
 
 @gluon.jit
-def _operands(WHICH: gl.constexpr, memory, slot, KIND: gl.constexpr, ACROSS: gl.constexpr):
-    """Return both operands of a consumer group in a stage: a (ROWS, STEP), b (STEP, WIDE)."""
-    a_s, b_s, buffers = memory
-    a = a_s.index(2 * slot + WHICH)
-    b = b_s.index(slot)
-    if KIND == "outer":
+def _product(WHICH: gl.constexpr, memory, slot, acc, OUTER: gl.constexpr):
+    """Start to add the product of a stage, of a group's rows, to acc."""
+    a, b = memory[0].index(2 * slot + WHICH), memory[1].index(slot)
+    if OUTER:
         a = a.permute((1, 0))
-    if ACROSS:
+    if b.shape[0] == WIDE:
         b = b.permute((1, 0))
-    return a, b
+    return warpgroup_mma(a, b, acc, is_async=True)
 
 
 @gluon.jit
 def _multiply(
-    WHICH: gl.constexpr, memory, barriers, slot, phase, steps, partial, KIND: gl.constexpr,
-    ACROSS: gl.constexpr,
+    WHICH: gl.constexpr, memory, barriers, slot, phase, steps, partial, OUTER: gl.constexpr
 ):  # fmt: skip
     """Return a @ b (ROWS, WIDE) over all steps, a consumer group's half of a tile. Of the first
     step, ``partial`` rows exist if that is not 0; negative: none."""
     full, empty = barriers
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
     acc = gl.zeros([ROWS, WIDE], gl.float32, layout)
-    if KIND == "outer":
+    if OUTER:
         if partial != 0:
             mbarrier.wait(full.index(slot), phase)
             _clear_rows(memory[0], 2 * slot + WHICH, 1, partial)
             _clear_rows(memory[1], slot, WIDE // 64, partial)
             fence_async_shared()
-            a, b = _operands(WHICH, memory, slot, KIND, ACROSS)
-            acc = warpgroup_mma(a, b, acc, is_async=True)
+            acc = _product(WHICH, memory, slot, acc, OUTER)
             acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(empty.index(slot), count=1)
             slot, phase = next_slot(slot, phase)
+            _release_before(barriers, slot, True)
             steps -= 1
     for step in range(steps):
         mbarrier.wait(full.index(slot), phase)
-        a, b = _operands(WHICH, memory, slot, KIND, ACROSS)
-        acc = warpgroup_mma(a, b, acc, is_async=True)
+        acc = _product(WHICH, memory, slot, acc, OUTER)
         acc = warpgroup_mma_wait(1, deps=(acc,))
-        # The previous product's stage has been read. (triton 3.6 does not carry a name that keeps
-        # its slot from one step to the next.)
-        mbarrier.arrive(_before(empty, slot), count=1, pred=step > 0)
+        _release_before(barriers, slot, step > 0)  # the previous product has read its stage
         slot, phase = next_slot(slot, phase)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(_before(empty, slot), count=1, pred=steps > 0)
+    _release_before(barriers, slot, steps > 0)
     return acc, slot, phase
 
 
 @gluon.jit
-def _before(empty, slot):
-    """Return the barrier of the stage before slot."""
-    return empty.index((slot + STAGES - 1) % STAGES)
+def _release_before(barriers, slot, pred):
+    """Release the stage before slot. (triton 3.6 does not carry a name that keeps a step's slot to
+    the next step.)"""
+    mbarrier.arrive(barriers[1].index((slot + STAGES - 1) % STAGES), count=1, pred=pred)
 
 
 @gluon.jit
@@ -210,50 +201,51 @@ def _clear_rows(memory, index, PANELS: gl.constexpr, rows):
     exists = gl.arange(0, STEP, gl.SliceLayout(1, layout))[:, None] < rows
     for panel in gl.static_range(PANELS):
         part = panels.index(index * PANELS + panel)
-        value = part.load(layout)
-        part.store(gl.where(exists, value, 0.0).to(memory.dtype))
+        part.store(gl.where(exists, part.load(layout), 0.0).to(memory.dtype))
 
 
 @gluon.jit
-def _consume(
-    WHICH: gl.constexpr, results, lists, N, K, memory, barriers, mail, KIND: gl.constexpr,
-    ACROSS: gl.constexpr, ADD: gl.constexpr,
-):  # fmt: skip
+def _consume(WHICH: gl.constexpr, results, N, K, memory, barriers, mail, KIND: gl.constexpr):
     """Compute half the rows of every tile, if any of them exists."""
-    out, first, second, dfirst, dsecond, out_ptr, h_ptr = results
+    OUTER: gl.constexpr = KIND == "outer" or KIND == "add"
+    out, gate_out, up_out, out_ptr, pair_ptr, order_ptr, weights_ptr, partials_ptr = results
     full, empty = barriers
+    buffers = memory[2]
     slot, phase, count = 0, 0, 0
     row, col, length = wait_message(mail, count)
     while length >= 0:
         row += WHICH * ROWS
-        if KIND == "outer":
-            rows = ROWS
-            steps = gl.maximum(gl.cdiv(length, STEP), 1)
+        rows, steps, partial = length - WHICH * ROWS, gl.cdiv(K, STEP), 0
+        if OUTER:
+            rows, steps = length * 0 + ROWS, gl.maximum(gl.cdiv(length, STEP), 1)
             partial = gl.where(length > 0, length % STEP, -1)
-        else:
-            rows = length - WHICH * ROWS
-            steps = gl.cdiv(K, STEP)
-            partial = 0
         if rows > 0:
             if KIND == "pull":
-                weight_R = _row_weights(lists, row, rows)
-            acc, slot, phase = _multiply(WHICH, memory, barriers, slot, phase, steps, partial, KIND,
-                                         ACROSS)  # fmt: skip
+                row_R = gl.arange(0, ROWS, gl.SliceLayout(1, _LAYOUT))
+                assignment_R = gl.load(order_ptr + row + row_R, mask=row_R < rows, other=0)
+                weight_R = gl.load(weights_ptr + assignment_R, mask=row_R < rows, other=0.0)
+            acc, slot, phase = _multiply(WHICH, memory, barriers, slot, phase, steps, partial,
+                                         OUTER)  # fmt: skip
             if KIND == "pull":
-                slot, phase = _pull(WHICH, acc, weight_R, results, lists, row, col, rows, N, memory,
+                slot, phase = _pull(WHICH, acc, weight_R, results, row, col, rows, N, memory,
                                     barriers, slot, phase)  # fmt: skip
-            elif ADD:
+            elif KIND == "add":
                 slot, phase = _add(WHICH, acc, out, row, col, memory, barriers, slot, phase)
+            elif KIND == "outer":
+                boxes = halves_of(acc) if out.block_shape[1] == WIDE // 2 else _chunks(acc)
+                for n in gl.static_range(len(boxes)):
+                    at = col + n * out.block_shape[1]
+                    store_tile(boxes[n], buffers, WHICH, out, row, at, 1)
             elif KIND == "activation":
                 gate, up = halves_of(acc)
-                _store(WHICH, gate, first, h_ptr, row, col, 2 * N, N, rows, memory)
+                _store(WHICH, gate, gate_out, pair_ptr, row, col, 2 * N, N, rows, buffers)
                 a = silu_mul(gate, up)
-                _store(WHICH, up, second, h_ptr + N, row, col, 2 * N, N, rows, memory)
-                _store(WHICH, a, out, out_ptr, row, col, N, N, rows, memory)
+                _store(WHICH, up, up_out, pair_ptr + N, row, col, 2 * N, N, rows, buffers)
+                _store(WHICH, a, out, out_ptr, row, col, N, N, rows, buffers)
             else:
                 left, right = halves_of(acc)
-                _store(WHICH, left, out, out_ptr, row, col, N, N, rows, memory)
-                _store(WHICH, right, out, out_ptr, row, col + WIDE // 2, N, N, rows, memory)
+                _store(WHICH, left, out, out_ptr, row, col, N, N, rows, buffers)
+                _store(WHICH, right, out, out_ptr, row, col + WIDE // 2, N, N, rows, buffers)
         else:  # release the stages unread
             for _ in range(steps + _CHUNKS if KIND == "pull" else steps):
                 mbarrier.wait(full.index(slot), phase)
@@ -265,22 +257,14 @@ def _consume(
 
 
 @gluon.jit
-def _store(WHICH: gl.constexpr, x, out, ptr, row, col, stride, N, rows, memory):
-    """Store x at (row, col) of the tensor at ptr, which ``out`` describes, in one or two boxes; of
-    fewer than ROWS rows, only columns below N."""
-    buffers = memory[2]
-    HALF: gl.constexpr = x.shape[1] // 2
+def _store(WHICH: gl.constexpr, x, out, ptr, row, col, stride, N, rows, buffers):
+    """Store x at (row, col) of the tensor at ptr, which ``out`` describes."""
     if rows >= ROWS:
-        if out.block_shape[1] > HALF:
-            store_tile(x, buffers, WHICH, out, row, col, 1)
-        else:
-            left, right = halves_of(x)
-            store_tile(left, buffers, WHICH, out, row, col, 1)
-            store_tile(right, buffers, WHICH, out, row, col + HALF, 1)
+        store_tile(x, buffers, WHICH, out, row, col, 1)
     else:  # half of x at a time, because registers do not hold more addresses
         left, right = halves_of(x)
         _store_rows(left, ptr, row, col, stride, N, rows)
-        _store_rows(right, ptr, row, col + HALF, stride, N, rows)
+        _store_rows(right, ptr, row, col + x.shape[1] // 2, stride, N, rows)
 
 
 @gluon.jit
@@ -293,35 +277,19 @@ def _store_rows(x, ptr, row, col, stride, N, rows):
 
 
 @gluon.jit
-def _row_weights(lists, row, rows):
-    """Return the router weights of ROWS rows, 0 for rows that do not exist."""
-    order_ptr, weights_ptr, partials_ptr = lists
-    row_R = gl.arange(0, ROWS, gl.SliceLayout(1, _LAYOUT))
-    assignment_R = gl.load(order_ptr + row + row_R, mask=row_R < rows, other=0)
-    return gl.load(weights_ptr + assignment_R, mask=row_R < rows, other=0.0)
-
-
-@gluon.jit
 def _chunks(acc):
-    """Return the columns of acc in four parts, as _LAYOUT; moves no register."""
+    """Return the columns of acc in four parts; moves no register."""
     left, right = halves_of(acc)
     return halves_of(left) + halves_of(right)
 
 
 @gluon.jit
 def _part(memory, tensor, slot, place):
-    """Return b's stage as parts of ROWS x _CHUNK of the tensor that ``tensor`` describes, and of
-    these the one at ``place``."""
+    """Return one of the parts of b's stage, each ROWS x _CHUNK of the tensor that ``tensor``
+    describes."""
     EACH: gl.constexpr = STEP * WIDE * 16 // (ROWS * _CHUNK * tensor.dtype.primitive_bitwidth)
     shape: gl.constexpr = [EACH * STAGES, ROWS, _CHUNK]
     return reinterpret(memory[1], tensor.dtype, shape, tensor.layout).index(EACH * slot + place)
-
-
-@gluon.jit
-def _release_stored(barriers, slot):
-    """Release the stage before slot, when the results in it have left."""
-    tma.store_wait(0)
-    mbarrier.arrive(_before(barriers[1], slot), count=1)
 
 
 @gluon.jit
@@ -333,32 +301,32 @@ def _add(WHICH: gl.constexpr, acc, out, row, col, memory, barriers, slot, phase)
         mbarrier.wait(barriers[0].index(slot), phase)
         added = gl.convert_layout(chunks[chunk], _LAYOUT, assert_trivial=True)
         total = part.load(_LAYOUT).to(gl.float32) + added
-        if chunk > 0:
-            _release_stored(barriers, slot)
+        tma.store_wait(0)
+        _release_before(barriers, slot, chunk > 0)
         part.store(total.to(out.dtype))
         fence_async_shared()
         async_store(out, [row, col + chunk * _CHUNK], part)
         slot, phase = next_slot(slot, phase)
-    _release_stored(barriers, slot)
+    tma.store_wait(0)
+    _release_before(barriers, slot, True)
     return slot, phase
 
 
 @gluon.jit
 def _pull(
-    WHICH: gl.constexpr, acc, weight_R, results, lists, row, col, rows, N, memory, barriers, slot,
-    phase,
+    WHICH: gl.constexpr, acc, weight_R, results, row, col, rows, N, memory, barriers, slot, phase
 ):  # fmt: skip
-    """Pull weights * q back through silu and the gate, where q is ``acc``; h is in the next stages:
-    the gate's chunk in place of a, up's in place of b."""
-    out, first, second, dfirst, dsecond, out_ptr, dh_ptr = results
-    partials_ptr = lists[2]
+    """Pull weights * q back through silu and the gate, where q is ``acc``; h is in the next stages,
+    in place of b. The activation leaves in place of a."""
+    out, dgate_out, dup_out, out_ptr, dh_ptr, order_ptr, weights_ptr, partials_ptr = results
     weight = gl.expand_dims(weight_R, 1)
     chunks = _chunks(acc)
     sum_R = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, _LAYOUT))
     for chunk in gl.static_range(_CHUNKS):
         at = col + chunk * _CHUNK
-        gate_s = memory[0].index(2 * slot + WHICH)
-        up_s = _part(memory, dfirst, slot, WHICH)
+        gate_s = _part(memory, dgate_out, slot, WHICH)
+        up_s = _part(memory, dgate_out, slot, 2 + WHICH)
+        pa_s = memory[0].index(2 * slot + WHICH)
         mbarrier.wait(barriers[0].index(slot), phase)
         gate = gate_s.load(_LAYOUT).to(gl.float32)
         up = up_s.load(_LAYOUT).to(gl.float32)
@@ -370,17 +338,16 @@ def _pull(
         dgate = pulled * up * (share + act * (1.0 - share))
         dup = pulled * act
         pa = weight * act * up
-        if chunk > 0:
-            _release_stored(barriers, slot)
+        tma.store_wait(0)
+        _release_before(barriers, slot, chunk > 0)
         if rows >= ROWS:
-            gate_s.store(dgate.to(dfirst.dtype))
-            up_s.store(dup.to(dfirst.dtype))
-            pa_s = _part(memory, dfirst, slot, 2 + WHICH)
+            gate_s.store(dgate.to(dgate_out.dtype))
+            up_s.store(dup.to(dgate_out.dtype))
             if out is not None:
-                pa_s.store(pa.to(dfirst.dtype))
+                pa_s.store(pa.to(dgate_out.dtype))
             fence_async_shared()
-            async_store(dfirst, [row, at], gate_s)
-            async_store(dsecond, [row, at], up_s)
+            async_store(dgate_out, [row, at], gate_s)
+            async_store(dup_out, [row, at], up_s)
             if out is not None:
                 async_store(out, [row, at], pa_s)
         else:
@@ -389,7 +356,8 @@ def _pull(
             if out is not None:
                 _store_rows(pa, out_ptr, row, at, N, N, rows)
         slot, phase = next_slot(slot, phase)
-    _release_stored(barriers, slot)
+    tma.store_wait(0)
+    _release_before(barriers, slot, True)
     if partials_ptr is not None:
         row_R = gl.arange(0, ROWS, gl.SliceLayout(1, _LAYOUT))
         ptrs = partials_ptr + (row + row_R).to(gl.int64) * gl.cdiv(N, WIDE) + col // WIDE
@@ -401,81 +369,77 @@ def _pull(
 
 
 @gluon.jit
-def _tile(tile, tiles, row_blocks, sizes, blocks, KIND: gl.constexpr, ACROSS: gl.constexpr):
-    """Return what the producer needs of a tile: its row, column and number of rows (outer: the
-    expert's), and where a and b begin. Past the last tile, return the last tile's.
-
-    a begins at its row, and b at row b_at (outer: both at row b_at, and a at column a_at).
-    """
+def _tile(tile, tiles, row_blocks, sizes, blocks, ACROSS: gl.constexpr, KIND: gl.constexpr):
+    """Return a tile's row, column and number of rows (outer: its expert's), and where a and b
+    begin: a at a row, b at a row. Outer: a at a column, both at a row. Past the last tile, return
+    the last tile's."""
+    OUTER: gl.constexpr = KIND == "outer" or KIND == "add"
     OUT: gl.constexpr = WIDE // 2 if KIND == "activation" else WIDE
     M, N, K, units, group_m = sizes
     blocks_ptr, ends_ptr, counter_ptr = blocks
     col_blocks = gl.cdiv(N, OUT)
-    row_blocks = gl.maximum(row_blocks, 1)
-    tile = gl.minimum(tile, gl.maximum(tiles, 1) - 1)
-    if KIND == "outer":
+    tile = gl.minimum(tile, tiles - 1)
+    if OUTER:
         expert = tile // (row_blocks * col_blocks)
-        block_m, col = position(tile % (row_blocks * col_blocks), row_blocks, col_blocks, group_m,
-                                WIDE)  # fmt: skip
+        tile = tile % (row_blocks * col_blocks)
+    block_m, col = position(tile, row_blocks, col_blocks, group_m, OUT)
+    if OUTER:
         b_at = gl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
         length = gl.load(ends_ptr + expert) - b_at
         a_at = block_m * 2 * ROWS
         row = expert * M + a_at
     else:
-        block_m, col = position(tile, row_blocks, col_blocks, group_m, OUT)
-        expert = gl.load(blocks_ptr + 1 + block_m, mask=tiles > 0, other=0)
-        row = gl.load(blocks_ptr + 1 + units + block_m, mask=tiles > 0, other=0)
+        expert = gl.load(blocks_ptr + 1 + block_m)
+        row = gl.load(blocks_ptr + 1 + units + block_m)
         length = gl.minimum(gl.load(ends_ptr + expert) - row, 2 * ROWS)
         a_at = row
         if KIND == "activation":
             b_at = expert * 2 * N + col
-        elif ACROSS:
-            b_at = expert * N + col
         else:
-            b_at = expert * K
+            b_at = expert * N + col if ACROSS else expert * K
     return row, col, length, a_at, b_at
 
 
 @gluon.jit
-def _load(
-    operands, results, sizes, blocks, memory, barriers, mail, KIND: gl.constexpr,
-    ACROSS: gl.constexpr, ADD: gl.constexpr, DRIFT: gl.constexpr,
-):  # fmt: skip
+def _load(operands, sizes, drift, blocks, memory, barriers, mail, KIND: gl.constexpr):
     """Load every tile's operands, and what its epilogue reads. Outer: an expert's last rows come
     first."""
+    OUTER: gl.constexpr = KIND == "outer" or KIND == "add"
     BYTES: gl.constexpr = (2 * ROWS + WIDE) * STEP * 2
-    a, b = operands
+    a, b, first, second = operands
+    ACROSS: gl.constexpr = b.block_shape[1] == STEP
     M, N, K, units, group_m = sizes
-    blocks_ptr, ends_ptr, counter_ptr = blocks
+    counter_ptr = blocks[2]
     a_s, b_s, buffers = memory
     full, empty = barriers
-    if KIND == "outer":
-        row_blocks = M // (2 * ROWS)
-        tiles = units * row_blocks * gl.cdiv(N, WIDE)
-    else:
-        row_blocks = gl.load(blocks_ptr)
-        tiles = row_blocks * gl.cdiv(N, WIDE // 2 if KIND == "activation" else WIDE)
-        steps = gl.cdiv(K, STEP)
+    row_blocks = M // (2 * ROWS) if OUTER else gl.load(blocks[0])
+    tiles = row_blocks * gl.cdiv(N, WIDE // 2 if KIND == "activation" else WIDE)
+    if OUTER:
+        tiles *= units
+    if first is not None:
+        BOX: gl.constexpr = ROWS * _CHUNK * first.dtype.primitive_bitwidth // 8
+        READ: gl.constexpr = 2 * BOX if second is None else 4 * BOX
     slot, phase, count, checks, patience = 0, 1, 0, 0, 64
     tile = gl.program_id(0)
-    row, col, length, a_at, b_at = _tile(tile, tiles, row_blocks, sizes, blocks, KIND, ACROSS)
+    if tile < tiles:
+        row, col, length, a_at, b_at = _tile(tile, tiles, row_blocks, sizes, blocks, ACROSS, KIND)
+    else:
+        row, col, length, a_at, b_at = tile, tile, tile, tile, tile
     while tile < tiles:
         commit_message(mail, count, (row, col, length))
         count += 1
-        if KIND == "outer":
-            steps = gl.maximum(gl.cdiv(length, STEP), 1)
+        steps = gl.maximum(gl.cdiv(length, STEP), 1) if OUTER else gl.cdiv(K, STEP)
         look_ahead = gl.minimum(steps, STAGES) - 1
         following = renamed((tile, row, col, length, a_at, b_at))
         for step in range(steps):
-            if DRIFT > 0:
-                if step % DRIFT == DRIFT - 1:
-                    patience = _wait_for_others(counter_ptr + 1, checks, patience)
-                    checks += 1
+            if step % drift == drift - 1:
+                patience = _wait_for_others(counter_ptr + 1, checks, patience)
+                checks += 1
             mbarrier.wait(empty.index(slot), phase)
             bar = full.index(slot)
             mbarrier.expect(bar, BYTES)
             k = step * STEP
-            if KIND == "outer":
+            if OUTER:
                 k = b_at + (step + steps - 1) % steps * STEP
                 async_load(a, [k, a_at], bar, a_s.index(2 * slot))
                 async_load(a, [k, a_at + ROWS], bar, a_s.index(2 * slot + 1))
@@ -487,90 +451,75 @@ def _load(
                     w_s = reinterpret(b_s, b.dtype, [2 * STAGES, WIDE // 2, STEP], b.layout)
                     async_load(b, [b_at, k], bar, w_s.index(2 * slot))
                     async_load(b, [b_at + N, k], bar, w_s.index(2 * slot + 1))
-                elif ACROSS:
-                    async_load(b, [b_at, k], bar, b_s.index(slot))
                 else:
-                    async_load(b, [b_at + k, col], bar, b_s.index(slot))
+                    at = [b_at, k] if ACROSS else [b_at + k, col]
+                    async_load(b, at, bar, b_s.index(slot))
             slot, phase = next_slot(slot, phase)
             if step == look_ahead:
                 next_tile = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
-                following = (next_tile,) + _tile(next_tile, tiles, row_blocks, sizes, blocks, KIND,
-                                                 ACROSS)  # fmt: skip
-        if ADD or KIND == "pull":
+                following = (next_tile,) + _tile(next_tile, tiles, row_blocks, sizes, blocks,
+                                                 ACROSS, KIND)  # fmt: skip
+        if first is not None:
             for chunk in gl.static_range(_CHUNKS):
                 mbarrier.wait(empty.index(slot), phase)
-                _load_chunk(results, row, col + chunk * _CHUNK, memory, full.index(slot), slot, ADD)
+                bar = full.index(slot)
+                mbarrier.expect(bar, READ)
+                for which in gl.static_range(2):
+                    at = [row + which * ROWS, col + chunk * _CHUNK]
+                    async_load(first, at, bar, _part(memory, first, slot, which))
+                    if second is not None:
+                        async_load(second, at, bar, _part(memory, first, slot, 2 + which))
                 slot, phase = next_slot(slot, phase)
         tile, row, col, length, a_at, b_at = renamed(following)
-    if DRIFT > 0:
-        gl.atomic_add(counter_ptr + 1, _ENDED, sem="relaxed")
+    gl.atomic_add(counter_ptr + 1, _ENDED, sem="relaxed")
     commit_message(mail, count, (0, 0, -1))
 
 
 @gluon.jit
-def _load_chunk(results, row, col, memory, bar, slot, ADD: gl.constexpr):
-    """Load a chunk of what the epilogue reads, for both consumer groups."""
-    if ADD:
-        out = results[0]
-        mbarrier.expect(bar, 2 * ROWS * _CHUNK * out.dtype.primitive_bitwidth // 8)
-        for which in gl.static_range(2):
-            part = _part(memory, out, slot, which)
-            async_load(out, [row + which * ROWS, col], bar, part)
-    else:
-        first, second = results[1], results[2]
-        mbarrier.expect(bar, 4 * ROWS * _CHUNK * 2)
-        for which in gl.static_range(2):
-            at = [row + which * ROWS, col]
-            async_load(first, at, bar, memory[0].index(2 * slot + which))
-            async_load(second, at, bar, _part(memory, second, slot, which))
-
-
-@gluon.jit
 def _wait_for_others(counter_ptr, checks, patience):
-    """Count a check of this program, and wait while it has made more than one more than programs
-    have on average. Return the polls that the next check may take: 0 after one in vain, because a
-    program may not have started."""
+    """Count a check of this program, and wait while it is more than one check ahead of the average.
+    Return how often the next check may ask: never after one in vain, because a program may not have
+    started."""
     made = gl.atomic_add(counter_ptr, 1, sem="relaxed")
-    polls = 0
-    while (checks - 1) * gl.num_programs(0) > made and polls < patience:
+    asked = 0
+    while (checks - 1) * gl.num_programs(0) > made and asked < patience:
         made = gl.atomic_add(counter_ptr, 0, sem="relaxed")
-        polls += 1
-    return gl.where(polls < patience, patience, 0)
+        asked += 1
+    return gl.where(asked < patience, patience, 0)
 
 
 # -- the kernel ---------------------------------------------------------------------------------
 
 
-@gluon.jit(do_not_specialize=["units", "group_m"])
+@gluon.jit(do_not_specialize=["units", "group_m", "drift"])
 def _products(
-    a, b, out, first, second, dfirst, dsecond, out_ptr, h_ptr, order_ptr, weights_ptr, partials_ptr,
-    blocks_ptr, ends_ptr, counter_ptr, M, N, K, units, group_m, KIND: gl.constexpr,
-    ACROSS: gl.constexpr, ADD: gl.constexpr, DRIFT: gl.constexpr, PDL: gl.constexpr,
+    a, b, first, second, out, gate_out, up_out, out_ptr, pair_ptr, order_ptr, weights_ptr,
+    partials_ptr, blocks_ptr, ends_ptr, counter_ptr, M, N, K, units, group_m, drift,
+    KIND: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """``units``: the capacity of blocks; outer: experts. M is of outer products, K of others."""
+    """``units``: the capacity of blocks; outer: experts. M is of outer products, K of others.
+    ``first`` and ``second`` are loaded for epilogues, ``gate_out`` and ``up_out`` stored."""
     if PDL:
         wait_then_launch_dependents()
-    TALL: gl.constexpr = WIDE if ACROSS else STEP
+    TALL: gl.constexpr = WIDE if b.block_shape[1] == STEP else STEP
     a_s = gl.allocate_shared_memory(a.dtype, [2 * STAGES, ROWS, STEP], a.layout)
     b_s = gl.allocate_shared_memory(b.dtype, [STAGES, TALL, STEP * WIDE // TALL], b.layout)
-    if ADD or KIND == "pull":
-        buffers = a_s  # not used
-    else:
+    if first is None:
         buffers = gl.allocate_shared_memory(out.dtype, [2, ROWS, out.block_shape[1]], out.layout)
+    else:
+        buffers = a_s  # not used
     barriers = ring_barriers(1)
     mail = messages(3)
     fence_async_shared()
     memory = (a_s, b_s, buffers)
-    results = (out, first, second, dfirst, dsecond, out_ptr, h_ptr)
-    lists = (order_ptr, weights_ptr, partials_ptr)
-    sizes = (M, N, K, units, group_m)
+    results = (out, gate_out, up_out, out_ptr, pair_ptr, order_ptr, weights_ptr, partials_ptr)
+    operands, sizes = (a, b, first, second), (M, N, K, units, group_m)
     blocks = (blocks_ptr, ends_ptr, counter_ptr)
     gl.warp_specialize(
         [
-            (_consume, (0, results, lists, N, K, memory, barriers, mail, KIND, ACROSS, ADD)),
-            (_consume, (1, results, lists, N, K, memory, barriers, mail, KIND, ACROSS, ADD)),
-            (_load, ((a, b), results, sizes, blocks, memory, barriers, mail, KIND, ACROSS, ADD,
-                     DRIFT)),
+            (_consume, (0, results, N, K, memory, barriers, mail, KIND)),
+            (_consume, (1, results, N, K, memory, barriers, mail, KIND)),
+            (_load, (operands, sizes, drift, blocks, memory, barriers, mail, KIND)),
         ],
         [4, 1],  # warps of the second and third partition
         [232, 40],  # registers per thread: with the first's 3 * 168 of the launch
