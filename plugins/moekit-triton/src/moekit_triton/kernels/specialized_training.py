@@ -27,7 +27,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -45,15 +44,19 @@ from .warps import (
     descriptor,
     halves_of,
     messages,
+    multiply,
     next_slot,
     position,
     reinterpret,
+    release_before,
     renamed,
     ring_barriers,
     sigmoid,
     silu_mul,
+    start_product,
     store_tile,
     wait_message,
+    zeros,
 )
 
 STEP = gl.constexpr(64)  # of K, or of rows in outer products
@@ -142,52 +145,18 @@ def _halves(pairs_SW: torch.Tensor | None, columns: int) -> list[Any]:
 
 
 @gluon.jit
-def _product(WHICH: gl.constexpr, memory, slot, acc, OUTER: gl.constexpr):
-    """Start to add the product of a stage, of a group's rows, to acc."""
-    a, b = memory[0].index(2 * slot + WHICH), memory[1].index(slot)
-    if OUTER:
-        a = a.permute((1, 0))
-    if b.shape[0] == WIDE:
-        b = b.permute((1, 0))
-    return warpgroup_mma(a, b, acc, is_async=True)
-
-
-@gluon.jit
-def _multiply(
-    WHICH: gl.constexpr, memory, barriers, slot, phase, steps, partial, OUTER: gl.constexpr
-):  # fmt: skip
-    """Return a @ b (ROWS, WIDE) over all steps, a consumer group's half of a tile. Of the first
-    step, ``partial`` rows exist if that is not 0; negative: none."""
-    full, empty = barriers
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
-    acc = gl.zeros([ROWS, WIDE], gl.float32, layout)
-    if OUTER:
-        if partial != 0:
-            mbarrier.wait(full.index(slot), phase)
-            _clear_rows(memory[0], 2 * slot + WHICH, 1, partial)
-            _clear_rows(memory[1], slot, WIDE // 64, partial)
-            fence_async_shared()
-            acc = _product(WHICH, memory, slot, acc, OUTER)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            slot, phase = next_slot(slot, phase)
-            _release_before(barriers, slot, True)
-            steps -= 1
-    for step in range(steps):
-        mbarrier.wait(full.index(slot), phase)
-        acc = _product(WHICH, memory, slot, acc, OUTER)
-        acc = warpgroup_mma_wait(1, deps=(acc,))
-        _release_before(barriers, slot, step > 0)  # the previous product has read its stage
-        slot, phase = next_slot(slot, phase)
+def _multiply_partial(WHICH: gl.constexpr, memory, barriers, slot, phase, rows):
+    """Return a' @ b of a stage, of which ``rows`` rows exist, or none if that is negative. Release
+    the stage."""
+    mbarrier.wait(barriers[0].index(slot), phase)
+    _clear_rows(memory[0], 2 * slot + WHICH, 1, rows)
+    _clear_rows(memory[1], slot, WIDE // 64, rows)
+    fence_async_shared()
+    acc = start_product(WHICH, memory, slot, zeros(), True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    _release_before(barriers, slot, steps > 0)
+    slot, phase = next_slot(slot, phase)
+    release_before(barriers, slot, True)
     return acc, slot, phase
-
-
-@gluon.jit
-def _release_before(barriers, slot, pred):
-    """Release the stage before slot. (triton 3.6 does not carry a name that keeps a step's slot to
-    the next step.)"""
-    mbarrier.arrive(barriers[1].index((slot + STAGES - 1) % STAGES), count=1, pred=pred)
 
 
 @gluon.jit
@@ -224,8 +193,13 @@ def _consume(WHICH: gl.constexpr, results, N, K, memory, barriers, mail, KIND: g
                 row_R = gl.arange(0, ROWS, gl.SliceLayout(1, _LAYOUT))
                 assignment_R = gl.load(order_ptr + row + row_R, mask=row_R < rows, other=0)
                 weight_R = gl.load(weights_ptr + assignment_R, mask=row_R < rows, other=0.0)
-            acc, slot, phase = _multiply(WHICH, memory, barriers, slot, phase, steps, partial,
-                                         OUTER)  # fmt: skip
+            acc = zeros()
+            if OUTER:
+                if partial != 0:
+                    acc, slot, phase = _multiply_partial(WHICH, memory, barriers, slot, phase,
+                                                         partial)  # fmt: skip
+                    steps -= 1
+            acc, slot, phase = multiply(WHICH, acc, memory, barriers, slot, phase, steps, OUTER)
             if KIND == "pull":
                 slot, phase = _pull(WHICH, acc, weight_R, results, row, col, rows, N, memory,
                                     barriers, slot, phase)  # fmt: skip
@@ -302,13 +276,13 @@ def _add(WHICH: gl.constexpr, acc, out, row, col, memory, barriers, slot, phase)
         added = gl.convert_layout(chunks[chunk], _LAYOUT, assert_trivial=True)
         total = part.load(_LAYOUT).to(gl.float32) + added
         tma.store_wait(0)
-        _release_before(barriers, slot, chunk > 0)
+        release_before(barriers, slot, chunk > 0)
         part.store(total.to(out.dtype))
         fence_async_shared()
         async_store(out, [row, col + chunk * _CHUNK], part)
         slot, phase = next_slot(slot, phase)
     tma.store_wait(0)
-    _release_before(barriers, slot, True)
+    release_before(barriers, slot, True)
     return slot, phase
 
 
@@ -339,7 +313,7 @@ def _pull(
         dup = pulled * act
         pa = weight * act * up
         tma.store_wait(0)
-        _release_before(barriers, slot, chunk > 0)
+        release_before(barriers, slot, chunk > 0)
         if rows >= ROWS:
             gate_s.store(dgate.to(dgate_out.dtype))
             up_s.store(dup.to(dgate_out.dtype))
@@ -357,7 +331,7 @@ def _pull(
                 _store_rows(pa, out_ptr, row, at, N, N, rows)
         slot, phase = next_slot(slot, phase)
     tma.store_wait(0)
-    _release_before(barriers, slot, True)
+    release_before(barriers, slot, True)
     if partials_ptr is not None:
         row_R = gl.arange(0, ROWS, gl.SliceLayout(1, _LAYOUT))
         ptrs = partials_ptr + (row + row_R).to(gl.int64) * gl.cdiv(N, WIDE) + col // WIDE
