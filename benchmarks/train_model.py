@@ -6,7 +6,7 @@
 full: all weights, by AdamW with its state in bf16. lora: adapters of PEFT on the attention, over
 frozen experts. Tokens per second of a whole step (forward, backward, optimizer), median of the
 steps after three to warm up; peak: the most memory of a step. The models begin with the same
-weights and see the same tokens; loss is that of the last step.
+weights and see the same tokens. The loss is the last step's.
 """
 
 from __future__ import annotations
