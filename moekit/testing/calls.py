@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import cache, partial
@@ -272,12 +272,13 @@ def kit_registry(
     copy = (base or registry()).copy()
     local, batched = copy.dispatcher("local"), copy.dispatcher("batched_reference")
     leaves = _of_kit(copy.expert("torch"), LEAVES_SUMS, LeavesSums, batch_invariant=False)
+    known = {("dispatcher", name) for name in copy.dispatchers}
+    known |= {("experts", name) for name in copy.experts}
     for spec in (*_dispatchers(local, batched), leaves, *extra):
-        known: Mapping[str, DispatcherSpec | ExpertsSpec] = (
-            copy.dispatchers if isinstance(spec, DispatcherSpec) else copy.experts
-        )
-        if spec.name not in known:
+        kind = "dispatcher" if isinstance(spec, DispatcherSpec) else "experts"
+        if (kind, spec.name) not in known:
             copy.register(spec)
+            known.add((kind, spec.name))
     return copy
 
 

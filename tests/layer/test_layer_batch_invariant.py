@@ -125,7 +125,10 @@ def ranks():
         yield pool
 
 
-@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize(
+    "spread",
+    [pytest.param(s, marks=[pytest.mark.full] * (s.startswith(("two", "seq")))) for s in SPREADS],
+)
 def test_ranks_give_the_bits_of_one_rank(ranks, spread) -> None:
     from moekit.testing.cases import seed
 
