@@ -1,4 +1,4 @@
-"""Mark tests of this folder as full where others show the same on the CPU, and order mutants."""
+"""Mark tests of this folder as full where others show the same on the CPU."""
 
 from __future__ import annotations
 
@@ -30,24 +30,14 @@ _REPEATS = re.compile(
 
 @pytest.hookimpl(tryfirst=True)  # before pytest applies -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Also mark the mutants of a right class that a test kills, but for the first.
-
-    A process runs the right class once for all of them, so those of one test are neighbours.
-    """
-    mutants, places, seen = [], [], set()
-    for place, item in enumerate(items):
-        if "/kit/" not in item.nodeid:
-            continue
+    """Also mark all but one of the mutants of a right class that one test of the kit kills."""
+    seen = set()
+    for item in items:
         mutant = getattr(item, "callspec", None) and item.callspec.params.get("mutant")
         if hasattr(mutant, "kit_test"):
-            key = mutant.right.__name__, mutant.test
-            repeats = key in seen
-            seen.add(key)
-            mutants.append(((*key, str(mutant.args)), item))
-            places.append(place)
+            repeats = (mutant.right, mutant.test) in seen
+            seen.add((mutant.right, mutant.test))
         else:
-            repeats = _REPEATS.search(item.nodeid)
+            repeats = "/kit/" in item.nodeid and _REPEATS.search(item.nodeid)
         if repeats:
             item.add_marker("full")
-    for place, (_, item) in zip(places, sorted(mutants, key=lambda each: each[0]), strict=True):
-        items[place] = item
