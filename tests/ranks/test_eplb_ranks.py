@@ -19,6 +19,7 @@ from eplb_on_ranks import (
 from moekit import registry
 from moekit.eplb import Balanced
 from moekit.testing.distributed import RankPool
+from moekit.testing.experts_base import sizes_of
 
 LAYERS = {
     "bfloat16": Layer(),
@@ -89,14 +90,7 @@ def test_one_expert_parallel_rank_has_nothing_to_move(pair):
 
 @pytest.mark.parametrize(("experts", "within"), [("reference", False), ("torch", True)])
 def test_outputs_keep_their_bits_if_the_order_of_sums_is_kept(pool, experts, within):
-    layer = Layer(
-        experts=experts,
-        num_experts=8,
-        replicas=0,
-        top_k=3 if within else 1,
-        hidden_size=64,
-        intermediate_size=32,
-    )
+    layer = Layer(**sizes_of(8, 3 if within else 1, 64, 32), experts=experts, replicas=0)
     assert pool.run(equal_bits, layer, within) == [8] * pool.world_size
 
 
