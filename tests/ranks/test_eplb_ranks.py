@@ -72,12 +72,19 @@ def check_reports(reports) -> None:
     assert any(report.received for report in reports[0])
 
 
-@pytest.mark.parametrize("name", LAYERS)
+_FULL = {"fp8_static", "uneven", "no_replicas", "no_token_moves", "batched"}
+
+
+def layers(names):
+    return [pytest.param(n, marks=[pytest.mark.full] * (n in _FULL)) for n in names]
+
+
+@pytest.mark.parametrize("name", layers(LAYERS))
 def test_weights_and_outputs_after_migrations(pool, name):
     check_reports(pool.run(migrations, LAYERS[name], 3))
 
 
-@pytest.mark.parametrize("name", TRITON)
+@pytest.mark.parametrize("name", layers(TRITON))
 def test_triton_after_a_migration(pair, name):
     needs(TRITON[name])
     check_reports(pair.run(migrations, TRITON[name], 1))
