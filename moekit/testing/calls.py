@@ -272,13 +272,11 @@ def kit_registry(
     copy = (base or registry()).copy()
     local, batched = copy.dispatcher("local"), copy.dispatcher("batched_reference")
     leaves = _of_kit(copy.expert("torch"), LEAVES_SUMS, LeavesSums, batch_invariant=False)
-    known = {("dispatcher", name) for name in copy.dispatchers}
-    known |= {("experts", name) for name in copy.experts}
+    known = {DispatcherSpec: set(copy.dispatchers), ExpertsSpec: set(copy.experts)}
     for spec in (*_dispatchers(local, batched), leaves, *extra):
-        kind = "dispatcher" if isinstance(spec, DispatcherSpec) else "experts"
-        if (kind, spec.name) not in known:
+        if spec.name not in known[type(spec)]:
+            known[type(spec)].add(spec.name)
             copy.register(spec)
-            known.add((kind, spec.name))
     return copy
 
 

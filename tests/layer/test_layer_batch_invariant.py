@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rank_pools import rank_pool
 from torch import Tensor
 
 import moekit
 from moekit import FusedMoE, SharedExperts
 from moekit.errors import InvalidProblem
 from moekit.testing.cases import generator, random_weights, random_x, use_seed, whole
-from moekit.testing.distributed import RankPool
 
 E, K, H, INNER = 10, 4, 48, 32
 
@@ -119,10 +119,7 @@ def outputs(rank: int, world_size: int, seed: int, spread: str) -> tuple[Tensor,
     return got, torch.cat(wanted) if wanted else got
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    with RankPool(4) as pool:
-        yield pool
+ranks = rank_pool(4)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from eplb_on_ranks import (
     Layer,
     equal_bits,
@@ -15,10 +14,10 @@ from eplb_on_ranks import (
     rebalances,
     staging,
 )
+from rank_pools import rank_pool
 
 from moekit import registry
 from moekit.eplb import Balanced
-from moekit.testing.distributed import RankPool
 from moekit.testing.experts_base import sizes_of
 
 LAYERS = {
@@ -38,24 +37,13 @@ TRITON = {
 }
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4, timeout=120) as ranks:
-        yield ranks
+pool = rank_pool(4, timeout=120)
 
 
-@pytest.fixture(scope="module")
-def pair():
-    with RankPool(2, timeout=120) as ranks:
-        yield ranks
+pair = rank_pool(2, timeout=120)
 
 
-@pytest.fixture(scope="module")
-def gpus():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 CUDA devices")
-    with RankPool(2, "cuda", timeout=180) as ranks:
-        yield ranks
+gpus = rank_pool(2, "cuda", timeout=180)
 
 
 def needs(layer: Layer) -> None:
