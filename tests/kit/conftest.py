@@ -15,7 +15,7 @@ _REPEATS = re.compile(
             r"TestReference::test_cases\[(none|fp8_(tensor|channel|w8)|int|mxfp|nvfp4_w4a16)",
             # `torch` dequantizes all weights in one place, and quantizes all tokens in another:
             # one scheme for each number of bits, group and kind of activation shows both.
-            r"TestTorch::test_cases\[(fp8_tensor_static|fp8_w8a16|int8_w8a16|int4_w4a16_(channel|g32_)"
+            r"TestTorch::test_cases\[(fp8_tensor|fp8_channel|fp8_w8a16|int8_w8a16|int4_w4a16_(channel|g32_)"
             r"|int4_w4a8|mxfp4_w4a8|mxfp8|nvfp4_w)",
             r"TestTorch::test_batch_invariant_scheme\[\w+_(g64|g128|act_order|channel|static|zp)",
             # TestLocal runs as many calls.
@@ -27,6 +27,8 @@ _REPEATS = re.compile(
     )  # fmt: skip
 )
 
+_LONG = ("test_long_run_of_one_shape",)
+
 
 @pytest.hookimpl(tryfirst=True)  # before pytest applies -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -35,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         mutant = getattr(item, "callspec", None) and item.callspec.params.get("mutant")
         if hasattr(mutant, "kit_test"):
-            repeats = (mutant.right, mutant.test) in seen
+            repeats = (mutant.right, mutant.test) in seen or mutant.test in _LONG
             seen.add((mutant.right, mutant.test))
         else:
             repeats = "/kit/" in item.nodeid and _REPEATS.search(item.nodeid)

@@ -36,6 +36,10 @@ def _activation(name: str) -> str:
     return name if name in own else "gated" if name in GATED else "plain"
 
 
+_OF_RANKS = (
+    "even", "a_rank_without_tokens", "one_token_in_all", "no_tokens", "ids_of_-1",
+    "weight_on_input", "replicas", "first_first", "ranks_want_others",
+)  # fmt: skip
 # Of the cases of a test that are of one kind, CI runs the first of each class. The ranks that it
 # has are another parameter of a dispatcher's tests.
 _KIND_OF_CASE: Mapping[str, Callable[..., object]] = {
@@ -43,6 +47,8 @@ _KIND_OF_CASE: Mapping[str, Callable[..., object]] = {
     "test_quantized_tokens": lambda scheme, **ranks: _wire(scheme),
     "test_quantized_wire": lambda scheme, **ranks: _wire(scheme),
     "test_layers_in_turn": lambda **ranks: "any",
+    # `local` makes all those calls.
+    "test_gradients": lambda name, **ranks: name if name in _OF_RANKS or not ranks else _NOT_IN_CI,
     **dict.fromkeys(
         ("test_long_run_of_one_shape", "test_many_assignments"), lambda **ranks: _NOT_IN_CI
     ),
@@ -52,9 +58,7 @@ _KIND_INTERPRETED: Mapping[str, Callable[..., object]] = {
     "test_scheme": lambda scheme: path_of(scheme),
     "test_batch_invariant_scheme": lambda scheme: _order(scheme),
     "test_batch_invariant_neighbours": lambda **parameters: "any",
-    "test_input_form": lambda scheme, wire: (
-        (SCHEMES[scheme].activation, wire) if wire != "other_format" else wire
-    ),
+    "test_input_form": lambda scheme, wire: (_wire(scheme), wire),
     "test_activation": lambda name: _activation(name),
     "test_routing": lambda kind: _NOT_IN_CI if kind in ("idle", "hot", "signed") else kind,
     "test_memory_is_stated": lambda dispatcher: "any",
@@ -67,14 +71,22 @@ _KIND_INTERPRETED: Mapping[str, Callable[..., object]] = {
         lambda **parameters: _NOT_IN_CI,
     ),
 }
-# CI runs these for each class, and the others for the first class of a folder: the classes of a
-# package share the code around their kernels.
+# CI runs these for each class, and more for the first class of a folder: the classes of a package
+# share the code around their kernels.
 _OF_EACH_CLASS = (
     "test_calls", "test_cases", "test_class_fits_the_spec", "test_declared_is_reachable",
-    "test_dtype", "test_gradients", "test_input_form", "test_memory_is_stated", "test_num_tokens",
-    "test_pack", "test_quantized_tokens", "test_routing", "test_scheme", "test_tokens_per_rank",
-    "test_two_calls_in_flight", "test_undeclared", "test_undeclared_raises",
+    "test_gradients", "test_pack", "test_quantized_tokens", "test_routing", "test_scheme",
+    "test_tokens_per_rank", "test_undeclared", "test_undeclared_raises",
 )  # fmt: skip
+# Of a package whose library has a stand-in, which computes with torch, those are what a call of the
+# adapter goes through. The others look at kernels.
+_OF_ADAPTERS = (
+    *_OF_EACH_CLASS, "test_activation", "test_capacity", "test_dtype",
+    "test_failure_after_dispatch", "test_group_is_resolved", "test_input_form",
+    "test_memory_is_stated", "test_quantized_wire", "test_repeated_calls",
+    "test_slices_and_shared_tokens", "test_two_calls_in_flight",
+)  # fmt: skip
+_WITHOUT_STAND_INS = ("moekit-naive", "moekit-nvlink", "moekit-triton")
 
 
 def mark(items: list[pytest.Item]) -> set[str]:
@@ -92,9 +104,12 @@ def mark(items: list[pytest.Item]) -> set[str]:
             continue
         kit = next(c for c in owner.__mro__ if c.__module__.startswith("moekit.testing."))
         others = first.setdefault((item.path.parent, kit, test), owner) is not owner
-        if others and test not in _OF_EACH_CLASS:
+        plugin = "plugins" in item.path.parts
+        stands_in = plugin and not set(item.path.parts) & set(_WITHOUT_STAND_INS)
+        enough = _OF_EACH_CLASS if others else _OF_ADAPTERS if stands_in else (test,)
+        if test not in enough:
             item.add_marker("full")
-        kinds = _KIND_OF_CASE if "plugins" in item.path.parts else {}
+        kinds = _KIND_OF_CASE if plugin else {}
         if interpreted(owner):
             kinds = {**kinds, **_KIND_INTERPRETED}
         if test in kinds:
