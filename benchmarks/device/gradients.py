@@ -256,7 +256,7 @@ def tiles(args: argparse.Namespace) -> None:
 
 
 def compile_plan(name: str, plan: Any) -> None:
-    """Fill Triton's cache: run a small step in a process of its own."""
+    """Fill Triton's cache: run a small step in another process."""
     step = Step(name, 256)
     with using(plan), suppress(Exception):  # the run that is timed shows it
         step.backward(*step.forward(layer_of(step.problem)))
