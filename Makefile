@@ -10,8 +10,8 @@ TORCH := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.11' || 
 # transformers 5.21 and later need Python 3.11.
 TRANSFORMERS := 'transformers==5.24.0; python_version>="3.11"' 'transformers==5.20.2; python_version<"3.11"'
 
-# Half of a worker's time is waiting for the processes that it starts.
-WORKERS ?= $(shell echo $$(( $$(nproc) + 2 )))
+# A third of the time of a worker is waiting for the processes that it starts.
+WORKERS ?= $(shell echo $$(( $$(nproc) + 1 )))
 
 # Each worker and child would compile every module, and pytest its assertions.
 CACHING := PYTHONDONTWRITEBYTECODE=

@@ -11,6 +11,7 @@ import importlib
 import os
 import sys
 from collections import defaultdict
+from collections.abc import Collection
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -26,41 +27,42 @@ if INTERPRETED:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 _SUPPORT = str(Path(__file__).parent / "tests" / "support")
-# Fixtures of tests that call Triton kernels.
-_KERNELS = {"device", "standins"}
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest applies -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark cases of kernel tests as full where Triton's interpreter runs the kernels.
+    """Mark cases as full where there is no GPU, and `make test` has two cores.
 
     A test with several parameters has a case for each combination of their values. The unmarked
     cases are those on a diagonal, which has every value of every parameter at least once.
     """
     if not INTERPRETED:
         return
-    if "moekit.testing.base" in sys.modules:  # some of them are the kit's
+    of_kinds: Collection[str] = ()
+    if "moekit.testing.base" in sys.modules:  # some tests are the kit's
         if _SUPPORT not in sys.path:  # as where another pyproject.toml, or none, is pytest's
             sys.path.append(_SUPPORT)
         kit_full = importlib.import_module("kit_full")
-        kit_full.mark(items)
+        of_kinds = kit_full.mark(items)
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if hasattr(item, "callspec") and "plugins" in item.path.parts:
-            of_kit = hasattr(item.cls, "expected_failures")  # which marks its own
-            fixtures = set(item.fixturenames) - set(item.callspec.params)
-            if _KERNELS & fixtures and not of_kit:
-                cases[item.nodeid.partition("[")[0]].append(item)
+        if hasattr(item, "callspec") and item.nodeid not in of_kinds:
+            cases[item.nodeid.partition("[")[0]].append(item)
     for group in cases.values():
-        steps = [_steps(item) for item in group]
-        ranks = [
-            {step: i for i, step in enumerate(dict.fromkeys(column))}
-            for column in zip(*steps, strict=True)
+        values = [_values(item) for item in group]
+        numbers = [
+            {value: i for i, value in enumerate(dict.fromkeys(column))}
+            for column in zip(*values, strict=True)
         ]
-        longest = max(len(rank) for rank in ranks)
-        diagonal = {tuple(i % len(rank) for rank in ranks) for i in range(longest)}
-        for item, place in zip(group, steps, strict=True):
-            if tuple(rank[step] for rank, step in zip(ranks, place, strict=True)) not in diagonal:
+        longest = max(map(len, numbers))
+        diagonal = {tuple(i % len(each) for each in numbers) for i in range(longest)}
+        met: set[tuple[int, int]] = set()  # a parameter, and the number of its value
+        places = [tuple(n[v] for n, v in zip(numbers, each, strict=True)) for each in values]
+        in_order = sorted(zip(places, group, strict=True), key=lambda case: case[0] not in diagonal)
+        for place, item in in_order:
+            if place in diagonal or not met.issuperset(enumerate(place)):
+                met.update(enumerate(place))
+            else:
                 item.add_marker("full")
 
 
@@ -74,12 +76,12 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
-def _steps(item: pytest.Item) -> tuple[str, ...]:
-    """Return the case's values, one text for each `parametrize` of the test."""
-    params = dict(item.callspec.params)
-    steps = []
+def _values(item: pytest.Item) -> tuple[tuple[int, ...], ...]:
+    """Return the case's values, as the ids of their objects, for each `parametrize` of the test."""
+    params = {name: id(value) for name, value in item.callspec.params.items()}
+    values = []
     for mark in item.iter_markers("parametrize"):
         names = mark.args[0]
         names = names.replace(",", " ").split() if isinstance(names, str) else names
-        steps.append(repr([params.pop(name, None) for name in names]))
-    return (*steps, *(repr(value) for value in params.values()))
+        values.append(tuple(params.pop(name, 0) for name in names))
+    return (*values, *((value,) for value in params.values()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import cache, partial
@@ -280,11 +280,10 @@ def kit_registry(
     copy = (base or registry()).copy()
     local, batched = copy.dispatcher("local"), copy.dispatcher("batched_reference")
     leaves = _of_kit(copy.expert("torch"), LEAVES_SUMS, LeavesSums, batch_invariant=False)
+    known = {DispatcherSpec: set(copy.dispatchers), ExpertsSpec: set(copy.experts)}
     for spec in (*_dispatchers(local, batched), leaves, *extra):
-        known: Mapping[str, DispatcherSpec | ExpertsSpec] = (
-            copy.dispatchers if isinstance(spec, DispatcherSpec) else copy.experts
-        )
-        if spec.name not in known:
+        if spec.name not in known[type(spec)]:
+            known[type(spec)].add(spec.name)
             copy.register(spec)
     return copy
 

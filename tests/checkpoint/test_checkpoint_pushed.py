@@ -76,13 +76,14 @@ def assert_equal(have: ExpertWeights, want: ExpertWeights) -> None:
         assert torch.equal(a, b), field.name
 
 
-@pytest.mark.parametrize("dequantize", [False, True])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "dequantize"),
+    [(name, case.scheme is None) for name, case in CASES.items()]
+    + [pytest.param(n, True, marks=pytest.mark.full) for n, c in CASES.items() if c.scheme],
+)
 def test_the_same_bits_as_from_files(name: str, dequantize: bool, layer) -> None:
     """Also of a rank that holds replicas of one expert."""
     made = layer(name)
-    if not dequantize and CASES[name].scheme is None:
-        pytest.skip("no scheme holds it")
     with Checkpoint(made.path) as checkpoint:
         for seed, parallel in enumerate(RANKS[dequantize :: 2 + 2 * dequantize]):
             problem = problem_from_config(

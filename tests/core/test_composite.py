@@ -107,6 +107,7 @@ def backends(*composites: str) -> Registry:
     return made
 
 
+@pytest.mark.full  # in the interpreter, and the next class shows the same
 class TestTorchAndTriton(ExpertsCalls):
     """The kit's calls have from 0 to 51 tokens: both serve."""
 

@@ -230,8 +230,12 @@ def kit(made: type = Picky) -> Any:
     return suite(made, "torch", multiples=of_both, **made.DECLARED)
 
 
+_FULL = ("none", "int4_w4a16_g32", "mxfp4_w4a16")
+
+
 @pytest.mark.parametrize(
-    "scheme", ["none", "fp8_block", "int4_w4a16_g32", "int4_w4a16_g32_zp", "mxfp4_w4a16"]
+    "scheme",
+    ["fp8_block", "int4_w4a16_g32_zp", *(pytest.param(s, marks=pytest.mark.full) for s in _FULL)],
 )
 def test_the_kit_passes(scheme: str) -> None:
     kit().test_cases(scheme)

@@ -1,4 +1,4 @@
-"""Mark the kit's longest tests of this folder as full, where others show the same on the CPU."""
+"""Mark tests of this folder as full where others show the same on the CPU."""
 
 from __future__ import annotations
 
@@ -10,24 +10,36 @@ _REPEATS = re.compile(
     "|".join(
         (
             # `torch` also computes these, and `reference` computes each row by itself.
-            r"TestReference::test_batch_invariant_tokens\[(bfloat16|float16)\]",
-            r"TestReference::test_batch_invariant_scheme\[\w*(g64|g128|act_order|channel)",
+            r"TestReference::test_(batch_invariant_(tokens|scheme|neighbours)|num_tokens|input_form)",
             # It computes as the oracle does: two schemes show its path.
             r"TestReference::test_cases\[(none|fp8_(tensor|channel|w8)|int|mxfp|nvfp4_w4a16)",
+            # `torch` dequantizes all weights in one place, and quantizes all tokens in another:
+            # one scheme for each number of bits, group and kind of activation shows both.
+            r"TestTorch::test_cases\[(fp8_tensor|fp8_channel|fp8_w8a16|int8_w8a16|int4_w4a16_(channel|g32_)"
+            r"|int4_w4a8|mxfp4_w4a8|mxfp8|nvfp4_w)",
+            r"TestTorch::test_batch_invariant_scheme\[\w+_(g64|g128|act_order|channel|static|zp)",
             # TestLocal runs as many calls.
             r"TestBatchedReference::test_long_run_of_one_shape",
             # The path of another scheme's tokens.
             r"Test(Local|BatchedReference)::test_quantized_tokens\[\w+-"
             r"(fp8_tensor_static|int8_channel_token|int4_w4a8_g128|mxfp4_w4a8|nvfp4)\]",
-            # Other limits that `test_many_assignments` exceeds.
-            r"\[(AssignmentsUnsigned16Bit|TokensUnsigned16Bit|Assignments16Bit|CapacityFactor)-",
         )
     )  # fmt: skip
 )
 
+_LONG = ("test_long_run_of_one_shape",)
+
 
 @pytest.hookimpl(tryfirst=True)  # before pytest applies -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Also mark all but one of the mutants of a right class that one test of the kit kills."""
+    seen = set()
     for item in items:
-        if "/kit/" in item.nodeid and _REPEATS.search(item.nodeid):
+        mutant = getattr(item, "callspec", None) and item.callspec.params.get("mutant")
+        if hasattr(mutant, "kit_test"):
+            repeats = (mutant.right, mutant.test) in seen or mutant.test in _LONG
+            seen.add((mutant.right, mutant.test))
+        else:
+            repeats = "/kit/" in item.nodeid and _REPEATS.search(item.nodeid)
+        if repeats:
             item.add_marker("full")

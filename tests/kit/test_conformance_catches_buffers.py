@@ -6,9 +6,8 @@ from abc import abstractmethod
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import pytest
 import torch
-from conformance_catches import killed_by, mutants_of, wrong
+from conformance_catches import killed_by, wrong
 from right_naive import Naive
 
 from moekit.contract.pending import Pending
@@ -222,8 +221,3 @@ class DestroyedForAll(Naive):
 
     def destroy(self):
         DestroyedForAll._open = False
-
-
-@pytest.mark.parametrize("mutant", mutants_of(__name__))
-def test_killed(mutant):
-    mutant.check()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
-import pytest
 import torch
-from conformance_catches import killed_by, mutants_of, wrong
+from conformance_catches import killed_by, wrong
 from right_experts import Batched, Plain
 
 from moekit.contract import BufferSpec
@@ -502,8 +501,3 @@ class MemoryOfNoRows(Plain):
 
     def transient_bytes(self, rows):
         return super().transient_bytes(rows) // rows * rows
-
-
-@pytest.mark.parametrize("mutant", mutants_of(__name__))
-def test_killed(mutant):
-    mutant.check()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-import pytest
 import torch
-from conformance_catches import killed_by, mutants_of, wrong
+from conformance_catches import killed_by, wrong
 from right_experts import Plain
 from test_conformance_catches_sizes import (
     DropsTheLast,
@@ -202,8 +201,3 @@ def ScalesMadePositive(self, weights):
     """Takes the magnitude of a weight's scale."""
     scales = {name: t.abs() for name, t in weights.tensors().items() if name.endswith("scale")}
     return replace(weights, **scales)
-
-
-@pytest.mark.parametrize("mutant", mutants_of(__name__))
-def test_killed(mutant):
-    mutant.check()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-import pytest
 import torch
-from conformance_catches import killed_by, mutants_of, suite, wrong
+from conformance_catches import killed_by, suite, wrong
 from right_experts import LeavesSums, Plain, Unreduced
 
 from moekit.contract import PackedWeights
@@ -399,11 +398,6 @@ def careless(problem):
 )
 class CannotBeAsked(Plain):
     """Raises when it is asked about a CPU."""
-
-
-@pytest.mark.parametrize("mutant", mutants_of(__name__))
-def test_killed(mutant):
-    mutant.check()
 
 
 def test_other_tests_miss_experts_in_another_dimension():

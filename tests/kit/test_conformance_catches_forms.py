@@ -6,9 +6,8 @@ from abc import abstractmethod
 from contextlib import contextmanager
 from dataclasses import replace
 
-import pytest
 import torch
-from conformance_catches import killed_by, mutants_of, wrong
+from conformance_catches import killed_by, wrong
 from right_experts import Batched, Plain, Skips, Unreduced
 from test_conformance_catches_calls import in_whole_tiles
 from test_conformance_catches_sizes import (
@@ -448,8 +447,3 @@ class SumsOfAllInFloat32(Plain):
     def __init__(self, spec, problem):
         super().__init__(spec, problem)
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-
-
-@pytest.mark.parametrize("mutant", mutants_of(__name__))
-def test_killed(mutant):
-    mutant.check()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
-from conformance_catches import killed_by, mutants_of, wrong
+from conformance_catches import killed_by, wrong
 
 from moekit.backends.torch_experts import TorchExperts
 from moekit.contract import PackedWeights
@@ -232,8 +231,3 @@ class IgnoresPlaces(Summing):
     @classmethod
     def weight_and_reduce(cls, rows_NH, ids_RK, weights_RK, out_RH, places_RK=None):
         return super().weight_and_reduce(rows_NH, ids_RK, weights_RK, out_RH)
-
-
-@pytest.mark.parametrize("mutant", mutants_of(__name__))
-def test_killed(mutant):
-    mutant.check()

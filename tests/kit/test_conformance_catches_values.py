@@ -5,9 +5,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import replace
 
-import pytest
 import torch
-from conformance_catches import killed_by, mutants_of, wrong
+from conformance_catches import killed_by, wrong
 from right_experts import Plain
 
 from moekit.problem.activation import apply_activation
@@ -272,8 +271,3 @@ class LimitIn16Bits(Plain):
             self.problem = asked.replace(activation=replace(asked.activation, limit=rounded))
         super().apply(y, tokens, weights, workspace)
         self.problem = asked
-
-
-@pytest.mark.parametrize("mutant", mutants_of(__name__))
-def test_killed(mutant):
-    mutant.check()

@@ -21,7 +21,9 @@ from moekit.errors import Unsupported
 from moekit.problem.activation import Activation
 from moekit.problem.quant import SCHEMES
 from moekit.testing import (
+    DispatcherConformance,
     ExpertsConformance,
+    GradientConformance,
     assert_close,
     base,
     cases,
@@ -342,8 +344,10 @@ def test_what_is_collected(pytester):
     rest = {item.name for item in interpreted} - full
     assert {"test_scheme[int4_w4a16_g64]", "test_routing[hot]"} <= full
     assert {"test_scheme[int4_w4a16_g32]", "test_routing[masked]", "test_threads"} <= rest
+    # The first class of a folder has those that need no device.
+    for_first = base.WITHOUT_DEVICE - set(kit_full._OF_EACH_CLASS)
     assert functions(full) - functions(rest) == {
-        "test_many_experts", "test_large", "test_published_sizes"
+        "test_many_experts", "test_large", "test_published_sizes", *for_first
     }  # fmt: skip
 
 
@@ -361,8 +365,10 @@ def test_a_backend_that_is_not_installed_is_named_in_one_line(pytester, kit):
 
 def test_known_paths_name_tests_of_the_kit():
     """A renamed test or parameter must not leave its cases unmarked."""
-    for name, kind in kit_full._KIND_OF_CASE.items():
-        test = inspect.signature(getattr(ExpertsConformance, name))
+    kits = ExpertsConformance, DispatcherConformance, GradientConformance
+    assert all(any(hasattr(kit, name) for kit in kits) for name in kit_full._OF_ADAPTERS)
+    for name, kind in (*kit_full._KIND_OF_CASE.items(), *kit_full._KIND_INTERPRETED.items()):
         wanted = inspect.signature(kind).parameters.values()
         named = {p.name for p in wanted if p.kind is not p.VAR_KEYWORD}
-        assert named <= set(test.parameters)
+        tests = [getattr(kit, name) for kit in kits if hasattr(kit, name)]
+        assert any(named <= set(inspect.signature(test).parameters) for test in tests), name

@@ -15,18 +15,11 @@ import moekit
 from moekit.problem.quant import SCHEMES
 from moekit.testing.calls import check_call, same_bits
 from moekit.testing.cases import make_case, random_weights
+from moekit.testing.experts_base import sizes_of
 
 
 def kernel_of(scheme, **changes):
-    problem = moekit.MoEProblem(
-        num_experts=4,
-        top_k=2,
-        hidden_size=160,
-        intermediate_size=144,
-        quant=scheme,
-        device="cpu",
-        **changes,
-    )
+    problem = moekit.MoEProblem(**sizes_of(4, 2, 160, 144), quant=scheme, device="cpu", **changes)
     return moekit.compose(problem, experts="torch")
 
 

@@ -19,6 +19,7 @@ from moekit.eplb.migrate import MigrationInterrupted
 from moekit.errors import GroupMismatch, InvalidInput, Unsupported, WeightsError
 from moekit.testing.calls import bits
 from moekit.testing.cases import random_weights, random_x
+from moekit.testing.experts_base import sizes_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "eplb.py"
 
@@ -198,14 +199,7 @@ def test_a_group_is_needed_for_several_ranks() -> None:
 
 
 def problem(**changes: object) -> MoEProblem:
-    small = MoEProblem(
-        num_experts=4,
-        top_k=2,
-        hidden_size=16,
-        intermediate_size=16,
-        num_redundant_experts=2,
-        device="cpu",
-    )
+    small = MoEProblem(**sizes_of(4, 2, 16, 16), num_redundant_experts=2, device="cpu")
     return small.replace(**changes)
 
 

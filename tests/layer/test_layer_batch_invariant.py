@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rank_pools import rank_pool
 from torch import Tensor
 
 import moekit
 from moekit import FusedMoE
 from moekit.testing.cases import generator, random_weights, random_x, use_seed, whole
-from moekit.testing.distributed import RankPool
 
 E, K, H, INNER = 10, 4, 48, 32
 
@@ -112,13 +112,13 @@ def outputs(rank: int, world_size: int, seed: int, spread: str) -> tuple[Tensor,
     return got, torch.cat(wanted) if wanted else got
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    with RankPool(4) as pool:
-        yield pool
+ranks = rank_pool(4)
 
 
-@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize(
+    "spread",
+    [pytest.param(s, marks=[pytest.mark.full] * (s.startswith(("two", "seq")))) for s in SPREADS],
+)
 def test_ranks_give_the_bits_of_one_rank(ranks, spread) -> None:
     from moekit.testing.cases import seed
 

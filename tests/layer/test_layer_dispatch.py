@@ -13,6 +13,7 @@ from moekit_bench import layers
 from moekit_bench.layers import measure_layers
 from moekit_bench.ranks import Task, on_rank
 from moekit_bench.records import Cell, Settings, merge
+from rank_pools import rank_pool
 from tuned_tables import PROBLEM, make_table, movers, no_tables, write_table
 
 import moekit
@@ -22,7 +23,6 @@ from moekit.discovery.registry import Registry
 from moekit.errors import GroupMismatch, MoekitError
 from moekit.problem import ParallelConfig
 from moekit.selection.tuned import table
-from moekit.testing.distributed import RankPool
 
 naive = pytest.importorskip("moekit_naive.dispatcher")
 
@@ -70,10 +70,7 @@ def bad_ones():
         moekit.registry().unregister(each)
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2) as ranks:
-        yield ranks
+pool = rank_pool(2)
 
 
 def run(capsys, *argv: str) -> tuple[int, str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from eplb_on_ranks import (
     Layer,
     equal_bits,
@@ -15,10 +14,11 @@ from eplb_on_ranks import (
     rebalances,
     staging,
 )
+from rank_pools import rank_pool
 
 from moekit import registry
 from moekit.eplb import Balanced
-from moekit.testing.distributed import RankPool
+from moekit.testing.experts_base import sizes_of
 
 LAYERS = {
     "bfloat16": Layer(),
@@ -37,24 +37,13 @@ TRITON = {
 }
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4, timeout=120) as ranks:
-        yield ranks
+pool = rank_pool(4, timeout=120)
 
 
-@pytest.fixture(scope="module")
-def pair():
-    with RankPool(2, timeout=120) as ranks:
-        yield ranks
+pair = rank_pool(2, timeout=120)
 
 
-@pytest.fixture(scope="module")
-def gpus():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 CUDA devices")
-    with RankPool(2, "cuda", timeout=180) as ranks:
-        yield ranks
+gpus = rank_pool(2, "cuda", timeout=180)
 
 
 def needs(layer: Layer) -> None:
@@ -71,12 +60,19 @@ def check_reports(reports) -> None:
     assert any(report.received for report in reports[0])
 
 
-@pytest.mark.parametrize("name", LAYERS)
+_FULL = {"fp8_static", "uneven", "no_replicas", "no_token_moves", "batched"}
+
+
+def layers(names):
+    return [pytest.param(n, marks=[pytest.mark.full] * (n in _FULL)) for n in names]
+
+
+@pytest.mark.parametrize("name", layers(LAYERS))
 def test_weights_and_outputs_after_migrations(pool, name):
     check_reports(pool.run(migrations, LAYERS[name], 3))
 
 
-@pytest.mark.parametrize("name", TRITON)
+@pytest.mark.parametrize("name", layers(TRITON))
 def test_triton_after_a_migration(pair, name):
     needs(TRITON[name])
     check_reports(pair.run(migrations, TRITON[name], 1))
@@ -89,14 +85,7 @@ def test_one_expert_parallel_rank_has_nothing_to_move(pair):
 
 @pytest.mark.parametrize(("experts", "within"), [("reference", False), ("torch", True)])
 def test_outputs_keep_their_bits_if_the_order_of_sums_is_kept(pool, experts, within):
-    layer = Layer(
-        experts=experts,
-        num_experts=8,
-        replicas=0,
-        top_k=3 if within else 1,
-        hidden_size=64,
-        intermediate_size=32,
-    )
+    layer = Layer(**sizes_of(8, 3 if within else 1, 64, 32), experts=experts, replicas=0)
     assert pool.run(equal_bits, layer, within) == [8] * pool.world_size
 
 

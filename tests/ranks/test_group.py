@@ -10,19 +10,15 @@ import torch
 import torch.distributed as dist
 from fake_streams import Streams
 from rank_events import GUARD, happened, wait_for
+from rank_pools import rank_pool
 
 from moekit.contract.shared_buffers import CallBuffers, SharedBuffers
 from moekit.errors import InvalidInput, PeerFailed
 from moekit.plugin import Transfers, exchange
 from moekit.runtime.agreement import Agreement
 from moekit.runtime.store import StoreLost, access
-from moekit.testing.distributed import RankPool
 
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(3) as ranks:
-        yield ranks
+pool = rank_pool(3)
 
 
 def _agreement(timeout=GUARD):

@@ -24,16 +24,14 @@ from group_faults_on_ranks import (
     warmup_of_other_sizes,
 )
 from rank_events import GUARD
+from rank_pools import rank_pool
 
 from moekit.testing.distributed import RankPool
 
 PROMPT = GUARD / 2  # seconds, where a rank without this error would wait for GUARD
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2) as ranks:
-        yield ranks
+pool = rank_pool(2)
 
 
 def test_a_late_rank_hears_who_gave_up_and_all_recover(pool) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 import torch.distributed as dist
+from rank_pools import rank_pool
 
 import moekit
 from moekit.backends.reference import oracle
 from moekit.errors import InvalidInput, PeerFailed
-from moekit.testing.distributed import RankPool
 
 PROBLEM = moekit.MoEProblem(
     num_experts=4, top_k=2, hidden_size=32, intermediate_size=16, dtype=torch.float32, device="cpu",
@@ -19,10 +18,7 @@ PROBLEM = moekit.MoEProblem(
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2) as ranks:
-        yield ranks
+pool = rank_pool(2)
 
 
 def inputs(tokens: int, seed: int) -> tuple[torch.Tensor, moekit.Routing]:

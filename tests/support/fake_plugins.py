@@ -17,15 +17,9 @@ from moekit.discovery.registry import Registry
 from moekit.selection import select
 from moekit.testing.calls import check_call
 from moekit.testing.cases import make_case
+from moekit.testing.experts_base import sizes_of
 
-PROBLEM = moekit.MoEProblem(
-    num_experts=4,
-    top_k=2,
-    hidden_size=32,
-    intermediate_size=16,
-    dtype=torch.float32,
-    device="cpu",
-)
+PROBLEM = moekit.MoEProblem(**sizes_of(4, 2, 32, 16), dtype=torch.float32, device="cpu")
 TORCH = "moekit.backends.torch_experts:TorchExperts"
 
 

@@ -26,6 +26,7 @@ from moekit.runtime import warmup
 from moekit.runtime.workspace import Workspace
 from moekit.selection import select
 from moekit.testing.distributed import wait_until_connected
+from moekit.testing.experts_base import sizes_of
 
 E, K, H, INNER, T = 4, 2, 32, 16, 3
 
@@ -38,13 +39,7 @@ class Layer:
         self.rank = rank
         parallel = ParallelConfig(ep_size=ranks, ep_rank=rank, dp_size=ranks)
         self.problem = MoEProblem(
-            num_experts=E,
-            top_k=K,
-            hidden_size=H,
-            intermediate_size=INNER,
-            dtype=torch.float32,
-            parallel=parallel,
-            device="cpu",
+            **sizes_of(E, K, H, INNER), dtype=torch.float32, parallel=parallel, device="cpu"
         )
         self.kernel: ModularKernel = compose(
             self.problem, "naive", "torch", group=group, peer_timeout=seconds,
@@ -199,9 +194,8 @@ def no_tensor(rank: int, world_size: int) -> list[str]:
     """All ranks hold the same tokens, and rank 1 passes a list for x in its first call."""
     parallel = ParallelConfig(ep_size=world_size, ep_rank=rank, dp_size=1)
     problem = MoEProblem(
-        num_experts=E, top_k=K, hidden_size=H, intermediate_size=INNER, dtype=torch.float32,
-        parallel=parallel, device="cpu",
-    )  # fmt: skip
+        **sizes_of(E, K, H, INNER), dtype=torch.float32, parallel=parallel, device="cpu"
+    )
     kernel = compose(problem, "local", "torch", group=dist.new_group(), peer_timeout=5.0)
     each = problem.num_local_experts
     packed = kernel.pack(ExpertWeights(torch.ones(each, 2 * INNER, H), torch.ones(each, H, INNER)))

@@ -12,12 +12,12 @@ from moekit_bench.dispatch import measure_dispatch
 from moekit_bench.ranks import Task, on_rank
 from moekit_bench.records import Cell, Run, Settings, merge
 from moekit_bench.timer import first_fault, from_all_ranks
+from rank_pools import rank_pool
 
 import moekit
 from moekit.cli.main import main
 from moekit.contract.pending import Pending
 from moekit.problem import MoEProblem, ParallelConfig
-from moekit.testing.distributed import RankPool
 
 naive = pytest.importorskip("moekit_naive.dispatcher")
 
@@ -45,10 +45,7 @@ class Failing(naive.NaiveDispatcher):
         raise moekit.MoekitError("on purpose")
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2) as ranks:
-        yield ranks
+pool = rank_pool(2)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from rank_pools import rank_pool
 
 if torch.cuda.is_available():
     pytest.skip("the library itself is tested", allow_module_level=True)
@@ -24,10 +25,7 @@ NAMES = ("deepep_ht_standin", "deepep_ll_standin", "deepep_elastic_standin")
 E, K, H = 8, 3, 512
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2, timeout=120) as made:
-        yield made
+pool = rank_pool(2, timeout=120)
 
 
 def problem_of(rank, ranks=2, **changes):

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from rank_pools import rank_pool
 
 if torch.cuda.is_available():
     pytest.skip("the library itself is tested", allow_module_level=True)
@@ -14,13 +15,8 @@ if torch.cuda.is_available():
 from test_deepep_adapter import check, dispatcher_of, finish, problem_of, tokens_of  # noqa: I001
 from moekit_deepep import dispatcher as adapter
 
-from moekit.testing.distributed import RankPool
 
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2, timeout=60) as made:
-        yield made
+pool = rank_pool(2, timeout=60)
 
 
 def call(dispatcher, count, seed):

@@ -19,6 +19,7 @@ from moekit_flashinfer import dispatcher, library, moekit_dispatchers, moekit_ex
 from moekit_flashinfer.experts import experts_transient
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from rank_pools import rank_pool
 
 import moekit
 from moekit import MoEProblem, ParallelConfig, Routing
@@ -27,7 +28,6 @@ from moekit.plugin import quant
 from moekit.runtime.workspace import Workspace
 from moekit.testing import assert_close, cases
 from moekit.testing.cases import make_case, random_weights
-from moekit.testing.distributed import RankPool
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the library itself is tested")
 
@@ -40,10 +40,7 @@ def problem(rank: int = 0, ranks: int = 1, **changes) -> MoEProblem:
     return MoEProblem(**{**sizes, "device": "cpu", "parallel": parallel, **changes})
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2) as ranks:
-        yield ranks
+pool = rank_pool(2)
 
 
 def made(rank, ranks, name="flashinfer_alltoall", **changes):

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from rank_pools import rank_pool
 
 import moekit
 from moekit import MoEProblem, ParallelConfig, Routing
@@ -24,18 +25,10 @@ RANKS = 4
 QUANTIZED = {"hidden_size": 256, "intermediate_size": 128, "dtype": torch.bfloat16}
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(RANKS) as ranks:
-        yield ranks
+pool = rank_pool(RANKS)
 
 
-@pytest.fixture(scope="module")
-def gpus():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 CUDA devices")
-    with RankPool(2, "cuda", timeout=120) as ranks:
-        yield ranks
+gpus = rank_pool(2, "cuda", timeout=120)
 
 
 def problem_of(rank: int, world_size: int, tp: int = 1, dp: int = 0, **changes) -> MoEProblem:

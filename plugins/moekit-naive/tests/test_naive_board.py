@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from moekit_naive import board
 from moekit_naive.board import HostBoard, board_of
+from rank_pools import rank_pool
 
 from moekit.testing.distributed import RankPool
 
@@ -29,10 +30,7 @@ def many_steps(rank: int, world_size: int, steps: int) -> list[str]:
     return wrong
 
 
-@pytest.fixture(scope="module")
-def pair():
-    with RankPool(2, timeout=30) as pool:
-        yield pool
+pair = rank_pool(2, timeout=30)
 
 
 def test_all_ranks_read_all_records_at_every_step() -> None:

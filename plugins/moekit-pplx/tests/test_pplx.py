@@ -19,6 +19,7 @@ from moekit_pplx.dispatcher import PplxDispatcher
 from moekit_pplx.kernels import translate
 from moekit_pplx.layout import Layout, Wire
 from rank_events import GUARD, happened, wait_for
+from rank_pools import rank_pool
 
 import moekit
 from moekit import MoEProblem, ParallelConfig, Routing
@@ -70,10 +71,7 @@ def assert_identity(out, x, routing):
     torch.testing.assert_close(out.float(), identity_result(x, routing), atol=0, rtol=1e-2)
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2) as ranks:
-        yield ranks
+pool = rank_pool(2)
 
 
 @pytest.fixture(scope="module")

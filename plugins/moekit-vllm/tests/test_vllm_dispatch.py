@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import pytest
 import vllm_ranks
-
-from moekit.testing.distributed import RankPool
+from rank_pools import rank_pool
 
 pytest.importorskip("moekit_naive")
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    with RankPool(2) as pool:
-        yield pool
+ranks = rank_pool(2)
 
 
 @pytest.mark.parametrize("tokens", [[5, 9], [7, 0], [16, 16]])

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import fused_moe_ranks
 import pytest
+from rank_pools import rank_pool
 
-from moekit.testing.distributed import RankPool
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with RankPool(2) as pool:
-        yield pool
+ranks = rank_pool(2)
 
 
 EPLB = {"enable_eplb": True, "num_redundant_experts": 3}
