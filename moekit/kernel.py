@@ -86,12 +86,13 @@ class ModularKernel:
         self.problem = dispatcher.problem
         self.dispatcher = dispatcher
         self.experts = experts
-        dispatcher.weight_and_reduce = experts.weight_and_reduce
         self.explanation = explanation
         self.workspace = workspace or Workspace.default()
         self.checked = self.problem.device.type == "cpu" if checked is None else checked
-        if self.checked:
-            dispatcher.peer_timeout = peer_timeout
+        for member in dispatcher.members:
+            member.weight_and_reduce = experts.weight_and_reduce
+            if self.checked:
+                member.peer_timeout = peer_timeout
         offered = type(dispatcher).takes_unreduced is not PrepareAndFinalize.takes_unreduced
         self.sums = Sums.of(self.problem, experts.spec, offered)
         self._calls = Calls(dispatcher.spec.name, experts.spec.name)
@@ -254,9 +255,12 @@ class ModularKernel:
 
         return run
 
-    def abort(self, error: Exception) -> None:
-        """Make the other ranks raise PeerFailed with ``error``: this rank has no next call."""
-        self._calls.abort(error)
+    def abort(self, error: Exception, max_tokens: int | None = None) -> None:
+        """Make the other ranks raise PeerFailed with ``error``: this rank has no next call.
+
+        max_tokens: of the other ranks' calls.
+        """
+        self._calls.abort(error, max_tokens)
 
     def _arrange(
         self, x: Tensor, weights: PackedWeights, routing: Routing, out: Tensor | None

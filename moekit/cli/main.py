@@ -20,7 +20,7 @@ import moekit
 from moekit.cli import commands, explain, plugins
 from moekit.discovery.registry import registry
 from moekit.errors import MoekitError, UnknownBackend
-from moekit.selection.judge import find_experts
+from moekit.selection.judge import named
 
 
 def main(argv: Sequence[str] | None = None, *, owns_stdout: bool = False) -> int:
@@ -165,7 +165,7 @@ def _check(args: argparse.Namespace) -> int:
     known = registry()
     unknown = []
     if "|" in args.name and args.name not in known.experts:
-        known.register(find_experts(args.name, known))
+        known.register(named(args.name, known.expert))
     for find in (known.dispatcher, known.expert):
         try:
             find(args.name)

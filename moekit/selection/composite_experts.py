@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from moekit.problem.weights import ExpertWeights
 from moekit.runtime.checks import overlap
 from moekit.runtime.rows import quantize_dispatched
 from moekit.runtime.workspace import Layout, Workspace, lends
-from moekit.selection.composite import CompositeSpec
+from moekit.selection.composite import CompositeExpertsSpec
 
 logger = logging.getLogger("moekit")
 
@@ -54,15 +53,13 @@ class CompositeWeights(PackedWeights):
 class CompositeExperts(PermuteExpertsUnpermute):
     """STANDARD or BATCHED, as the spec says; members of the other format are bridged."""
 
-    spec: CompositeSpec
+    spec: CompositeExpertsSpec
 
     def __init__(self, spec: ExpertsSpec, problem: MoEProblem) -> None:
-        assert isinstance(spec, CompositeSpec)
+        assert isinstance(spec, CompositeExpertsSpec)
         super().__init__(spec, problem)
         self.members = [bridge(m.load(), m, problem, spec.format) for m in spec.members]
-        index = {m.name: i for i, m in enumerate(spec.members)}
-        self._serving = [index[name] for _, name in spec.buckets]
-        self._most = [most for most, _ in spec.buckets if most is not None]
+        self._most, self._serving = spec.bounds
         self._own = _Views()
         for member in self.members:
             if member.weight_and_reduce is not weight_and_reduce:  # the same bits, faster
@@ -73,7 +70,7 @@ class CompositeExperts(PermuteExpertsUnpermute):
         return self.members[self._index(rows)]
 
     def _index(self, rows: int) -> int:
-        return self._serving[bisect_left(self._most, rows / self.problem.parallel.ep_size)]
+        return self.spec.index(rows / self.problem.parallel.ep_size)
 
     def pack(self, weights: ExpertWeights) -> CompositeWeights:
         """Pack for every member; members that keep the tensors as they are share them."""

@@ -22,7 +22,7 @@ import moekit
 from moekit.errors import MoekitError
 from moekit.plugin import ExpertWeights, MoEProblem, PackedWeights, Routing, Workspace, registry
 
-from .internals import find_experts
+from .internals import named
 from .records import BACKEND, BASELINE, IN_MODE, INVARIANT
 from .timer import Call
 
@@ -97,7 +97,7 @@ def backends(names: Sequence[str], dispatcher: str = "local") -> list[Implementa
 
     for name in names:
         if (base := name.removesuffix(IN_MODE)) != AUTO:
-            find_experts(base, known)
+            named(base, known.expert)
     return [backend(name) for name in names]
 
 
