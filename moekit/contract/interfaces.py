@@ -43,6 +43,10 @@ class Routing:
     topk_ids: Tensor
     max_tokens: int | None = None
 
+    def most(self, capacity: int) -> int:
+        """Return the tokens that a dispatcher of this capacity needs room for, at least 1."""
+        return capacity if self.max_tokens is None else max(1, self.max_tokens)
+
 
 @dataclass(frozen=True)
 class Dispatched:

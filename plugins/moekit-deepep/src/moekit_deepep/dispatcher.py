@@ -92,11 +92,11 @@ class DeepEPDispatcher(PrepareAndFinalize):
         self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
     ) -> Pending[Dispatched]:
         ids = routing.topk_ids.to(deep_ep.topk_idx_t)
-        return self._dispatch(x_TH, ids, routing.topk_weights, quantize)
+        return self._dispatch(x_TH, ids, routing, quantize)
 
     @abstractmethod
     def _dispatch(
-        self, x_TH: Tensor, ids: Tensor, weights: Tensor, quantize: Quantizer | None
+        self, x_TH: Tensor, ids: Tensor, routing: Routing, quantize: Quantizer | None
     ) -> Pending[Dispatched]:
         """Do as `prepare`, with ids in the library's dtype."""
 
@@ -123,8 +123,8 @@ class DeepEPDispatcher(PrepareAndFinalize):
 class NormalDispatcher(DeepEPDispatcher):
     """STANDARD. R is the number of rows that arrive, and the host waits for that number.
 
-    In a CUDA graph, and where ``ranks * max_num_tokens`` is small, R is that product instead and
-    the host does not wait.
+    In a CUDA graph, and where ``ranks * max_tokens`` (without it: max_num_tokens) is small, R is
+    that product instead and the host does not wait.
     """
 
     def _acquire(self) -> Lease[buffers.Held]:
@@ -135,10 +135,10 @@ class NormalDispatcher(DeepEPDispatcher):
         return buffers.normal(self.group, self.problem.hidden_size)
 
     def _dispatch(
-        self, x_TH: Tensor, ids: Tensor, weights: Tensor, quantize: Quantizer | None
+        self, x_TH: Tensor, ids: Tensor, routing: Routing, quantize: Quantizer | None
     ) -> Pending[Dispatched]:
         x = x_TH if quantize is None else quantize_for_transfer(x_TH, ids, quantize, self.problem)
-        held, rows = self.lease.value, self._fixed_rows(x_TH)
+        held, rows = self.lease.value, self._fixed_rows(x_TH, routing)
         per_rank, _, per_expert, in_rank, _ = held.buffer.get_dispatch_layout(
             ids, self.problem.num_physical_experts, async_finish=True
         )
@@ -152,7 +152,7 @@ class NormalDispatcher(DeepEPDispatcher):
             held.uncounted.discard("calls")
         received, ids_RK, weights_RK, _, handle, event = held.buffer.dispatch(
             x, num_tokens_per_rank=per_rank, is_token_in_rank=in_rank,
-            num_tokens_per_expert=per_expert, topk_idx=ids, topk_weights=weights,
+            num_tokens_per_expert=per_expert, topk_idx=ids, topk_weights=routing.topk_weights,
             num_worst_tokens=rows, config=self._dispatch_config, async_finish=True,
         )  # fmt: skip
         x_RH, scale = (received, None) if quantize is None else received
@@ -162,19 +162,22 @@ class NormalDispatcher(DeepEPDispatcher):
         few = 0 < self._most_rows <= _FEW_ROWS
         return self._most_rows if few else self.group.size() * num_tokens
 
-    def _fixed_rows(self, x_TH: Tensor) -> int:
-        """Return R if it is the same for every call, else 0."""
-        captured = capturing(x_TH)
-        if captured and not self._most_rows:
+    def _fixed_rows(self, x_TH: Tensor, routing: Routing) -> int:
+        """Return R if the host does not wait for it, else 0."""
+        captured, most = capturing(x_TH), self.group.size() * routing.most(self._capacity)
+        if captured and not most:
             raise InvalidInput(
                 "deepep_ht in a CUDA graph needs room for all tokens of the other ranks: set "
                 "max_num_tokens in the problem"
             )
-        return self._most_rows if captured or self._most_rows <= _FEW_ROWS else 0
+        return most if captured or most <= _FEW_ROWS else 0
 
 
 class ElasticDispatcher(DeepEPDispatcher):
-    """STANDARD, R = ranks * max_num_tokens for every call."""
+    """STANDARD, R = ranks * max_num_tokens, or twice a call's ranks * `max_tokens` at most.
+
+    The library compiles its kernels for each R.
+    """
 
     _combine_options = {"async_with_compute_stream": True}
 
@@ -183,12 +186,14 @@ class ElasticDispatcher(DeepEPDispatcher):
         return buffers.elastic(self.group, self._capacity, p.hidden_size, p.top_k, p.device.type)
 
     def _dispatch(
-        self, x_TH: Tensor, ids: Tensor, weights: Tensor, quantize: Quantizer | None
+        self, x_TH: Tensor, ids: Tensor, routing: Routing, quantize: Quantizer | None
     ) -> Pending[Dispatched]:
+        most = 1 << (routing.most(self._capacity) - 1).bit_length()
         received, ids_RK, weights_RK, handle, event = self._buffer.dispatch(
             x_TH if quantize is None else quantize_for_transfer(x_TH, ids, quantize, self.problem),
-            topk_idx=ids, topk_weights=weights, num_experts=self.problem.num_physical_experts,
-            num_max_tokens_per_rank=self._capacity, num_sms=buffers.NUM_SMS,
+            topk_idx=ids, topk_weights=routing.topk_weights,
+            num_experts=self.problem.num_physical_experts,
+            num_max_tokens_per_rank=min(most, self._capacity), num_sms=buffers.NUM_SMS,
             do_cpu_sync=False, async_with_compute_stream=True,
         )  # fmt: skip
         x_RH, scale = (received, None) if quantize is None else received
@@ -204,6 +209,9 @@ class ElasticDispatcher(DeepEPDispatcher):
 class LowLatencyDispatcher(DeepEPDispatcher):
     """BATCHED, C = ranks * max_num_tokens (rounded up to be even), for every call.
 
+    `max_tokens` changes nothing: the library's two sets of buffers lie where C says, so transfers
+    of two calls with different C could overlap.
+
     All dispatchers of one shape share a buffer, but several shapes may be in use at a time.
     """
 
@@ -217,14 +225,14 @@ class LowLatencyDispatcher(DeepEPDispatcher):
         )
 
     def _dispatch(
-        self, x_TH: Tensor, ids: Tensor, weights: Tensor, quantize: Quantizer | None
+        self, x_TH: Tensor, ids: Tensor, routing: Routing, quantize: Quantizer | None
     ) -> Pending[Dispatched]:
         received, counts_L, handle, event, _ = self._buffer.low_latency_dispatch(
             x_TH, ids, self._capacity, self.problem.num_physical_experts,
             use_fp8=quantize is not None, async_finish=True,
         )  # fmt: skip
         x_LCH, scale = (received, None) if quantize is None else received
-        call = handle, ids, weights
+        call = handle, ids, routing.topk_weights
         return after(
             event, lambda: Dispatched(x_LCH, scale, expert_num_tokens=counts_L, handle=call)
         )

@@ -139,8 +139,7 @@ class Transfer(ABC):
 
     def of_call(self, routing: Routing) -> Layout:
         """Return the layout of a call."""
-        most = routing.max_tokens
-        return self.layout if most is None else self.layout.of_call(max(1, most))
+        return self.layout.of_call(routing.most(self.layout.capacity))
 
     def output(self, call: Call) -> Tensor:
         """Return (R, H) or (experts, slots, H), where `gather` takes the experts' output."""
