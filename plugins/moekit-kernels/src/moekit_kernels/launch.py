@@ -64,7 +64,7 @@ class Launcher:
             options = {"num_warps": num_warps, "num_stages": num_stages}
             self._kernel[grid](*args, **constants, **options)
             return
-        device: int = torch._C._cuda_getDevice()
+        device = torch.cuda.current_device()
         pdl = self._pdl and pdl_enabled(device)
         if self._pdl:
             constants["PDL"] = pdl
