@@ -15,6 +15,7 @@ of w13.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -54,6 +55,7 @@ class Tiles:
     outer_2: GemmTile
 
 
+@functools.lru_cache(1024)
 def choose_tiles(problem: MoEProblem, assignments: int) -> Tiles:
     """Choose the tiles for a number of assignments. The rule is not measured yet.
 
