@@ -106,7 +106,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """Return the least power of 2 that is at least ``n``, likewise."""
+    """Return the least power of 2 that is at least ``n``; Triton's function is as slow."""
     return 1 << max(0, n - 1).bit_length()
 
 

@@ -73,7 +73,8 @@ class Layout:
         """Return memory (slabs, this call's C, H) in the lane's, with the same spare rows."""
         rows_NH, each = y_SCH.flatten(0, 1), y_SCH.shape[1]
         start = self.experts * (each - self.slab_rows)
-        return rows_NH[start : start + self.slabs * self.slab_rows].unflatten(0, (self.slabs, -1))
+        part = rows_NH[start : start + self.slabs * self.slab_rows]
+        return part.view(self.slabs, self.slab_rows, self.hidden_size)
 
     @property
     def slabs(self) -> int:
