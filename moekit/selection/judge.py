@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -107,7 +107,8 @@ def judge(
     dispatchers = asked[0].specs(backends.dispatchers, backends.dispatcher)
     every = [s.made_for(problem) for s in asked[1].specs(backends.experts, backends.expert)]
     rejected: dict[tuple[str, str], tuple[str, ...]] = {}
-    for spec, reasons in _checked([*dispatchers, *every], problem):
+    for spec in (*dispatchers, *every):
+        reasons = spec.unsupported(problem)
         if not asked[0].name and isinstance(spec, DispatcherSpec):
             reasons = [*_nothing_to_move(spec, problem), *reasons]
         if reasons:
@@ -144,14 +145,6 @@ def rank(problem: MoEProblem, candidates: Sequence[Candidate]) -> Ranking:
     from moekit.selection.measured import by_measurement
 
     return by_measurement(problem, ordered)
-
-
-def _checked(
-    specs: Sequence[BackendSpec], problem: MoEProblem
-) -> Iterator[tuple[BackendSpec, list[str]]]:
-    """Yield each spec with the reasons against it."""
-    for spec in specs:
-        yield spec, spec.unsupported(problem)
 
 
 def _nothing_to_move(spec: DispatcherSpec, problem: MoEProblem) -> list[str]:
