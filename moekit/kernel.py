@@ -250,8 +250,8 @@ class ModularKernel:
                 raise
             finally:
                 observer.ended()
-            # The combine reads these, which live until the output has arrived.
-            return Pending(partial(_result, combining, x_TH, y, tokens))
+            # The combine reads what is held, until the output has arrived.
+            return Pending(lambda held=(x_TH, y, tokens): combining.result())  # type: ignore[misc]
 
         return run
 
@@ -425,8 +425,3 @@ def _at(x: Tensor, part: Callable[[], _T]) -> _T:
     """Run a part of a call on the device of x, in any thread."""
     with on_device(x):
         return part()
-
-
-def _result(combining: Pending[Tensor], *held: object) -> Tensor:
-    """Wait for the output; until then, ``held`` lives."""
-    return combining.result()
