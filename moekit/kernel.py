@@ -86,12 +86,13 @@ class ModularKernel:
         self.problem = dispatcher.problem
         self.dispatcher = dispatcher
         self.experts = experts
-        dispatcher.weight_and_reduce = experts.weight_and_reduce
         self.explanation = explanation
         self.workspace = workspace or Workspace.default()
         self.checked = self.problem.device.type == "cpu" if checked is None else checked
-        if self.checked:
-            dispatcher.peer_timeout = peer_timeout
+        for member in dispatcher.members:
+            member.weight_and_reduce = experts.weight_and_reduce
+            if self.checked:
+                member.peer_timeout = peer_timeout
         offered = type(dispatcher).takes_unreduced is not PrepareAndFinalize.takes_unreduced
         self.sums = Sums.of(self.problem, experts.spec, offered)
         self._calls = Calls(dispatcher.spec.name, experts.spec.name)
@@ -249,14 +250,17 @@ class ModularKernel:
                 raise
             finally:
                 observer.ended()
-            # The combine reads these, which live until the output has arrived.
-            return Pending(partial(_result, combining, x_TH, y, tokens))
+            # The combine reads what is held, until the output has arrived.
+            return Pending(lambda held=(x_TH, y, tokens): combining.result())  # type: ignore[misc]
 
         return run
 
-    def abort(self, error: Exception) -> None:
-        """Make the other ranks raise PeerFailed with ``error``: this rank has no next call."""
-        self._calls.abort(error)
+    def abort(self, error: Exception, max_tokens: int | None = None) -> None:
+        """Make the other ranks raise PeerFailed with ``error``: this rank has no next call.
+
+        max_tokens: of the other ranks' calls.
+        """
+        self._calls.abort(error, max_tokens)
 
     def _arrange(
         self, x: Tensor, weights: PackedWeights, routing: Routing, out: Tensor | None
@@ -421,8 +425,3 @@ def _at(x: Tensor, part: Callable[[], _T]) -> _T:
     """Run a part of a call on the device of x, in any thread."""
     with on_device(x):
         return part()
-
-
-def _result(combining: Pending[Tensor], *held: object) -> Tensor:
-    """Wait for the output; until then, ``held`` lives."""
-    return combining.result()

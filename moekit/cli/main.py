@@ -20,7 +20,7 @@ import moekit
 from moekit.cli import commands, explain, plugins
 from moekit.discovery.registry import registry
 from moekit.errors import MoekitError
-from moekit.selection.judge import find_experts
+from moekit.selection.judge import named
 
 
 def main(argv: Sequence[str] | None = None, *, owns_stdout: bool = False) -> int:
@@ -164,7 +164,8 @@ def _check(args: argparse.Namespace) -> int:
         )
     known = registry()
     if "|" in args.name and args.name not in known.experts:
-        known.register(find_experts(args.name, known))
+        dispatches = args.name.partition(":")[0] in known.dispatchers
+        known.register(named(args.name, known.dispatcher if dispatches else known.expert))
     if importlib.util.find_spec("pytest") is None:
         raise MoekitError(
             "`check` needs pytest, which is an optional extra: pip install 'moekit[testing]'"

@@ -35,12 +35,17 @@ class Routing:
     topk_ids: (T, K) int32 or int64, global physical expert ids, -1 for no expert (a padding token
     has no other ids). A token names an expert at most once.
     max_tokens: the most tokens that any rank passes to this call, equal on all ranks; None if the
-    caller does not know it. A dispatcher of fixed capacity then works for so many tokens only.
+    caller does not know it. A dispatcher of fixed capacity then works for so many tokens only, and
+    a composite of dispatchers chooses its member by it.
     """
 
     topk_weights: Tensor
     topk_ids: Tensor
     max_tokens: int | None = None
+
+    def most(self, capacity: int) -> int:
+        """Return the tokens that a dispatcher of this capacity needs room for, at least 1."""
+        return capacity if self.max_tokens is None else max(1, self.max_tokens)
 
 
 @dataclass(frozen=True)
@@ -155,6 +160,15 @@ class PrepareAndFinalize(Backend):
         self.spec = spec
         self.problem = problem
         self.group = group
+
+    @property
+    def members(self) -> Sequence[PrepareAndFinalize]:
+        """The dispatchers that share the calls, if this is a composite; else itself."""
+        return (self,)
+
+    def serving(self, max_tokens: int | None) -> PrepareAndFinalize:
+        """Return the member that serves a call of these ``Routing.max_tokens``."""
+        return self
 
     @abstractmethod
     def prepare(

@@ -146,9 +146,10 @@ class CallBuffers(Generic[T]):
         if not _has_device() or torch.cuda.is_current_stream_capturing():
             return
         stream, last = torch.cuda.current_stream(), self.stream
-        if last is not None and stream != last:
-            stream.wait_stream(last)
-        _streams[self._group] = stream
+        if stream != last:
+            if last is not None:
+                stream.wait_stream(last)
+            _streams[self._group] = stream
 
 
 def _made(make: Callable[[], T]) -> T:

@@ -67,8 +67,7 @@ class LayerFlow:
             rows = TokenRows(inputs.x, self.kernel.problem.hidden_size, max_tokens, self.ranks)
             routing, identity = self._route(rows, inputs)
         except Exception as error:  # of any kind: the other ranks must not wait for this one
-            self.ranks.most_tokens(0, max_tokens)
-            self.kernel.abort(error)
+            self.kernel.abort(error, self.ranks.most_tokens(0, max_tokens))
             raise
         most = self.ranks.most_tokens(rows.x_TH.shape[0], max_tokens)
         routing = replace(routing, max_tokens=most)

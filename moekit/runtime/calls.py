@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -64,10 +65,10 @@ class Calls:
         observer = _UNOBSERVED if self._begin is None else self._begin(x, routing)
         return cast(Observer, _Labels(observer, *self._names)) if _profiled() else observer
 
-    def abort(self, error: Exception) -> None:
+    def abort(self, error: Exception, max_tokens: int | None) -> None:
         """Tell the other ranks that ``error`` keeps this rank from its next call."""
         with suppress(PeerFailed):
-            observer = self.begin(None, None)
+            observer = self.begin(None, SimpleNamespace(max_tokens=max_tokens))
             try:
                 observer.failed(error)
             finally:

@@ -6,7 +6,6 @@ they report.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from threading import RLock
 
@@ -67,17 +66,21 @@ class _InTurn(Observer):
 class _Unchecked(_InTurn):
     """A call that moves tokens. If it fails before its dispatch, the other ranks hear of it."""
 
-    def __init__(self, turn: RLock, dispatcher: PrepareAndFinalize, *_: object) -> None:
+    def __init__(
+        self, turn: RLock, dispatcher: PrepareAndFinalize, x: object, routing: object
+    ) -> None:
         super().__init__(turn)
-        self._abort: Callable[[str], None] | None = dispatcher.abort
+        self._dispatcher: PrepareAndFinalize | None = dispatcher
+        self._routing = routing
 
     def arranged(self) -> None:  # type: ignore[override]
-        self._abort = None
+        self._dispatcher = None
 
     def failed(self, error: BaseException) -> None:
         # `abort` waits for the other ranks: no interrupt may do that.
-        if self._abort is not None and isinstance(error, Exception):
-            self._abort(describe(error))
+        if self._dispatcher is not None and isinstance(error, Exception):
+            most = getattr(self._routing, "max_tokens", None)
+            self._dispatcher.serving(most).abort(describe(error))
 
 
 class _Checked(_InTurn):

@@ -36,7 +36,15 @@ class MemoryReport:
     def of(
         cls, dispatcher: PrepareAndFinalize, experts: PermuteExpertsUnpermute, num_tokens: int
     ) -> MemoryReport:
-        """Return the report for these two when every rank passes ``num_tokens`` tokens."""
+        """Return the report for these two when every rank passes ``num_tokens`` tokens.
+
+        Of a composite's members, any may serve these calls, and each keeps its buffers.
+        """
+        if len(dispatcher.members) > 1:
+            every = [cls.of(member, experts, num_tokens) for member in dispatcher.members]
+            workspace = max(each.workspace for each in every)
+            intermediate = max(each.intermediate for each in every)
+            return cls(num_tokens, workspace, intermediate, sum(each.buffers for each in every))
         p, batched = experts.problem, experts.spec.format is ActivationFormat.BATCHED
         rows = dispatcher.max_rows(num_tokens)
         output_bytes = p.hidden_size * output_dtype(p, experts.spec, dispatcher.spec).itemsize

@@ -149,12 +149,6 @@ def is_capturing(device: torch.device) -> bool:
     return _probe(device)[0]()
 
 
-def lends(device: torch.device) -> bool:
-    """Return whether a workspace lends its own memory on the current stream, and not torch's."""
-    capturing, stream = _probe(device)
-    return not (stream() or capturing())
-
-
 def settle(device: torch.device) -> None:
     """Wait for the current stream, so that any stream and thread may use its results."""
     module: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device)

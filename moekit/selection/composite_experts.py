@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -28,12 +26,10 @@ from moekit.problem import MoEProblem
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime.checks import overlap
 from moekit.runtime.rows import quantize_dispatched
-from moekit.runtime.workspace import Layout, Workspace, lends
-from moekit.selection.composite import CompositeSpec
+from moekit.runtime.workspace import Workspace
+from moekit.selection.composite import CompositeExpertsSpec
 
 logger = logging.getLogger("moekit")
-
-_MAX_LAYOUTS = 1024
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,16 +50,13 @@ class CompositeWeights(PackedWeights):
 class CompositeExperts(PermuteExpertsUnpermute):
     """STANDARD or BATCHED, as the spec says; members of the other format are bridged."""
 
-    spec: CompositeSpec
+    spec: CompositeExpertsSpec
 
     def __init__(self, spec: ExpertsSpec, problem: MoEProblem) -> None:
-        assert isinstance(spec, CompositeSpec)
+        assert isinstance(spec, CompositeExpertsSpec)
         super().__init__(spec, problem)
         self.members = [bridge(m.load(), m, problem, spec.format) for m in spec.members]
-        index = {m.name: i for i, m in enumerate(spec.members)}
-        self._serving = [index[name] for _, name in spec.buckets]
-        self._most = [most for most, _ in spec.buckets if most is not None]
-        self._own = _Views()
+        self._most, self._serving = spec.bounds
         for member in self.members:
             if member.weight_and_reduce is not weight_and_reduce:  # the same bits, faster
                 self.weight_and_reduce = member.weight_and_reduce
@@ -73,7 +66,7 @@ class CompositeExperts(PermuteExpertsUnpermute):
         return self.members[self._index(rows)]
 
     def _index(self, rows: int) -> int:
-        return self._serving[bisect_left(self._most, rows / self.problem.parallel.ep_size)]
+        return self.spec.index(rows / self.problem.parallel.ep_size)
 
     def pack(self, weights: ExpertWeights) -> CompositeWeights:
         """Pack for every member; members that keep the tensors as they are share them."""
@@ -109,8 +102,10 @@ class CompositeExperts(PermuteExpertsUnpermute):
         return sorted(calls, reverse=True)
 
     def workspace(self, rows: int) -> Sequence[BufferSpec]:
+        """Return the serving member's buffers, and one more, so that all smaller calls fit too."""
+        own = self.member(rows).workspace(rows)
         needs = [Workspace.nbytes_for(m.workspace(most)) for m, most in self._uses(rows)]
-        return (BufferSpec((max(needs),), torch.uint8),)
+        return *own, BufferSpec((max(needs) - Workspace.nbytes_for(own),), torch.uint8)
 
     def transient_bytes(self, rows: int) -> int:
         return max(member.transient_bytes(most) for member, most in self._uses(rows))
@@ -144,32 +139,12 @@ class CompositeExperts(PermuteExpertsUnpermute):
     ) -> tuple[PermuteExpertsUnpermute, Dispatched, PackedWeights, Sequence[Tensor]]:
         """Return the member that serves a call, and the call as it takes it."""
         assert isinstance(weights, CompositeWeights)
-        rows = tokens.x.shape[-2]
-        index = self._index(rows)
+        index = self._index(tokens.x.shape[-2])
         member, own = self.members[index], weights.members[index]
         quantizes = self.problem.quant.activation is not None and tokens.x_scale is None
         if quantizes and not member.spec.takes_unquantized:
             tokens = quantize_dispatched(member, tokens, own)
-        return member, tokens, own, self._scratch(member, rows, workspace[0])
-
-    def _scratch(
-        self, member: PermuteExpertsUnpermute, rows: int, arena: Tensor
-    ) -> Sequence[Tensor]:
-        """Return the member's buffers in ``arena``.
-
-        They are made once for each number of rows, which saves host time, and dropped with the
-        arena.
-        """
-        own = self._own
-        if arena.data_ptr() == own.arena and rows in own.by_rows:
-            return own.by_rows[rows]
-        views = Layout(member.workspace(rows)).views(arena)
-        if not lends(arena.device):  # kept views would keep a stream's or a graph's memory in use
-            return views
-        if arena.data_ptr() != own.arena or len(own.by_rows) >= _MAX_LAYOUTS:
-            own.arena, own.by_rows = arena.data_ptr(), {}
-        own.by_rows[rows] = views
-        return views
+        return member, tokens, own, workspace[:-1]
 
     @contextmanager
     def tuning(self) -> Iterator[None]:
@@ -177,18 +152,6 @@ class CompositeExperts(PermuteExpertsUnpermute):
             for member in self.members:
                 stack.enter_context(member.tuning())
             yield
-
-
-class _Views(threading.local):
-    """The members' buffers in the arena that this thread used last.
-
-    They keep its memory alive, so that no other arena has its address.
-    """
-
-    arena = 0
-
-    def __init__(self) -> None:
-        self.by_rows: dict[int, Sequence[Tensor]] = {}
 
 
 def _merge(name: str, packed: Sequence[PackedWeights]) -> CompositeWeights:

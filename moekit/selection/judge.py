@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
 from moekit.contract.explanation import Explanation
-from moekit.contract.specs import CHECK_FAILED, BackendSpec, DispatcherSpec, ExpertsSpec, SpecT
+from moekit.contract.specs import CHECK_FAILED, BackendSpec, DispatcherSpec, SpecT
 from moekit.discovery.registry import Registry, not_installed
 from moekit.errors import NameClash, UnknownBackend
 from moekit.problem import MoEProblem
@@ -37,7 +37,7 @@ class Asked(NamedTuple):
         if self.name is None:
             return tuple(every.values())
         try:
-            return [find(self.name)]
+            return [named(self.name, find)]
         except (UnknownBackend, NameClash) as error:
             if self.by == "by name":
                 raise
@@ -104,11 +104,11 @@ def judge(
     Raises UnknownBackend or NameClash for a name of no backend, or of more than one.
     """
     asked = Asked.of(dispatcher, "MOEKIT_DISPATCHER"), Asked.of(experts, "MOEKIT_EXPERTS")
-    find = partial(find_experts, backends=backends)
     dispatchers = asked[0].specs(backends.dispatchers, backends.dispatcher)
-    every = [spec.made_for(problem) for spec in asked[1].specs(backends.experts, find)]
+    every = [s.made_for(problem) for s in asked[1].specs(backends.experts, backends.expert)]
     rejected: dict[tuple[str, str], tuple[str, ...]] = {}
-    for spec, reasons in _checked([*dispatchers, *every], problem):
+    for spec in (*dispatchers, *every):
+        reasons = spec.unsupported(problem)
         if not asked[0].name and isinstance(spec, DispatcherSpec):
             reasons = [*_nothing_to_move(spec, problem), *reasons]
         if reasons:
@@ -125,13 +125,16 @@ def judge(
     return Selection(problem, backends, *asked, rank(problem, candidates), rejected)
 
 
-def find_experts(name: str, backends: Registry) -> ExpertsSpec:
-    """Return the backend or composite of that name. Raises UnknownBackend or NameClash."""
+def named(name: str, find: Callable[[str], SpecT]) -> SpecT:
+    """Return the backend that ``find`` finds by that name, or the composite of such backends.
+
+    Raises UnknownBackend or NameClash.
+    """
     if "|" not in name and ":" not in name:
-        return backends.expert(name)
+        return find(name)
     from moekit.selection.composite import composite
 
-    return composite(name, backends.expert)
+    return composite(name, find)
 
 
 def rank(problem: MoEProblem, candidates: Sequence[Candidate]) -> Ranking:
@@ -142,14 +145,6 @@ def rank(problem: MoEProblem, candidates: Sequence[Candidate]) -> Ranking:
     from moekit.selection.measured import by_measurement
 
     return by_measurement(problem, ordered)
-
-
-def _checked(
-    specs: Sequence[BackendSpec], problem: MoEProblem
-) -> Iterator[tuple[BackendSpec, list[str]]]:
-    """Yield each spec with the reasons against it."""
-    for spec in specs:
-        yield spec, spec.unsupported(problem)
 
 
 def _nothing_to_move(spec: DispatcherSpec, problem: MoEProblem) -> list[str]:

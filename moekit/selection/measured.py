@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from moekit.problem import ActivationFormat, MoEProblem
 from moekit.selection.candidates import Candidate, Ranking
 from moekit.selection.composite import composite
 from moekit.selection.tuned.choice import Choice, Found, lookup
-from moekit.selection.tuned.plan import join, split
+from moekit.selection.tuned.plan import (
+    TOLERANCE,
+    Curve,
+    join,
+    plan,
+    serving,
+    split,
+    time_at,
+)
 
 
 def by_measurement(problem: MoEProblem, candidates: Sequence[Candidate]) -> Ranking:
@@ -18,11 +26,11 @@ def by_measurement(problem: MoEProblem, candidates: Sequence[Candidate]) -> Rank
 
     candidates: at least one; best priority first.
 
-    Measured combinations come first. Others follow by priority: they may be faster, but no time
-    shows it. Times of experts that were measured on one rank order the experts behind STANDARD
-    dispatchers, as they were measured; they do not order dispatchers. A single measured
-    combination is no comparison. Experts of negative priority are chosen by name only, however
-    fast they are.
+    Measured combinations come first, and before them a composite of dispatchers that is faster with
+    the best one's experts. Others follow by priority: they may be faster, but no time shows it.
+    Times of experts that were measured on one rank order the experts behind STANDARD dispatchers,
+    as they were measured; they do not order dispatchers. A single measured combination is no
+    comparison. Experts of negative priority are chosen by name only, however fast they are.
     """
     if (found := lookup(problem)) is None:
         return Ranking(tuple(candidates))
@@ -47,6 +55,8 @@ def by_measurement(problem: MoEProblem, candidates: Sequence[Candidate]) -> Rank
             ranked += _composite(problem, choices[name], groups[name])
             ranked += [left.pop(experts) for experts in choices[name].order]
         ranked += left.values()
+    if not found.borrowed:
+        ranked = [*_shared_calls(problem, found, ranked[0], groups), *ranked]
     by = f"by measurement ({found})"
     dispatcher_by = "by priority" if found.borrowed else by
     return Ranking(tuple(ranked), dispatcher_by, by, choices[order[0]].note, expected)
@@ -88,3 +98,27 @@ def _composite(problem: MoEProblem, choice: Choice, group: Sequence[Candidate]) 
     if made.native_to(dispatcher.format).unsupported(problem):
         return []
     return [Candidate(dispatcher, made)]
+
+
+def _shared_calls(
+    problem: MoEProblem,
+    found: Found,
+    best: Candidate,
+    groups: Mapping[str, Sequence[Candidate]],
+) -> list[Candidate]:
+    """Return the composite of dispatchers that is fastest with the experts of ``best``, if any."""
+    buckets, curves = split(best.experts.name), dict[str, Curve]()
+    for name, group in groups.items():
+        if group[0].dispatcher.format is best.dispatcher.format:
+            with_each = found.curves(name, {experts for _, experts in buckets})
+            served = [with_each.get(experts, ()) for _, experts in buckets]
+            if all(served):
+                sizes = sorted({tokens for curve in served for tokens, _ in curve})
+                curves[name] = [(t, time_at(with_each[serving(buckets, t)], t)) for t in sizes]
+    made, alone = (plan(curves, found.high, n) for n in (None, {best.dispatcher.name}))
+    if made is None or alone is None or len(made.buckets) == 1:
+        return []
+    if alone.cost - made.cost < math.log(TOLERANCE):  # not worth a second dispatcher's buffers
+        return []
+    dispatcher = composite(join(made.buckets), lambda name: groups[name][0].dispatcher)
+    return [] if dispatcher.unsupported(problem) else [Candidate(dispatcher, best.experts)]

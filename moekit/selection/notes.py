@@ -8,11 +8,14 @@ from moekit.contract.sums import Sums
 from moekit.problem import MoEProblem
 from moekit.runtime.rows import quantized_by
 from moekit.selection.candidates import Candidate
-from moekit.selection.composite import members
+from moekit.selection.composite import CompositeDispatcherSpec, members
 
 
 def notes(problem: MoEProblem, candidate: Candidate) -> Iterator[str]:
     dispatcher, experts = candidate.dispatcher, candidate.experts
+    if isinstance(dispatcher, CompositeDispatcherSpec):
+        last = dispatcher.buckets[-1][1]
+        yield f"calls without max_tokens go to {last}; every dispatcher keeps its buffers"
     yield from _arithmetic(problem, candidate)
     yield from experts.notes(problem)
     seen = experts.bridged_to(dispatcher.format)

@@ -22,10 +22,9 @@ from moekit.errors import BackendBroken, UnknownBackend, Unsupported
 from moekit.layer.placement import Placement
 from moekit.plugin import weight_and_reduce
 from moekit.problem import ActivationFormat
-from moekit.selection import composite_experts
+from moekit.runtime.workspace import Workspace
 from moekit.selection.composite import composite
 from moekit.selection.composite_experts import CompositeExperts
-from moekit.testing import assert_close
 from moekit.testing.calls import QUANTIZED_WIRE, check_call, kit_registry
 from moekit.testing.cases import make_case, random_weights
 from moekit.testing.experts import ExpertsCalls
@@ -181,16 +180,6 @@ def test_a_composite_declares_what_all_members_can_do() -> None:
     assert not composite("torch:4|fixed", found.expert).graph_safe
     slabs = made.native_to(ActivationFormat.BATCHED)
     assert slabs.format is ActivationFormat.BATCHED and not slabs.reduces
-
-
-def test_scratch_of_a_side_stream_is_not_kept(monkeypatch) -> None:
-    """It is torch's, and may be of a CUDA graph's pool."""
-    kernel = moekit.compose(PROBLEM, experts="torch:4|turned", backends=backends())
-    packed, case = kernel.pack(random_weights(PROBLEM)), make_case(PROBLEM, 7)
-    for lends in (False, True):
-        monkeypatch.setattr(composite_experts, "lends", lambda device, lends=lends: lends)
-        kernel(case.x, packed, case.routing)
-        assert bool(kernel.experts._own.by_rows) == lends
 
 
 # -- calls -------------------------------------------------------------------------------------
@@ -361,39 +350,15 @@ def test_the_workspace_is_that_of_the_largest_member() -> None:
     experts.members.sort(key=lambda m: m.spec.name != made.members[0].name)
 
     def need(rows: int) -> tuple[int, int]:
-        (buffer,) = experts.workspace(rows)
-        return buffer.nbytes, experts.transient_bytes(rows)
+        wanted = experts.workspace(rows)
+        assert list(wanted[:-1]) == list(experts.member(rows).workspace(rows))
+        return Workspace.nbytes_for(wanted), experts.transient_bytes(rows)
 
     assert need(50) == (50176, 50)  # `small` never serves up to 50 rows
     assert need(100) == (100096, 100)
     assert need(101) == (100096, 101 * 7000)
     assert need(9000) == (100096, 9000 * 7000)
     assert need(20000)[0] == 200192
-
-
-def test_buffers_follow_the_arena() -> None:
-    """Members get views of the arena of this call, also after it grew or for fewer rows."""
-    kernel, both = packed("torch:5|turned")
-    arenas = set()
-
-    def apply(y, tokens, weights, workspace, run=kernel.experts.members[1].apply):
-        for buffer in workspace:
-            arenas.add(buffer.untyped_storage().data_ptr())
-            assert buffer.untyped_storage().nbytes() == wide.nbytes
-        run(y, tokens, weights, workspace)
-
-    kernel.experts.members[1].apply = apply
-    for rows in (9, 40, 9):
-        wide = torch.empty(kernel.experts.workspace(rows)[0].nbytes, dtype=torch.uint8)
-        for tokens in (7, 9, 7):
-            case = make_case(PROBLEM, tokens)
-            y = torch.full_like(case.x, float("nan"))
-            given = moekit.kernel.Dispatched(
-                case.x, None, case.routing.topk_ids, case.routing.topk_weights
-            )
-            kernel.experts.apply(y, given, both, [wide])
-            assert_close(y, case.reference(), PROBLEM)
-    assert len(kernel.experts._own.by_rows) == 2 and arenas
 
 
 def test_tuning_reaches_every_member() -> None:

@@ -230,11 +230,29 @@ def test_measured_combinations_order_dispatchers_too(tuned: Path) -> None:
         "slabs + a (bridged)",
         "slabs + b (bridged)",
     ]
-    assert explanation.why == "by measurement (cpu, T=1..256)"
+    assert explanation.why == "by measurement (cpu, T=1..256, on 4 ranks)"
     with_experts = moekit.explain(MOVING, experts="b", backends=found)
     assert with_experts.chosen.dispatcher == "slabs"
-    assert with_experts.why == "dispatcher by measurement (cpu, T=1..256), experts by name"
+    assert with_experts.why.startswith("dispatcher by measurement (cpu, T=1..256, on 4 ranks)")
     assert moekit.explain(MOVING, "rows", backends=found).chosen.experts == "a"
+
+
+def test_a_composite_of_dispatchers_is_chosen_where_it_is_worth_its_buffers(tuned: Path) -> None:
+    """Both have the layout of the best one, and serve its experts."""
+    found = movers("a", "b")
+    found.register(replace(found.dispatcher("rows"), name="few"))
+    times = {"rows+a": (8, 0.5), "few+a": (2, 1), "slabs+b": (9, 0.5), "few+b": (9, 1)}
+    write_table(tuned / "x.json", make_table(times, MOVING))
+    explanation = moekit.explain(MOVING, backends=found)
+    assert str(explanation.chosen) == "few:16|rows + a"
+    assert "calls without max_tokens go to rows; every dispatcher keeps its" in explanation.note
+    assert explanation.expected == (
+        "tuned table: 2.0 µs at T=1, 32.0 µs at T=16 and 128 µs at T=256 for a call"
+    )
+    few = moekit.explain(MOVING.replace(max_num_tokens=12), backends=found)
+    assert str(few.chosen) == "few + a"
+    write_table(tuned / "x.json", make_table({**times, "few+a": (7.8, 0.5)}, MOVING))
+    assert "|" not in str(moekit.explain(MOVING, backends=found).chosen)
 
 
 def test_a_dispatcher_that_cannot_be_made_is_skipped(monkeypatch, caplog) -> None:

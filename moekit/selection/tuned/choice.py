@@ -66,20 +66,16 @@ class Found:
     def curves(self, dispatcher: str, names: Collection[str]) -> dict[str, Curve]:
         """Return times by tokens of those experts backends that were measured with ``dispatcher``.
 
-        Where tokens move, calls were measured that fill the dispatcher's capacity. A kernel's
-        capacity is ``high`` for calls of every size, so only the time at ``high`` counts.
+        Of a composite, each member's times count where it serves. Calls that say `max_tokens` cost
+        as much in a kernel for more tokens.
         """
-        curves: dict[str, Curve] = {
-            experts: [
-                (round(t * self.scale), math.inf if r.us is None else r.us)
-                for t, r in sorted(records.items())
-            ]
-            for (d, experts), records in self.times.items()
-            if d == dispatcher and experts in names
-        }
-        if self.key.ranks == 1 or self.high is None:
-            return curves
-        return {name: [(self.high, time_at(curve, self.high))] for name, curve in curves.items()}
+        buckets, points = split(dispatcher), dict[str, dict[int, float]]()
+        for (measured, experts), records in self.times.items():
+            for tokens, record in records.items() if experts in names else ():
+                t = round(tokens * self.scale)
+                if serving(buckets, t) == measured:
+                    points.setdefault(experts, {})[t] = record.us or math.inf
+        return {name: sorted(times.items()) for name, times in points.items()}
 
     def choose(self, dispatcher: str, names: Collection[str]) -> Choice | None:
         """Choose among these experts backends with ``dispatcher``; None if none was measured."""
@@ -154,8 +150,7 @@ class Found:
         tokens = sorted({t for records in self.times.values() for t in records})
         text = f"{self.key.device or self.key.arch}, T={tokens[0]}..{tokens[-1]}"
         text += ", experts on one rank" if self.borrowed else ""
-        if self.key.ranks > 1 and self.high is not None:
-            text += f", at T={self.high} on {self.key.ranks} ranks"
+        text += f", on {self.key.ranks} ranks" if self.key.ranks > 1 else ""
         if self.device:
             text += f", the nearest device to {self.device}"
         return text + (f", nearest shape {self.key}" if self.distance else "")

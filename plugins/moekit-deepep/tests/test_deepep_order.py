@@ -14,6 +14,7 @@ if torch.cuda.is_available():
 # First, because it puts the stand-in in the library's place.
 from test_deepep_adapter import check, dispatcher_of, finish, problem_of, tokens_of  # noqa: I001
 from moekit_deepep import dispatcher as adapter
+from told_rows import told_rows
 
 
 pool = rank_pool(2, timeout=60)
@@ -66,3 +67,13 @@ def failed_capture(rank, ranks, kind):
 @pytest.mark.parametrize("kind", ["whole", "broken"])
 def test_a_capture_that_fails_between_dispatch_and_combine(pool, kind):
     pool.run(failed_capture, kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [("ht", [2, 10, 32, 2]), ("elastic", [2, 16, 32, 2]), ("ll", [32, 32, 32, 32])],
+)
+def test_rows_follow_max_tokens(pool, kind, rows):
+    """Where kernels are compiled for them, in powers of two; not where the library forbids it."""
+    told = pool.run(told_rows, "deepep_standin", f"deepep_{kind}_standin", [1, 5, None, 1])
+    assert told == [rows] * 2

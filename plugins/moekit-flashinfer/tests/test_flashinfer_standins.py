@@ -9,8 +9,10 @@ import flashinfer_registry
 import flashinfer_standins
 import pytest
 import torch
+from told_rows import told_rows
 
 from moekit.testing import DispatcherConformance, ExpertsConformance
+from moekit.testing.distributed import RankPool
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the library itself is tested")
 
@@ -33,3 +35,10 @@ class TestOneSided(DispatcherConformance):
 class TestTwoSided(DispatcherConformance):
     backend = "standin_two_sided"
     backends = flashinfer_registry.registry()
+
+
+@pytest.mark.parametrize("name", ["standin_one_sided", "standin_two_sided", "flashinfer_allgather"])
+def test_rows_follow_max_tokens(name):
+    with RankPool(2) as pool:
+        told = pool.run(told_rows, "flashinfer_registry", name, [1, 5, None, 1])
+    assert told == [[2, 10, 32, 2]] * 2

@@ -150,6 +150,19 @@ def test_regions_of_a_buffer_do_not_overlap() -> None:
         assert starts == sorted(starts) and not any(start % 256 for start in starts[:-1])
 
 
+def test_calls_of_one_size_share_their_views(monkeypatch) -> None:
+    monkeypatch.setattr(buffers, "_MAX_REGIONS", 3)
+    memory = torch.arange(64, dtype=torch.uint8)
+    with torch.inference_mode():
+        buffer = buffers.Buffer.of(memory, [0, 0], buffers.Lost.of(2, memory.device), 1)
+        first = buffer.region(8, (2, 3), torch.int16)
+    assert first.tolist() == memory[8:20].view(torch.int16).view(2, 3).tolist()
+    assert not first.is_inference() and first is buffer.region(8, (2, 3), torch.int16)
+    for rows in range(5):
+        assert buffer.region(16, (rows, 4), torch.uint8).shape == (rows, 4)
+    assert len(buffer.regions) <= 3 and first is not buffer.region(8, (2, 3), torch.int16)
+
+
 class Group:
     """A group of as many ranks as are given a host and a GPU; this is rank 0."""
 

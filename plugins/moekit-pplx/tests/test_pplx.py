@@ -20,6 +20,7 @@ from moekit_pplx.kernels import translate
 from moekit_pplx.layout import Layout, Wire
 from rank_events import GUARD, happened, wait_for
 from rank_pools import rank_pool
+from told_rows import told_rows
 
 import moekit
 from moekit import MoEProblem, ParallelConfig, Routing
@@ -362,3 +363,8 @@ def test_a_library_that_does_not_load(monkeypatch):
         PplxDispatcher.library()
     broken.ops._ops.all_to_all_intranode_create = math.sqrt
     assert PplxDispatcher.library() is object
+
+
+def test_rounds_and_rows_follow_max_tokens(pool):
+    told = pool.run(told_rows, __name__, "pplx_standin", [1, 5, None, 1])
+    assert told == [[2, 10, 32, 2]] * 2

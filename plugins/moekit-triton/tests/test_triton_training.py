@@ -34,6 +34,11 @@ def small(monkeypatch):
     return tile
 
 
+def test_tiles_are_chosen_once_for_a_size():
+    problem = problem_of("cpu")
+    assert training.choose_tiles(problem, 64) is training.choose_tiles(problem_of("cpu"), 64)
+
+
 def problem_of(device, **changes) -> MoEProblem:
     sizes = dict(num_experts=len(COUNTS), top_k=2, hidden_size=40, intermediate_size=24)
     sizes |= dict(has_bias=True, dtype=torch.float32, device=device, training=True)

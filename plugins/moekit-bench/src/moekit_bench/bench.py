@@ -18,6 +18,7 @@ from .dispatch import measure_dispatch
 from .environment import command
 from .experts import ExpertsSweep
 from .implementations import Implementation, backends, baselines, beside, unnamed
+from .internals import named
 from .layers import measure_layers
 from .limits import known_ceilings
 from .ranks import RanksSweep
@@ -142,7 +143,7 @@ def _over_ranks(args: argparse.Namespace, command: str) -> dict[str, Any]:
     """Return the fields of `RanksSweep` that options hold for all kinds."""
     dispatchers = [spec for spec in registry().dispatchers.values() if spec.moves_tokens]
     if args.dispatchers is not None:
-        dispatchers = [registry().dispatcher(name) for name in args.dispatchers]
+        dispatchers = [named(name, registry().dispatcher) for name in args.dispatchers]
     if not dispatchers:
         raise MoekitError("no dispatcher to measure: name --dispatchers")
     return {

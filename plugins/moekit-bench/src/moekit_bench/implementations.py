@@ -24,7 +24,7 @@ import moekit
 from moekit.errors import MoekitError
 from moekit.plugin import ExpertWeights, MoEProblem, PackedWeights, Routing, Workspace, registry
 
-from .internals import find_experts
+from .internals import named
 from .records import BACKEND, BASELINE, IN_MODE, INVARIANT
 from .timer import Call
 
@@ -93,7 +93,7 @@ def backends(names: Sequence[str]) -> list[Implementation]:
         return Implementation(name, INVARIANT if name.endswith(IN_MODE) else BACKEND, make)
 
     for name in names:
-        find_experts(name.removesuffix(IN_MODE), known)
+        named(name.removesuffix(IN_MODE), known.expert)
     return [backend(name) for name in names]
 
 

@@ -8,7 +8,7 @@ from moekit.backends.reference import oracle as oracle
 from moekit.layer.simulate import SIMULATED as SIMULATED
 from moekit.problem import DTYPES as DTYPES
 from moekit.problem.tolerance import benchmark_bound as benchmark_bound
-from moekit.selection.judge import find_experts as find_experts
+from moekit.selection.judge import named as named
 from moekit.selection.tuned import table as table
 from moekit.selection.tuned import user_path as user_path
 from moekit.selection.tuned.table import Key as Key

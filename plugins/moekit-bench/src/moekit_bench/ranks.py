@@ -24,7 +24,7 @@ from moekit.plugin import (
 
 from .environment import about
 from .implementations import asked_of
-from .internals import DTYPES, find_experts
+from .internals import DTYPES, named
 from .records import Cell, Result, Run, Settings, merge
 from .shapes import Inputs, Shape, inputs
 from .sweep import Sweep
@@ -270,7 +270,7 @@ def _unsupported(spec: DispatcherSpec, problem: MoEProblem, experts: str) -> lis
     if not experts:
         return []
     base, asked = asked_of(experts, problem)
-    return spec.unsupported(asked) or find_experts(base, registry()).unsupported(asked)
+    return spec.unsupported(asked) or named(base, registry().expert).unsupported(asked)
 
 
 def _named(result: Result, dispatcher: str, experts: str) -> Result:

@@ -111,8 +111,8 @@ class DeepEPDispatcher(PrepareAndFinalize):
 class NormalDispatcher(DeepEPDispatcher):
     """STANDARD. R is the number of rows that arrive, and the host waits for that number.
 
-    In a CUDA graph, and where ``ranks * max_num_tokens`` is small, R is that product instead and
-    the host does not wait.
+    In a CUDA graph, and where ``ranks * max_tokens`` (without it: max_num_tokens) is small, R is
+    that product instead and the host does not wait.
     """
 
     def _acquire(self) -> Lease[buffers.Held]:
@@ -127,7 +127,7 @@ class NormalDispatcher(DeepEPDispatcher):
     ) -> Pending[Dispatched]:
         ids = routing.topk_ids.to(deep_ep.topk_idx_t)
         x = x_TH if quantize is None else quantize_for_transfer(x_TH, ids, quantize, self.problem)
-        held, rows = self.lease.value, self._fixed_rows(x_TH)
+        held, rows = self.lease.value, self._fixed_rows(x_TH, routing)
         per_rank, _, per_expert, in_rank, _ = held.buffer.get_dispatch_layout(
             ids, self.problem.num_physical_experts, async_finish=True
         )
@@ -151,19 +151,22 @@ class NormalDispatcher(DeepEPDispatcher):
         few = 0 < self._most_rows <= _FEW_ROWS
         return self._most_rows if few else self.group.size() * num_tokens
 
-    def _fixed_rows(self, x_TH: Tensor) -> int:
-        """Return R if it is the same for every call, else 0."""
-        captured = capturing(x_TH)
-        if captured and not self._most_rows:
+    def _fixed_rows(self, x_TH: Tensor, routing: Routing) -> int:
+        """Return R if the host does not wait for it, else 0."""
+        captured, most = capturing(x_TH), self.group.size() * routing.most(self._capacity)
+        if captured and not most:
             raise InvalidInput(
                 "deepep_ht in a CUDA graph needs room for all tokens of the other ranks: set "
                 "max_num_tokens in the problem"
             )
-        return self._most_rows if captured or self._most_rows <= _FEW_ROWS else 0
+        return most if captured or most <= _FEW_ROWS else 0
 
 
 class ElasticDispatcher(DeepEPDispatcher):
-    """STANDARD, R = ranks * max_num_tokens for every call."""
+    """STANDARD, R = ranks * max_num_tokens, or twice a call's ranks * `max_tokens` at most.
+
+    The library compiles its kernels for each R.
+    """
 
     _combine_options = {"async_with_compute_stream": True}
 
@@ -175,12 +178,13 @@ class ElasticDispatcher(DeepEPDispatcher):
         self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
     ) -> Pending[Dispatched]:
         ids = routing.topk_ids.to(deep_ep.topk_idx_t)
+        most = 1 << (routing.most(self._capacity) - 1).bit_length()
         received, ids_RK, weights_RK, handle, event = self._buffer.dispatch(
             x_TH if quantize is None else quantize_for_transfer(x_TH, ids, quantize, self.problem),
             topk_idx=ids, topk_weights=routing.topk_weights,
-            num_experts=self.problem.num_physical_experts, num_sms=buffers.NUM_SMS,
-            num_max_tokens_per_rank=self._capacity, do_cpu_sync=False,
-            async_with_compute_stream=True,
+            num_experts=self.problem.num_physical_experts,
+            num_max_tokens_per_rank=min(most, self._capacity), num_sms=buffers.NUM_SMS,
+            do_cpu_sync=False, async_with_compute_stream=True,
         )  # fmt: skip
         x_RH, scale = (received, None) if quantize is None else received
 
@@ -194,6 +198,9 @@ class ElasticDispatcher(DeepEPDispatcher):
 
 class LowLatencyDispatcher(DeepEPDispatcher):
     """BATCHED, C = ranks * max_num_tokens (rounded up to be even), for every call.
+
+    `max_tokens` changes nothing: the library's two sets of buffers lie where C says, so transfers
+    of two calls with different C could overlap.
 
     All dispatchers of one shape share a buffer, but several shapes may be in use at a time.
     """

@@ -1,10 +1,11 @@
 """`flashinfer_allgather`: the exchange that inference engines call FlashInfer's all-gather.
 
     gather   send every rank's tokens to every rank, quantized where the experts allow it
-    experts  each rank computes its share over R = ranks * max_num_tokens rows
+    experts  each rank computes its share over R = ranks * `max_tokens` rows (without it:
+             max_num_tokens)
     reduce   add every token's rows from all ranks, in rank order and in fp32
 
-All collectives have sizes fixed by max_num_tokens. No host needs to know how many tokens the other
+All collectives have sizes fixed by that number. No host needs to know how many tokens the other
 ranks have, so nothing waits for a host, and CUDA graphs can capture calls. FlashInfer itself is not
 needed, and gloo works as well.
 """
@@ -44,26 +45,27 @@ class AllGatherDispatcher(PrepareAndFinalize):
     Construction and calls are collective; x must stay unchanged until the result is taken.
     """
 
+    group: dist.ProcessGroup  # this dispatcher is made only where tokens move
+
     def __init__(
         self, spec: DispatcherSpec, problem: MoEProblem, group: dist.ProcessGroup | None = None
     ) -> None:
         super().__init__(spec, problem, resolve(problem, group, "moekit-flashinfer allgather 1"))
         assert self.group is not None and problem.max_num_tokens is not None
         self._capacity = problem.max_num_tokens
-        self._rows = self.group.size() * self._capacity
         self._transfers = Transfers(self.group)
 
     def prepare(
         self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
     ) -> Pending[Dispatched]:
-        p, ids, x = self.problem, routing.topk_ids, x_TH
+        p, ids, x, most = self.problem, routing.topk_ids, x_TH, routing.most(self._capacity)
         columns = [ids, routing.topk_weights.view(torch.int32)]
         if quantize is not None:
             x, scale = quantize_for_transfer(x_TH, ids, quantize, p)
             columns.append(scale.view(torch.int32))
         with self._transfers:
-            x_RH, wait_x = self._gather(x)
-            meta_RM, wait_meta = self._gather(torch.cat(columns, dim=1))
+            x_RH, wait_x = self._gather(x, most)
+            meta_RM, wait_meta = self._gather(torch.cat(columns, dim=1), most)
 
         def arrive() -> Dispatched:
             with self._transfers:
@@ -81,16 +83,16 @@ class AllGatherDispatcher(PrepareAndFinalize):
 
         return Pending(arrive)
 
-    def _gather(self, mine: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    def _gather(self, mine: Tensor, most: int) -> tuple[Tensor, Callable[[], None]]:
         """Start (T, N) -> (R, N) in rank order; rows beyond T hold -1, which is NaN as a float."""
         (tokens, columns), dtype = mine.shape, mine.dtype
-        if tokens < self._capacity:
-            padded = mine.new_empty((self._capacity, columns))
+        if tokens < most:
+            padded = mine.new_empty((most, columns))
             padded[tokens:].view(torch.uint8).fill_(0xFF)
             padded[:tokens] = mine
             mine = padded
         mine = mine.view(torch.uint8)  # gloo supports neither fp8 nor every 16-bit type
-        everyone = mine.new_empty((self._rows, mine.shape[1]))
+        everyone = mine.new_empty((self.group.size() * most, mine.shape[1]))
         work = _all_gather(everyone, mine, group=self.group, async_op=True)
 
         def wait(mine: Tensor = mine) -> None:  # keeps the source alive until it is sent
@@ -111,13 +113,14 @@ class AllGatherDispatcher(PrepareAndFinalize):
         def combine() -> Tensor:
             with self._transfers:
                 work.wait()
-            partial_GTH = partial_RH.view(-1, self._capacity, y.shape[1])[:, : dispatched.handle]
+            partial_GTH = partial_RH.view(self.group.size(), -1, y.shape[1])
+            partial_GTH = partial_GTH[:, : dispatched.handle]
             return out_TH.copy_(torch.sum(partial_GTH, dim=0, dtype=torch.float32))
 
         return Pending(combine)
 
     def max_rows(self, num_tokens: int) -> int:
-        return self._rows
+        return self.group.size() * self._capacity
 
     def transient_bytes(self, num_tokens: int) -> int:
         """Return the bytes of gathered and returned rows, this rank's padded ones, and sums."""
@@ -126,4 +129,4 @@ class AllGatherDispatcher(PrepareAndFinalize):
         # Ids, weights and scales apart; ids shifted and selected, with two masks.
         arriving = 2 * row + 2 * meta + p.top_k * (3 * 4 + 2)
         sent = self._capacity * (row + 2 * meta) + num_tokens * p.hidden_size * 4
-        return self._rows * arriving + sent
+        return self.max_rows(num_tokens) * arriving + sent

@@ -1,4 +1,4 @@
-"""The two all-to-alls. R = ranks * max_num_tokens rows for every T, many of them unused.
+"""The two all-to-alls. R = ranks * `max_tokens` rows (max_num_tokens without it), many unused.
 
 `flashinfer_alltoall`: ranks write their tokens into the memory of the ranks that need them.
 
@@ -62,7 +62,6 @@ class AllToAll(PrepareAndFinalize):
         super().__init__(spec, problem, resolve(problem, group, buffers.protocol(spec.name)))
         assert self.group is not None and problem.max_num_tokens is not None
         self._capacity = problem.max_num_tokens
-        self._rows = self.group.size() * self._capacity
         self.lease = self._acquire(self.group)
 
     @abstractmethod
@@ -84,7 +83,7 @@ class AllToAll(PrepareAndFinalize):
         """Send x and, if quantized, its scales."""
 
     def max_rows(self, num_tokens: int) -> int:
-        return self._rows
+        return self.group.size() * self._capacity
 
 
 class OneSidedDispatcher(AllToAll):
@@ -111,7 +110,7 @@ class OneSidedDispatcher(AllToAll):
 
     def _dispatch(self, payloads: dict[str, Tensor], routing: Routing) -> Dispatched:
         ids, p, held = routing.topk_ids, self.problem, self.lease.value
-        ranks, targets = held.ranks, ids
+        ranks, targets, most = held.ranks, ids, routing.most(held.capacity)
         first = {"x": payloads["x"], "weights": routing.topk_weights, "ids": ids}
         payloads = {**first, **payloads}
         if len(ids) >= REROUTED_FROM or p.num_local_experts == 1:
@@ -123,7 +122,7 @@ class OneSidedDispatcher(AllToAll):
             # FlashInfer 0.7 returns a third value, statistics that nobody asked for.
             received, end, *_ = held.library.moe_a2a_dispatch(
                 targets, [payloads[name] for name in names], buffer.memory.tensor, buffer.metainfo,
-                held.capacity, ranks.rank, ranks.size, p.top_k, p.num_physical_experts,
+                most, ranks.rank, ranks.size, p.top_k, p.num_physical_experts,
             )  # fmt: skip
         except Exception:
             held.calls.give_back(buffer)
@@ -137,14 +136,14 @@ class OneSidedDispatcher(AllToAll):
                 got["ids"], p.local_experts.start, p.num_local_experts, buffer.counts_G
             ),
             topk_weights=got["weights"],
-            handle=(buffer, len(ids)),
+            handle=(buffer, len(ids), most),
         )
 
     def output(self, dispatched: Dispatched) -> Tensor:
         """Return (R, H) in the buffer that other ranks read."""
         p, held = self.problem, self.lease.value
-        nbytes = self._rows * p.hidden_size * p.dtype.itemsize
-        buffer, _ = dispatched.handle
+        nbytes = len(dispatched.x) * p.hidden_size * p.dtype.itemsize
+        buffer = dispatched.handle[0]
         mine = buffer.memory.tensor[held.ranks.rank]
         rows: Tensor = mine[held.output_at :][:nbytes].view(p.dtype)
         return rows.view(-1, p.hidden_size)
@@ -153,14 +152,14 @@ class OneSidedDispatcher(AllToAll):
         combined = self._combine(y, *dispatched.handle)
         return Pending.ready(combined if out_TH is None else out_TH.copy_(combined))
 
-    def _combine(self, y_RH: Tensor, buffer: buffers.CallBuffer, tokens: int) -> Tensor:
+    def _combine(self, y_RH: Tensor, buffer: buffers.CallBuffer, tokens: int, most: int) -> Tensor:
         p, held, ranks = self.problem, self.lease.value, self.lease.value.ranks
         held.calls.keep_order()
         mine = buffer.memory.tensor[ranks.rank]
         in_place = y_RH.data_ptr() == mine.data_ptr() + held.output_at
         combined: Tensor = held.library.moe_a2a_combine(
-            y_RH.contiguous().view(ranks.size, held.capacity, p.hidden_size), tokens,
-            buffer.memory.tensor, buffer.metainfo, held.capacity, ranks.rank, ranks.size,
+            y_RH.contiguous().view(ranks.size, most, p.hidden_size), tokens,
+            buffer.memory.tensor, buffer.metainfo, most, ranks.rank, ranks.size,
             p.top_k, held.output_at, in_place,
         )  # fmt: skip
         held.calls.give_back(buffer)
@@ -177,7 +176,7 @@ class OneSidedDispatcher(AllToAll):
     def transient_bytes(self, num_tokens: int) -> int:
         """Return the bytes of local ids, of ids and scales to send, and of combined rows."""
         p = self.problem
-        ids = 4 * p.top_k * (self._rows + num_tokens)
+        ids = 4 * p.top_k * (self.max_rows(num_tokens) + num_tokens)
         return ids + num_tokens * (4 + p.hidden_size * p.dtype.itemsize)
 
 
@@ -212,12 +211,13 @@ class TwoSidedDispatcher(AllToAll):
     def _dispatch(self, payloads: dict[str, Tensor], routing: Routing) -> Dispatched:
         p, fifos, ids = self.problem, self.lease.value, routing.topk_ids
         rank, ranks, experts = fifos.ranks.rank, fifos.ranks.size, p.num_physical_experts
+        most = routing.most(self._capacity)
         # The library takes id -1 for rank 0, and sends an id beyond the last expert nowhere.
         sent_ids = ids if len(ids) < REROUTED_FROM else torch.where(ids < 0, experts, ids)
         # FlashInfer 0.7 deprecates the class MnnvlMoe, but not the functions that it calls.
         received_ids, weights, sent_ends, sent, received_ends, received, returned, _ = (
             fifos.library.moe_prepare(
-                sent_ids, routing.topk_weights, None, fifos.counts.tensor, self._capacity,
+                sent_ids, routing.topk_weights, None, fifos.counts.tensor, most,
                 rank, ranks, experts, experts, p.top_k,
             )
         )  # fmt: skip
@@ -226,7 +226,7 @@ class TwoSidedDispatcher(AllToAll):
             columns = rows.shape[1]
             if name == "scale":
                 rows = F.pad(rows, (0, -columns % _SCALES))
-            arrived = rows.new_empty((self._rows, rows.shape[1]))
+            arrived = rows.new_empty((ranks * most, rows.shape[1]))
             self._exchange(rows, sent_ends, sent, arrived, received_ends, received)
             got[name] = arrived[:, :columns].contiguous()
         return Dispatched(
@@ -268,8 +268,9 @@ class TwoSidedDispatcher(AllToAll):
         """Send NaN rows, as other ranks may wait for this rank's rows."""
         if self.lease.held:
             y_RH = dispatched.x.new_full(
-                (self._rows, self.problem.hidden_size), float("nan"), dtype=self.problem.dtype
-            )
+                (len(dispatched.x), self.problem.hidden_size), float("nan"),
+                dtype=self.problem.dtype,
+            )  # fmt: skip
             self._combine(y_RH, dispatched.handle)
 
     def transient_bytes(self, num_tokens: int) -> int:
@@ -277,6 +278,6 @@ class TwoSidedDispatcher(AllToAll):
         p, ranks = self.problem, self.group.size()
         row = p.hidden_size * p.dtype.itemsize
         scales = 0 if p.quant.activation is None else p.scales_per_row + _SCALES
-        received = self._rows * (row + 8 * scales + 4 * (3 * p.top_k + 2))
+        received = self.max_rows(num_tokens) * (row + 8 * scales + 4 * (3 * p.top_k + 2))
         indices = self._capacity * max(ranks, p.top_k) * 4 * 4
         return received + indices + num_tokens * (p.top_k * (row + 4) + row)

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Launcher, wait_then_launch_dependents
+from .launch import Launcher, cdiv, next_power_of_2, wait_then_launch_dependents
 from .numerics import INTERPRETED
 
 __all__ = [
@@ -131,23 +131,23 @@ def align(
     form: dict[str, Any] = {"BLOCK_M": block_m, "STORE_ROWS": out.rows_A is not None}
     clear = zeros, 0 if zeros is None else zeros.numel()
     if n <= FEW_ASSIGNMENTS and out.ends_L is None:
-        count = max(16, triton.next_power_of_2(n))
+        count = max(16, next_power_of_2(n))
         _launch_align_few(
             (1,), ids_RK, *lists, *clear, n, blocks, **form, ASSIGNMENTS=count,
             num_warps=max(count // 8, 4),
         )  # fmt: skip
         return
     form["ENDS"] = 0 if out.ends_L is None else num_experts
-    bins, share = _bins(num_experts), triton.next_power_of_2(triton.cdiv(n, _programs(num_experts)))
+    bins, share = _bins(num_experts), next_power_of_2(cdiv(n, _programs(num_experts)))
     if n <= ONE_LAUNCH_ASSIGNMENTS:
-        chunk, tile = max(share, 32), max(triton.next_power_of_2(n), 256)
+        chunk, tile = max(share, 32), max(next_power_of_2(n), 256)
         _launch_align_all(
-            (max(1, triton.cdiv(n, chunk)),), ids_RK, *lists, out.ends_L, *clear, n, blocks, **form,
+            (max(1, cdiv(n, chunk)),), ids_RK, *lists, out.ends_L, *clear, n, blocks, **form,
             BINS=bins, CHUNK=chunk, TILE=tile, num_warps=min(max(tile // 128, 4), 16),
         )  # fmt: skip
         return
     chunk = max(share, COMPARED)
-    grid, tile = (triton.cdiv(n, chunk),), min(chunk, TILE)
+    grid, tile = (cdiv(n, chunk),), min(chunk, TILE)
     _launch_count(
         grid, ids_RK, scratch, *clear, n, BINS=bins, CHUNK=chunk, TILE=tile,
         num_warps=max(tile // 128, 4),
@@ -163,7 +163,7 @@ def align(
 
 
 def _bins(num_experts: int) -> int:
-    return max(int(triton.next_power_of_2(num_experts)), 32)
+    return max(int(next_power_of_2(num_experts)), 32)
 
 
 def _programs(num_experts: int) -> int:

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from moekit.plugin import OperandQuant, quant
 
-from .launch import Launcher, wait_then_launch_dependents
+from .launch import Launcher, cdiv, next_power_of_2, wait_then_launch_dependents
 from .numerics import (
     INTERPRETED,
     NO_ACTIVATION,
@@ -98,7 +98,7 @@ def quantize_rows_per_tensor(
     if scratch is not None and rows > 0:
         _launch_amax(
             (AMAX_PARTIALS,), x, scratch, valid.tensor, rows, cols, x.stride(0), valid.capacity,
-            VALID=valid.kind, BLOCK=triton.next_power_of_2(cols), num_warps=_warps(cols),
+            VALID=valid.kind, BLOCK=next_power_of_2(cols), num_warps=_warps(cols),
         )  # fmt: skip
     _launch_rows(x, q, scale, scratch, "tensor", valid)
 
@@ -163,7 +163,7 @@ def activate_rows(
 def _warps(cols: int) -> int:
     if cols <= 1024:
         return 1 if cols <= 256 else 4
-    return min(16, int(triton.next_power_of_2(cols)) // 1024)
+    return min(16, int(next_power_of_2(cols)) // 1024)
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class Tiling:
             warps *= 2
         block = 256 * warps  # 8 columns a thread
         lines = max(1, 4 // warps)
-        return cls(lines, triton.cdiv(cols, block), block, lines * warps)
+        return cls(lines, cdiv(cols, block), block, lines * warps)
 
 
 def _launch_rows(
@@ -210,12 +210,12 @@ def _launch_rows(
     if rows == 0:
         return
     tiling = Tiling.of(rows, cols, kind == "row", gated)
-    parts = triton.cdiv(cols, tiling.width)
+    parts = cdiv(cols, tiling.width)
     capacity = valid.capacity if valid.kind == "counts" else rows
     assert rows % capacity == 0
     row_stride, group_stride = (0, 0) if scale is None or kind == "tensor" else scale.stride()
     _launch_rows_kernel(
-        (triton.cdiv(capacity * parts, tiling.lines), rows // capacity),
+        (cdiv(capacity * parts, tiling.lines), rows // capacity),
         x, out, scale, partials, valid.tensor, capacity,
         x.stride(0), out.stride(0), row_stride, group_stride,
         act.alpha, act.limit or 0.0,
@@ -264,9 +264,9 @@ def weighted_sum(
     assert bias_LH is None or (addends == 1 and bias_LH.is_contiguous())
     if rows == 0:
         return
-    block = min(triton.next_power_of_2(cols), 8192 if INTERPRETED else 1024)
+    block = min(next_power_of_2(cols), 8192 if INTERPRETED else 1024)
     _launch_weighted_sum(
-        (rows, triton.cdiv(cols, block)),
+        (rows, cdiv(cols, block)),
         y_SH, weights_RK, ids_RK, rows_A, bias_LH, out_RH, cols, y_SH.stride(0),
         out_RH.stride(0), TOP_K=top_k, ADDENDS=addends, BY_ROWS=rows_A is not None,
         WEIGHTED=weights_RK is not None, BEFORE_APPLIED=weight_before_applied, BLOCK=block,

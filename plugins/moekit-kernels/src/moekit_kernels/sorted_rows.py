@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .align import SortedAssignments
-from .launch import Launcher, wait_then_launch_dependents
+from .launch import Launcher, cdiv, next_power_of_2, wait_then_launch_dependents
 from .numerics import QMAX, SCALE_GROUP, quantize, scale_of
 
 __all__ = ["copy_rows", "copy_rows_quantized"]
@@ -29,10 +29,10 @@ def copy_rows(x_RH: torch.Tensor, aligned: SortedAssignments, out_SH: torch.Tens
     assert out_SH.shape[1] == hidden and aligned.rows_A is not None
     assert x_RH.stride(1) == 1 and out_SH.is_contiguous()
     _launch_copy(
-        (rows, triton.cdiv(hidden, _COLUMNS)),
+        (rows, cdiv(hidden, _COLUMNS)),
         x_RH, out_SH, aligned.rows_A, hidden, x_RH.stride(0),
         TOP_K=aligned.rows_A.numel() // rows,
-        BLOCK=min(_COLUMNS, triton.next_power_of_2(hidden)), num_warps=4,
+        BLOCK=min(_COLUMNS, next_power_of_2(hidden)), num_warps=4,
     )  # fmt: skip
 
 
@@ -54,16 +54,16 @@ def copy_rows_quantized(
         scale_GS: fp32 (ceil(H / 128), capacity), contiguous.
     """
     rows, hidden = x_RH.shape
-    capacity, groups = len(out_SH), triton.cdiv(hidden, SCALE_GROUP)
+    capacity, groups = len(out_SH), cdiv(hidden, SCALE_GROUP)
     assert out_SH.shape[1] == hidden and scale_GS.shape == (groups, capacity)
     assert x_RH.stride(1) == 1 and out_SH.is_contiguous() and scale_GS.is_contiguous()
     assert aligned.rows_A is not None and (x_scale_RG is None) == (x_RH.dtype.itemsize == 2)
     assert x_scale_RG is None or x_scale_RG.shape == (rows, groups)
-    each, qmax = min(_COLUMNS // SCALE_GROUP, triton.next_power_of_2(groups)), QMAX[out_SH.dtype]
+    each, qmax = min(_COLUMNS // SCALE_GROUP, next_power_of_2(groups)), QMAX[out_SH.dtype]
     if x_scale_RG is not None:
         x_RH, out_SH = x_RH.view(torch.uint8), out_SH.view(torch.uint8)
     _launch_quantize(
-        (rows, triton.cdiv(groups, each)),
+        (rows, cdiv(groups, each)),
         x_RH, x_scale_RG, out_SH, scale_GS, aligned.rows_A, hidden, groups, capacity,
         x_RH.stride(0), *((0, 0) if x_scale_RG is None else x_scale_RG.stride()),
         TOP_K=aligned.rows_A.numel() // rows, GROUPS=each, GROUP=SCALE_GROUP,

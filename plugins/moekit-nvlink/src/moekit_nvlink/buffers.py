@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import random
 import socket
 import threading
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from .layout import Layout
 
 # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of the driver's interface.
 _ATOMICS = 3
+_MAX_REGIONS = 4096
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Buffer:
     refused: Tensor
     lost: Lost
     handle: Any = None
+    regions: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -97,13 +100,16 @@ class Buffer:
         )
 
     def region(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a part of this rank's buffer as a tensor."""
-        whole = self.bytes.view(dtype)
-        strides = [1]
-        for size in shape[:0:-1]:
-            strides.insert(0, strides[0] * size)
-        first = whole.storage_offset() + offset // dtype.itemsize
-        return whole.as_strided(shape, strides, first)
+        """Return a part of this rank's buffer as a tensor, which calls of one size share."""
+        key = offset, shape, dtype
+        found = self.regions.get(key)
+        if found is None:
+            if len(self.regions) >= _MAX_REGIONS:
+                self.regions.clear()
+            with torch.inference_mode(False):  # calls outside of inference mode use it too
+                part = self.bytes[offset : offset + math.prod(shape) * dtype.itemsize]
+                found = self.regions[key] = part.view(dtype).view(shape)
+        return found
 
 
 class Buffers:

@@ -9,12 +9,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, ClassVar
 
 import torch
-import triton
-from moekit_kernels.launch import Launcher
+from moekit_kernels.launch import Launcher, next_power_of_2
 from moekit_kernels.numerics import INTERPRETED
 from torch import Tensor
 
@@ -32,6 +31,7 @@ Step = Callable[[], None]
 
 # A wait for a rank ends after this many looks at its flag, each about a microsecond.
 _SPINS = 100_000_000
+_MAX_LAYOUTS = 1024
 
 _dispatch_rows, _receive_rows = Launcher(dispatch_rows), Launcher(receive_rows)
 _count, _dispatch_assignments = Launcher(count_assignments), Launcher(dispatch_assignments)
@@ -64,7 +64,7 @@ class Tile:
     @classmethod
     def of_dispatch(cls, tokens: int, words: int, settings: Settings) -> Tile:
         """Return the tile for rows of ``words`` 4-byte words, once for each rank."""
-        columns = min(4096, triton.next_power_of_2(words))
+        columns = min(4096, next_power_of_2(words))
         if tokens <= cls.few:
             return cls(max(1, min(tokens, cls.few_programs)), 1, columns, 8)
         if settings.most_multiprocessors is not None:
@@ -75,16 +75,16 @@ class Tile:
     @classmethod
     def of_assignments(cls, tokens: int, words: int, most: int) -> Tile:
         """Return the tile for rows of ``words`` 4-byte words, once for each assignment."""
-        columns = min(1024, triton.next_power_of_2(words))
+        columns = min(1024, next_power_of_2(words))
         steps = max(1, tokens * -(-words // columns))
         return cls(min(steps, cls.few_programs if tokens <= cls.few else most), 1, columns, 8)
 
     @classmethod
     def of_combine(cls, tokens: int, columns: int, size: int, entries: int, most: int) -> Tile:
         """Return the tile for ``entries`` rows a token: ``columns`` values of ``size`` bytes."""
-        widest = triton.next_power_of_2(columns)
+        widest = next_power_of_2(columns)
         if tokens <= cls.few:
-            share = triton.next_power_of_2(max(1, tokens * columns // cls.few_programs))
+            share = next_power_of_2(max(1, tokens * columns // cls.few_programs))
             # More rows in wider steps take more registers than 16 warps have.
             tile = min(max(share, 1024), 8192 if entries <= 16 else 4096, widest)
             steps = max(1, tokens * -(-columns // tile))
@@ -98,7 +98,7 @@ class Tile:
     @classmethod
     def of_reduce(cls, columns: int, size: int, most: int) -> Tile:
         """Return the tile for rows of ``columns`` values of ``size`` bytes: 16 bytes a thread."""
-        tile = min(2048 // size, triton.next_power_of_2(columns))
+        tile = min(2048 // size, next_power_of_2(columns))
         return cls(most, 2048 // (tile * size), tile, 4)
 
 
@@ -139,8 +139,11 @@ class Transfer(ABC):
 
     def of_call(self, routing: Routing) -> Layout:
         """Return the layout of a call."""
-        most = routing.max_tokens
-        return self.layout if most is None else self.layout.of_call(max(1, most))
+        return self._of_tokens(routing.most(self.layout.capacity))
+
+    @cached_property
+    def _of_tokens(self) -> Callable[[int], Layout]:
+        return lru_cache(_MAX_LAYOUTS)(self.layout.of_call)
 
     def output(self, call: Call) -> Tensor:
         """Return (R, H) or (experts, slots, H), where `gather` takes the experts' output."""
@@ -167,7 +170,7 @@ class Transfer(ABC):
             buffer.lost.flags, T, out_TH.stride(0), r.rank, at.rows, _SPINS, at.y, at.grads,
             at.flags,
             RANKS=r.count, RANKS_2=r.count_2, TP=r.tp, LISTED=self.batched, ROWS_EACH=at.entries,
-            CHUNKS=at.chunks, H=H, K=K, K_2=triton.next_power_of_2(max(1, K)), TOKENS=tile.tokens,
+            CHUNKS=at.chunks, H=H, K=K, K_2=next_power_of_2(max(1, K)), TOKENS=tile.tokens,
             COLUMNS=tile.columns, STAGES=tile.stages, num_warps=tile.warps,
         )]  # fmt: skip
 
@@ -230,10 +233,10 @@ class RowTransfer(Transfer):
                 words, routing.topk_weights if scale is None else scale, routing.topk_ids,
                 routing.topk_weights, buffer.peers, places, buffer.counters, buffer.epoch,
                 T, r.rank, at.x, at.scale, at.ids, at.weights, at.flags,
-                SHARES=r.shares, SHARES_2=triton.next_power_of_2(r.shares), RANKS_2=r.count_2,
+                SHARES=r.shares, SHARES_2=next_power_of_2(r.shares), RANKS_2=r.count_2,
                 TP=r.tp, COPIES=r.copies, SHARE=r.share, LARGER=r.larger, K=K,
-                K_2=triton.next_power_of_2(K), WORDS=row_words, GROUPS=groups,
-                GROUPS_2=triton.next_power_of_2(max(1, groups)), SPREAD=r.count > 2,
+                K_2=next_power_of_2(K), WORDS=row_words, GROUPS=groups,
+                GROUPS_2=next_power_of_2(max(1, groups)), SPREAD=r.count > 2,
                 TOKENS=tile.tokens, WORDS_TILE=tile.columns, STAGES=tile.stages, SCAN=scan,
                 num_warps=tile.warps,
             ),
@@ -241,8 +244,8 @@ class RowTransfer(Transfer):
                 _receive_rows, (r.batches,),
                 buffer.peers, buffer.used, buffer.refused, buffer.epoch, buffer.lost.ranks,
                 buffer.lost.flags, r.rank, at.slots // r.batches, _SPINS, at.ids, at.flags,
-                RANKS=r.count, COPIES=r.copies, COPIES_2=triton.next_power_of_2(r.copies), K=K,
-                K_2=triton.next_power_of_2(K), SCAN=256, num_warps=4,
+                RANKS=r.count, COPIES=r.copies, COPIES_2=next_power_of_2(r.copies), K=K,
+                K_2=next_power_of_2(K), SCAN=256, num_warps=4,
             ),
         ]  # fmt: skip
         return steps, self._arrived(
@@ -283,9 +286,9 @@ class AssignmentTransfer(Transfer):
                 lost.ranks, lost.flags, T, r.rank, at.slots, at.rows, _SPINS, at.x, at.scale,
                 at.counts, at.flags,
                 RANKS=r.count, RANKS_2=r.count_2, TP=r.tp, COPIES=r.copies,
-                BATCHES_2=triton.next_power_of_2(r.batches), EXPERTS=experts, SHARE=r.share,
-                LARGER=r.larger, K=K, K_2=triton.next_power_of_2(K), WORDS=row_words, GROUPS=groups,
-                GROUPS_2=triton.next_power_of_2(max(1, groups)), WORDS_TILE=tile.columns,
+                BATCHES_2=next_power_of_2(r.batches), EXPERTS=experts, SHARE=r.share,
+                LARGER=r.larger, K=K, K_2=next_power_of_2(K), WORDS=row_words, GROUPS=groups,
+                GROUPS_2=next_power_of_2(max(1, groups)), WORDS_TILE=tile.columns,
                 num_warps=tile.warps,
             ),
             partial(
@@ -293,7 +296,7 @@ class AssignmentTransfer(Transfer):
                 buffer.peers, counts, buffer.epoch, buffer.refused, lost.ranks, lost.flags, r.rank,
                 mine.start, len(mine), _SPINS, at.counts, at.flags,
                 RANKS=r.count, RANKS_2=r.count_2, BATCHES=r.batches, EXPERTS=experts,
-                LOCAL_2=triton.next_power_of_2(len(mine)), num_warps=1,
+                LOCAL_2=next_power_of_2(len(mine)), num_warps=1,
             ),
         ]  # fmt: skip
         call = Call(buffer, at, places, routing.topk_weights)

@@ -46,6 +46,7 @@ class _Call:
 
     lanes: Lanes
     lane: Lane
+    layout: Layout
     ids_TK: Tensor
     weights_TK: Tensor
 
@@ -53,7 +54,8 @@ class _Call:
 class PplxDispatcher(PrepareAndFinalize):
     """BATCHED, over `pplx_kernels.AllToAll.intranode`, on the GPUs of one host.
 
-    C is ``ep_size * max_num_tokens`` for every T, and T may differ between ranks and be 0.
+    C is ``ep_size * max_tokens`` (without it: max_num_tokens), and T may differ between ranks and
+    be 0.
     Construction is collective, and so are every call (on any stream) and `destroy`. The first call
     allocates buffers; a second set is allocated by the first call that is started while another is
     in flight.
@@ -75,6 +77,7 @@ class PplxDispatcher(PrepareAndFinalize):
             properties = torch.cuda.get_device_properties(self._device)
             self.num_sms = properties.multi_processor_count
         self._layout = Layout.of(problem, self.num_sms)
+        self._capacity = problem.max_num_tokens or 0
         common = f"{self._layout.rounds} rounds of pplx-kernels on host {socket.gethostname()}"
         super().__init__(spec, problem, resolve(problem, group, common))
         assert self.group is not None
@@ -89,7 +92,7 @@ class PplxDispatcher(PrepareAndFinalize):
     def prepare(
         self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
     ) -> Pending[Dispatched]:
-        at, p = self._layout, self.problem
+        p, at = self.problem, self._layout.of_call(routing.most(self._capacity))
         x, scale_TS, groups = x_TH, None, 0
         if quantize is not None:
             x, scale = quantize_for_transfer(x_TH, routing.topk_ids, quantize, p)
@@ -100,7 +103,7 @@ class PplxDispatcher(PrepareAndFinalize):
             routing.topk_ids, routing.topk_weights, self._destinations, p.num_physical_experts
         )
         lanes = self._lanes_for(wire)
-        call = _Call(lanes, lanes.calls.take(), ids, weights)
+        call = _Call(lanes, lanes.calls.take(), at, ids, weights)
         counts = torch.empty(at.slabs, dtype=torch.int32, device=x.device)
         x_SCH = x.new_empty((at.slabs, at.slab_rows, at.hidden_size))
         scale_SCG = None
@@ -109,7 +112,7 @@ class PplxDispatcher(PrepareAndFinalize):
 
         def dispatch(send: bool) -> None:
             lanes.calls.keep_order()
-            for part, each in zip(at.parts(x.shape[0]), call.lane.objects, strict=True):
+            for part, each in zip(at.parts(x.shape[0]), call.lane.objects, strict=False):
                 each.dispatch(
                     counts, x_SCH,
                     None if scale_SCG is None else scale_SCG.expand(-1, -1, wire.scales), x[part],
@@ -134,8 +137,8 @@ class PplxDispatcher(PrepareAndFinalize):
 
     def output(self, dispatched: Dispatched) -> Tensor:
         """Return (L, C, H) in the memory that the library sends from."""
-        y_SCH: Tensor = dispatched.handle.lane.y_SCH
-        return y_SCH[: self.problem.num_local_experts]
+        call: _Call = dispatched.handle
+        return call.layout.output(call.lane.y_SCH)[: self.problem.num_local_experts]
 
     def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
         wanted = self.output(dispatched)
@@ -171,13 +174,14 @@ class PplxDispatcher(PrepareAndFinalize):
 
     def _combine(self, call: _Call, out: Tensor) -> None:
         # Rounds overlap if all send before any waits; a single round takes one launch.
-        steps = ((True, True),) if self._layout.rounds == 1 else ((True, False), (False, True))
-        parts = self._layout.parts(out.shape[0])
+        at, y_SCH = call.layout, call.layout.output(call.lane.y_SCH)
+        steps = ((True, True),) if at.rounds == 1 else ((True, False), (False, True))
+        parts = at.parts(out.shape[0])
         call.lanes.calls.keep_order()
         for send, receive in steps:
-            for part, each in zip(parts, call.lane.objects, strict=True):
+            for part, each in zip(parts, call.lane.objects, strict=False):
                 each.combine(
-                    out[part], call.ids_TK[part], call.weights_TK[part], call.lane.y_SCH, None,
+                    out[part], call.ids_TK[part], call.weights_TK[part], y_SCH, None,
                     do_send=send, do_recv=receive,
                 )  # fmt: skip
         call.lanes.calls.give_back(call.lane)

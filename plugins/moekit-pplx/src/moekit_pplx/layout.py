@@ -15,7 +15,7 @@ The library differs from moekit in three ways:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -64,6 +64,17 @@ class Layout:
             top_k=problem.top_k,
             hidden_size=problem.hidden_size,
         )
+
+    def of_call(self, most: int) -> Layout:
+        """Return the layout of a call of at most ``most`` tokens: fewer rounds and rows."""
+        return replace(self, rounds=-(-most // self.tokens), slab_rows=self.ranks * most)
+
+    def output(self, y_SCH: Tensor) -> Tensor:
+        """Return memory (slabs, this call's C, H) in the lane's, with the same spare rows."""
+        rows_NH, each = y_SCH.flatten(0, 1), y_SCH.shape[1]
+        start = self.experts * (each - self.slab_rows)
+        part = rows_NH[start : start + self.slabs * self.slab_rows]
+        return part.view(self.slabs, self.slab_rows, self.hidden_size)
 
     @property
     def slabs(self) -> int:

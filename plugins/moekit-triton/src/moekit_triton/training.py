@@ -16,6 +16,7 @@ of w13.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -63,6 +64,7 @@ class Tiles:
         return isinstance(self.up, SpecializedTile)
 
 
+@functools.lru_cache(1024)
 def choose_tiles(problem: MoEProblem, assignments: int, contiguous: bool = True) -> Tiles:
     """Choose the tiles for a number of assignments. The rule is not measured yet.
 

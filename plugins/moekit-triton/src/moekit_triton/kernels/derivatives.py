@@ -7,7 +7,7 @@ expert's rows end. Each sum has a fixed order.
 import torch
 import triton
 import triton.language as tl
-from moekit_kernels.launch import Launcher, wait_then_launch_dependents
+from moekit_kernels.launch import Launcher, cdiv, next_power_of_2, wait_then_launch_dependents
 from moekit_kernels.numerics import convert, tanh
 
 _LISTED = 32  # blocks that a program lists
@@ -26,8 +26,8 @@ def list_blocks(ends_L: torch.Tensor, blocks: int, block_m: int) -> torch.Tensor
     """
     out = ends_L.new_empty(1 + 2 * blocks)
     _launch_list(
-        (triton.cdiv(max(blocks, 1), _LISTED),), ends_L, out, len(ends_L), blocks,
-        BLOCK_M=block_m, BINS=max(16, triton.next_power_of_2(len(ends_L))), EACH=_LISTED,
+        (cdiv(max(blocks, 1), _LISTED),), ends_L, out, len(ends_L), blocks,
+        BLOCK_M=block_m, BINS=max(16, next_power_of_2(len(ends_L))), EACH=_LISTED,
     )  # fmt: skip
     return out
 
@@ -58,9 +58,9 @@ def router_gradient(
         sizes = grad_RH.shape[1], grad_RH.stride(0), bias_LH.stride(0)
         top_k = assignments // len(grad_RH)
     _launch_router(
-        (triton.cdiv(assignments, 16),),
+        (cdiv(assignments, 16),),
         partials_ST, places_A, out_A, *(of_bias or (None, None, None)), assignments, parts, *sizes,
-        TOP_K=top_k, PARTS=triton.next_power_of_2(parts), BLOCK_A=16, BLOCK_H=128,
+        TOP_K=top_k, PARTS=next_power_of_2(parts), BLOCK_A=16, BLOCK_H=128,
     )  # fmt: skip
 
 
@@ -82,9 +82,9 @@ def sum_rows(
     """
     experts, n = out_LN.shape
     order_S, weights_RK = weighted or (None, None)
-    block_n = min(128, max(16, triton.next_power_of_2(n)))
+    block_n = min(128, max(16, next_power_of_2(n)))
     _launch_sum(
-        (experts, triton.cdiv(n, block_n)),
+        (experts, cdiv(n, block_n)),
         rows, ends_L, out_LN, order_S, weights_RK, n, rows.stride(0), *out_LN.stride(),
         TOP_K=0 if weights_RK is None else weights_RK.shape[1], ADD=add,
         BLOCK_R=32, BLOCK_N=block_n,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from moekit_kernels.launch import Launcher, wait_then_launch_dependents
+from moekit_kernels.launch import Launcher, cdiv, wait_then_launch_dependents
 from moekit_kernels.numerics import (
     INTERPRETED,
     NO_ACTIVATION,
@@ -175,11 +175,11 @@ def grouped_gemm(
         n % tile.block_n == 0, k % tile.block_k == 0,
     )  # fmt: skip
     _launch_gemm(
-        (rows.blocks * triton.cdiv(n, tile.block_n * (2 if constants.wide else 1)), splits),
+        (rows.blocks * cdiv(n, tile.block_n * (2 if constants.wide else 1)), splits),
         a, _weight_tiles(w_LNK, tile),
         _Pointers(out, rows.assignments, rows.experts, a_scale, w_scale, w_offset, bias_LN,
                   weights_RK, out_scale),
-        n, k, a.shape[0] * rows.top_k, rows.blocks, triton.cdiv(rows.capacity, tile.block_m),
+        n, k, a.shape[0] * rows.top_k, rows.blocks, cdiv(rows.capacity, tile.block_m),
         rows.capacity, tile.group_m,
         _Strides(a.stride(0), out.stride(0), *scale_strides,
                  0 if out_scale is None else out_scale.stride(0)),
@@ -198,7 +198,7 @@ def _check_gemm(
     """Assert what `grouped_gemm` promises about shapes and combinations."""
     k = a.shape[1]
     if w.dtype == torch.int16:  # 4 bits
-        assert triton.cdiv(k, CHUNK) == w.shape[1] and tile.block_k == CHUNK and not tile.tma
+        assert cdiv(k, CHUNK) == w.shape[1] and tile.block_k == CHUNK and not tile.tma
     else:
         assert w.shape[2] == k
     if weights_RK is not None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from moekit_kernels.launch import Launcher, wait_then_launch_dependents
+from moekit_kernels.launch import Launcher, cdiv, next_power_of_2, wait_then_launch_dependents
 from moekit_kernels.numerics import SCALE_GROUP, Activation, activate, activate_gated, convert
 
 from .tiles import DotTile
@@ -53,7 +53,7 @@ def gemv_up(
         return
     x_kind, x_row_stride, x_group_stride = _x_scale_layout(x_scale)
     _launch_up(
-        (count, triton.cdiv(n, tile.rows)),
+        (count, cdiv(n, tile.rows)),
         x, w_LNK, out, ids_RK, x_scale, w_scale, bias_LN,
         x.stride(0), out.stride(0), x_row_stride, x_group_stride,
         activation.alpha, 0.0 if activation.limit is None else activation.limit,
@@ -90,9 +90,9 @@ def gemv_down(
     assert ids_RK.is_contiguous() and weights_RK.is_contiguous()
     if rows == 0:
         return
-    parts = triton.next_power_of_2(top_k)
+    parts = next_power_of_2(top_k)
     _launch_down(
-        (rows, triton.cdiv(n, tile.rows)),
+        (rows, cdiv(n, tile.rows)),
         x, w_LNK, out, ids_RK, weights_RK, w_scale, bias_LN, x.stride(0), out.stride(0),
         TOP_K=top_k, PARTS=parts, **_constants(x, w_LNK, n, "none", w_scale, bias_LN, tile),
         CHUNKS=32 * max(1, tile.num_warps // parts),

@@ -34,7 +34,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from moekit_kernels.launch import Launcher, wait_then_launch_dependents
+from moekit_kernels.launch import Launcher, cdiv, wait_then_launch_dependents
 from moekit_kernels.numerics import (
     NO_ACTIVATION,
     Activation,
@@ -180,7 +180,7 @@ def rows_gemm(
     of_rows = (0 if t is None else t.stride(0) for t in (a, out, e.h, e.dh, e.bias))
     strides = _Strides(*of_rows, *(w_LKN.stride(dim) for dim in (0, 2, 1)))
     _launch_rows(
-        (rows.most_blocks * triton.cdiv(n, tile.block_n),),
+        (rows.most_blocks * cdiv(n, tile.block_n),),
         a, w,
         _Pointers(out, e.h, e.bias, e.weights, e.dh, e.partials, rows.order_S, rows.ends_L,
                   rows.blocks),
@@ -213,7 +213,7 @@ def outer_gemm(
     """
     experts, m, n = out_LMN.shape
     assert a.shape[1] == m and b.shape[1] == n and a.stride(1) == 1 and b.stride(1) == 1
-    tiles = triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n)
+    tiles = cdiv(m, tile.block_m) * cdiv(n, tile.block_n)
     _launch_outer(
         (experts * tiles,),
         a, b, out_LMN, rows.order_S, rows.ends_L, m, n, a.stride(0), b.stride(0),
