@@ -164,8 +164,10 @@ def _check(args: argparse.Namespace) -> int:
         )
     known = registry()
     if "|" in args.name and args.name not in known.experts:
-        dispatches = args.name.partition(":")[0] in known.dispatchers
-        known.register(named(args.name, known.dispatcher if dispatches else known.expert))
+        if args.name.partition(":")[0] in known.dispatchers:
+            known.register(named(args.name, known.dispatcher))
+        else:
+            known.register(named(args.name, known.expert))
     if importlib.util.find_spec("pytest") is None:
         raise MoekitError(
             "`check` needs pytest, which is an optional extra: pip install 'moekit[testing]'"
