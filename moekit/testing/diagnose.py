@@ -21,7 +21,7 @@ from moekit.problem.weights import ExpertWeights
 from moekit.testing.cases import SEED_VARIABLE, Case, generator, seed
 from moekit.testing.compare import Rounding, complain, errors, relative_error, tolerance
 
-# Fewer neurons than this may decide a token's output so that roundings to 16 bits count.
+# Fewer columns or neurons than this may decide a token's output so that 16-bit roundings count.
 _FEW_NEURONS = 64
 # Outputs with more elements are compared with few mistakes, because each takes seconds.
 _MOST_ELEMENTS = 1 << 20
@@ -80,7 +80,7 @@ def complain_of(out: Tensor, ref: Tensor, case: Case) -> str:
     """
     p = case.problem
     sensitive = p.quant.activation is not None or (
-        p.dtype.itemsize == 2 and p.local_intermediate_size < _FEW_NEURONS
+        p.dtype.itemsize == 2 and min(p.hidden_size, p.local_intermediate_size) < _FEW_NEURONS
     )
     complaint = complain(out, ref, p)
     if complaint and sensitive:
