@@ -87,9 +87,7 @@ def complain_of(out: Tensor, ref: Tensor, case: Case) -> str:
     complaint = complain(out, ref, p)
     if complaint and sensitive:
         coarse = rounding_errors(case, _FEW_DRAWS, _MORE_BY_ALL)
-        if not complain(
-            out, ref, p, rounding=coarse
-        ):  # else all draws, which take seconds, would too
+        if not complain(out, ref, p, rounding=coarse):  # else all draws take seconds in vain
             return complain(out, ref, p, rounding=rounding_errors(case))
     return complaint
 
