@@ -222,6 +222,15 @@ class ExpertsNumbers(ExpertsBase):
             assert_right(out[right], rest, what)
             assert bool(torch.isfinite(out[5]).all()), "large numbers became NaN or infinite"
 
+    def test_equal_tokens(self) -> None:
+        """Some tokens differ in their routing alone, as in a prompt that repeats a word.
+
+        The others differ: roundings of equal tokens do not average out.
+        """
+        case = cases.make_case(self._problem(), self._T)
+        case.x[4:8] = case.x[4]
+        check_call(self._compose(case.problem, self._native), case)
+
     @over("scheme", [name for name, s in SCHEMES.items() if s.weight and s.weight.group[0] > 1])
     def test_padded_slices(self, scheme: str) -> None:
         """Three blocks on two ranks: blocks are not cut, so the second rank's share is padded."""

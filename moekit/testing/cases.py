@@ -340,15 +340,12 @@ def make_case(
 ) -> Case:
     """Return a random call. Tokens without any expert are NaN.
 
-    The kinds masked and rows have a token of zeros, whose dynamic scale must not be 0. Four tokens
-    of the kind hot differ in their routing alone, as in a prompt that repeats a word.
+    The kinds masked and rows have a token of zeros, whose dynamic scale must not be 0.
     """
     routing = random_routing(problem, num_tokens, kind, key)
     x = random_x(problem, num_tokens, key)
     if kind in ("masked", "rows") and num_tokens > 3:
         x[1] = 0
-    if kind == "hot":
-        x[4:8] = x[4:5]
     x[(routing.topk_ids < 0).all(dim=1)] = float("nan")
     return Case(problem, weights or random_weights(problem), x, routing)
 

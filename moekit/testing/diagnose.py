@@ -21,7 +21,7 @@ from moekit.problem.weights import ExpertWeights
 from moekit.testing.cases import SEED_VARIABLE, Case, generator, seed
 from moekit.testing.compare import Rounding, complain, errors, relative_error, tolerance
 
-# Fewer neurons than this may decide a token's output so that roundings to 16 bits count.
+# Fewer columns or neurons than this may decide a token's output so that 16-bit roundings count.
 _FEW_NEURONS = 64
 # Outputs with more elements are compared with few mistakes, because each takes seconds.
 _MOST_ELEMENTS = 1 << 20
@@ -76,16 +76,18 @@ def assert_right(out: Tensor, case: Case, what: str = "output") -> None:
 def complain_of(out: Tensor, ref: Tensor, case: Case) -> str:
     """Do as `complain`, and allow for tokens that the roundings of this call's numbers change most.
 
-    They are tokens with quantized activations, or those that a few neurons decide.
+    They are tokens with quantized activations, or those that a few neurons decide, as where the
+    activation squares them.
     """
     p = case.problem
+    few = min(p.hidden_size, p.local_intermediate_size) < _FEW_NEURONS
     sensitive = p.quant.activation is not None or (
-        p.dtype.itemsize == 2 and p.local_intermediate_size < _FEW_NEURONS
+        p.dtype.itemsize == 2 and (few or "relu2" in p.activation.name)
     )
     complaint = complain(out, ref, p)
     if complaint and sensitive:
-        few = rounding_errors(case, _FEW_DRAWS, _MORE_BY_ALL)
-        if not complain(out, ref, p, rounding=few):  # else all draws, which take seconds, would too
+        coarse = rounding_errors(case, _FEW_DRAWS, _MORE_BY_ALL)
+        if not complain(out, ref, p, rounding=coarse):  # else all draws take seconds in vain
             return complain(out, ref, p, rounding=rounding_errors(case))
     return complaint
 

@@ -10,7 +10,7 @@ import torch
 from moekit import MoEProblem, Routing
 from moekit.problem import quant
 from moekit.problem.activation import apply_activation
-from moekit.testing import assert_close, cases
+from moekit.testing import ExpertsConformance, assert_close, cases
 from moekit.testing.compare import complain
 from moekit.testing.diagnose import rounding_errors
 
@@ -119,6 +119,14 @@ def test_scales_may_be_taken_in_the_dtype(monkeypatch) -> None:
     for wrong in (0.995 * out, 1.006 * out, 0.995 * ref):
         with pytest.raises(AssertionError, match="scale"):
             assert_close(wrong.bfloat16(), ref, p, case=case)
+
+
+@pytest.mark.parametrize("seed", ["133", "204", "226"])
+def test_tokens_of_few_columns_or_squares_are_right(seed, monkeypatch) -> None:
+    """Right experts failed: for a token of 32 columns, and for tokens of relu(gate)**2 * up."""
+    monkeypatch.setenv(cases.SEED_VARIABLE, seed)
+    kit = type("Kit", (ExpertsConformance,), {"backend": "torch", "device": "cpu"})
+    kit().test_cases("int4_w4a16_g32_zp_act_order")
 
 
 def test_scales_below_the_range_of_float16_are_wrong() -> None:
