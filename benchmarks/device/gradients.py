@@ -1,40 +1,28 @@
-"""Check and time gradients on one GPU, beside the chain of torch's grouped GEMMs.
+"""Look into a training step on one GPU. `python -m moekit bench --train` checks and times steps.
 
-    python benchmarks/device/gradients.py                    # check, then time
-    python benchmarks/device/gradients.py check --shapes qwen3-30b
-    python benchmarks/device/gradients.py kernels tiles --shapes qwen3-30b --tokens 16384
-    python benchmarks/device/gradients.py --experts triton cutlass       # side by side
+    python benchmarks/device/gradients.py --shapes qwen3-30b --tokens 16384
+    python benchmarks/device/gradients.py kernels --experts triton cutlass
 
-check: the relative RMS of each gradient of a call of 1024 tokens against fp32.
-time: forward and backward in µs by CUDA events, launches included (no CUDA graph): medians of 8
-calls in turns, over three uniform routings; TFLOP/s of 18 R H I; the bytes that a call saves and
-its peak above what was there before (with the gradients). The baseline is `F.grouped_mm` with
-autograd, in the order of operations of transformers 5.24's grouped_mm. `add` accumulates the
-weights' gradients in fp32 buffers. `host` is the time in which the host launches a step.
 kernels: the times of each kernel of a step (torch.profiler).
-tiles: µs of each product of a step, tile by tile; the first is the rule's.
-
-Exit code 1 if a gradient is wrong.
+tiles: µs of forward and backward, with one product's tile after another; the first is the rule's.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from itertools import product
 from multiprocessing import get_context
-from time import perf_counter
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
-from common import DEVICE, part, problem_of, routings_of, run_parts, say, verdict
+from common import DEVICE, part, problem_of, routings_of, run_parts, say
 from moekit_bench import random_weights
 from torch import Tensor
 
@@ -42,30 +30,13 @@ import moekit
 from moekit import ExpertWeights, MoEProblem, Routing
 
 SHAPES = ("qwen3-30b", "olmoe", "mixtral", "dsv3-ep8")
-_LIMIT = 1.2e-2
-_CHECKED = 1024  # tokens
 
 Layer = Callable[[Tensor, ExpertWeights, Routing], Tensor]
 
 
-def grouped_mm(x_TH: Tensor, weights: ExpertWeights, routing: Routing) -> Tensor:
-    """Compute silu experts with a gate and without biases as transformers' grouped_mm does."""
-    (T, K), H = routing.topk_ids.shape, x_TH.shape[1]
-    ids_S, order_S = torch.sort(routing.topk_ids.reshape(-1))
-    x_SH = x_TH[order_S // K]
-    counts_L = torch.histc(ids_S.float(), bins=len(weights.w13), min=0, max=len(weights.w13) - 1)
-    ends_L = counts_L.cumsum(0, dtype=torch.int32)
-    gate, up = F.grouped_mm(x_SH, weights.w13.mT, offs=ends_L).chunk(2, dim=-1)
-    y_SH = F.grouped_mm(F.silu(gate) * up, weights.w2.mT, offs=ends_L)
-    weighted = y_SH * routing.topk_weights.reshape(-1)[order_S].unsqueeze(-1)
-    back_S = torch.empty_like(order_S)
-    back_S[order_S] = torch.arange(len(order_S), device=order_S.device)
-    return weighted[back_S].view(T, K, H).sum(dim=1).to(x_TH.dtype)
-
-
-def layer_of(problem: MoEProblem, experts: str, add_to: ExpertWeights | None = None) -> Layer:
+def layer_of(problem: MoEProblem, experts: str) -> Layer:
     kernel: Any = moekit.compose(problem, "local", experts)
-    return lambda x, weights, routing: kernel(x, weights, routing, add_to=add_to)
+    return kernel  # type: ignore[no-any-return]
 
 
 class Step:
@@ -98,116 +69,26 @@ class Step:
         return dict(zip(inputs, made, strict=True))
 
 
-def expected(step: Step, routing: Routing) -> Iterator[tuple[str, int | None, Tensor]]:
-    """Yield gradients in fp32: each expert's matrices with its index, then x and topk_weights."""
-    x, weights, grad = step.x.detach().float(), step.weights.detach(), step.grad.float()
-    dx, dp = torch.zeros_like(x), torch.zeros_like(routing.topk_weights)
-    for expert in range(step.problem.num_local_experts):
-        token, slot = (routing.topk_ids == expert).nonzero(as_tuple=True)
-        held = x[token], weights.w13[expert].float(), weights.w2[expert].float()
-        x_e, w13, w2, p = (
-            t.detach().requires_grad_() for t in (*held, routing.topk_weights[token, slot])
-        )
-        gate, up = (x_e @ w13.T).chunk(2, dim=1)
-        y = p[:, None] * ((F.silu(gate) * up) @ w2.T)
-        of_x, dw13, dw2, of_p = torch.autograd.grad(y, (x_e, w13, w2, p), grad[token])
-        dx.index_add_(0, token, of_x)
-        dp[token, slot] = of_p
-        yield "w13", expert, dw13
-        yield "w2", expert, dw2
-    yield "x", None, dx
-    yield "topk_weights", None, dp
-
-
-def check(args: argparse.Namespace) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
-    say("| shape | layer | x | topk_weights | w13 | w2 | same bits twice |")
-    say("|---|---|---|---|---|---|---|")
-    for name in args.shapes:
-        step = Step(name, _CHECKED)
-        for title in (*args.experts, "grouped_mm"):
-            with part(f"check {name} {title}"):
-                layer = grouped_mm if title == "grouped_mm" else layer_of(step.problem, title)
-                y, routing = step.forward(layer)
-                made, again = step.backward(y, routing), step.backward(*step.forward(layer))
-                wrong, right = dict[str, float](), dict[str, float]()
-                for key, expert, want in expected(step, routing):
-                    whole = made[key]
-                    assert whole is not None
-                    got = whole.float() if expert is None else whole[expert].float()
-                    wrong[key] = wrong.get(key, 0) + float((got - want).square().sum())
-                    right[key] = right.get(key, 0) + float(want.square().sum())
-                errors = {key: (wrong[key] / right[key]) ** 0.5 for key in wrong}
-                cells = [
-                    f"{errors[key]:.1e} {verdict(f'{name} {title} {key}', errors[key], _LIMIT)}"
-                    for key in ("x", "topk_weights", "w13", "w2")
-                ]
-                same = all(torch.equal(made[key], again[key]) for key in made)
-                if title in args.experts:
-                    verdict(f"{name} {title}: other bits in a second run", 1.0 - same, 0.0)
-                say("|", " | ".join([name, title, *cells, str(same)]), "|")
-        del step
-        torch.cuda.empty_cache()
-
-
-def measured(step: Step, layer: Layer) -> tuple[int, int]:
-    """Return the bytes that a call saves for its backward, and a step's peak."""
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    y, routing = step.forward(layer)
-    saved = torch.cuda.memory_allocated() - before - y.nbytes
-    made = step.backward(y, routing)
-    peak = torch.cuda.max_memory_allocated() - before
-    del made
-    return saved, peak
-
-
 def times(step: Step, layers: Mapping[str, Layer], calls: int = 8) -> dict[str, list[float]]:
-    """Return medians in µs: of forward, of backward, and of the host; layers take turns."""
+    """Return medians in µs of forward and backward; layers take turns."""
     found: dict[str, list[tuple[float, ...]]] = {title: [] for title in layers}
     for index in range(-2, calls):  # the first two warm up
         for title, layer in layers.items():
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
             torch.cuda.synchronize()
-            start = perf_counter()
             marks[0].record()
             y, routing = step.forward(layer, index)
             marks[1].record()
             made = step.backward(y, routing)
             marks[2].record()
-            host = perf_counter() - start
             torch.cuda.synchronize()
             del made, y
             if index >= 0:
                 spans = zip(marks, marks[1:], strict=False)
                 one, two = (1e3 * a.elapsed_time(b) for a, b in spans)
-                found[title].append((one, two, 1e6 * host))
+                found[title].append((one, two))
     return {title: [statistics.median(v) for v in zip(*each, strict=True)]
             for title, each in found.items()}  # fmt: skip
-
-
-def time(args: argparse.Namespace) -> None:
-    say("| shape | tokens | layer | forward | backward | both µs | host µs | TFLOP/s | saved MB "
-        "| peak MB |")  # fmt: skip
-    say("|---|---|---|---|---|---|---|---|---|---|")
-    for name in args.shapes:
-        for tokens in args.tokens:
-            with part(f"time {name} {tokens}"):
-                step = Step(name, tokens)
-                zeros = step.weights.detach()._map(lambda t: torch.zeros_like(t, dtype=torch.float))
-                p = step.problem
-                layers = {each: layer_of(p, each) for each in args.experts}
-                layers |= {f"{each} add": layer_of(p, each, zeros) for each in args.experts}
-                layers |= {"grouped_mm": grouped_mm}
-                us = times(step, layers)
-                flop = 18 * tokens * p.top_k * p.hidden_size * p.intermediate_size
-                for title, layer in layers.items():
-                    (one, two, host), (saved, peak) = us[title], measured(step, layer)
-                    say(f"| {name} | {tokens} | {title} | {one:.0f} | {two:.0f} | {one + two:.0f} "
-                        f"| {host:.0f} | {flop / (one + two) / 1e6:.0f} | {saved / 1e6:.0f} "
-                        f"| {peak / 1e6:.0f} |")  # fmt: skip
-                del step, zeros, layers, layer
-            torch.cuda.empty_cache()
 
 
 def kernels(args: argparse.Namespace) -> None:
@@ -260,7 +141,7 @@ def tiles(args: argparse.Namespace) -> None:
         for (step_product, tile), plan in zip(tried, plans, strict=True):
             words = tile.describe() if title == "triton" else str(tile)
             with using(title, plan), part(f"{step_product} {words}"):
-                one, two, _ = times(step, layers, 5)[title]
+                one, two = times(step, layers, 5)[title]
                 say(f"{step_product:9} {words:32} {one:9.1f} {two:9.1f}")
 
 
@@ -310,5 +191,5 @@ OTHERS: Mapping[str, Callable[[str, Any], list[Any]]] = {
 }  # fmt: skip
 
 if __name__ == "__main__":
-    run_parts(__doc__, {"check": check, "time": time, "kernels": kernels, "tiles": tiles},
-              (1024, 4096, 16384), SHAPES, ("check", "time"), experts=("triton",))  # fmt: skip
+    run_parts(__doc__, {"kernels": kernels, "tiles": tiles}, (4096, 16384), SHAPES,
+              experts=("triton",))  # fmt: skip
