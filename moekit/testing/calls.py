@@ -280,10 +280,10 @@ def kit_registry(
     copy = (base or registry()).copy()
     local, batched = copy.dispatcher("local"), copy.dispatcher("batched_reference")
     leaves = _of_kit(copy.expert("torch"), LEAVES_SUMS, LeavesSums, batch_invariant=False)
-    known = {DispatcherSpec: set(copy.dispatchers), ExpertsSpec: set(copy.experts)}
+    known = {"dispatcher": set(copy.dispatchers), "experts backend": set(copy.experts)}
     for spec in (*_dispatchers(local, batched), leaves, *extra):
-        if spec.name not in known[type(spec)]:
-            known[type(spec)].add(spec.name)
+        if spec.name not in known[spec.kind]:
+            known[spec.kind].add(spec.name)
             copy.register(spec)
     return copy
 

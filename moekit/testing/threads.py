@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # Seconds after which a thread goes on out of turn, as the other may wait for its lock; and while
 # that one has not moved since.
-_PATIENCE, _LESS_PATIENCE = 0.1, 0.001
+_PATIENCE, _LESS_PATIENCE = 1.0, 0.001
 # Seconds after which two threads count as blocked by each other.
 _DEADLOCK = 600.0
 
@@ -59,11 +59,12 @@ def alternately(first: Callable[[], None], second: Callable[[], None]) -> None:
 
     Raises what one of them raises.
     """
-    turns = _Turns()
+    turns, both = _Turns(), threading.Barrier(2)
 
     def run(me: int, function: Callable[[], None]) -> None:
         try:
             with _TakesTurns(turns, me):
+                both.wait()  # the first would run ahead of a thread that starts late
                 function()
         finally:
             turns.end()

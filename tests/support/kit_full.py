@@ -45,7 +45,7 @@ _OF_RANKS = (
 _KIND_OF_CASE: Mapping[str, Callable[..., object]] = {
     "test_cases": lambda path: _order(path),
     "test_quantized_tokens": lambda scheme, **ranks: _wire(scheme),
-    "test_quantized_wire": lambda scheme, **ranks: _wire(scheme),
+    "test_quantized_tokens": lambda scheme, **ranks: _wire(scheme),
     "test_layers_in_turn": lambda **ranks: "any",
     # `local` makes all those calls.
     "test_gradients": lambda name, **ranks: name if name in _OF_RANKS or not ranks else _NOT_IN_CI,
@@ -83,7 +83,7 @@ _OF_EACH_CLASS = (
 _OF_ADAPTERS = (
     *_OF_EACH_CLASS, "test_activation", "test_capacity", "test_dtype",
     "test_failure_after_dispatch", "test_group_is_resolved", "test_input_form",
-    "test_memory_is_stated", "test_quantized_wire", "test_repeated_calls",
+    "test_memory_is_stated", "test_quantized_tokens", "test_repeated_calls",
     "test_slices_and_shared_tokens", "test_two_calls_in_flight",
 )  # fmt: skip
 _WITHOUT_STAND_INS = ("moekit-naive", "moekit-nvlink", "moekit-triton")
