@@ -73,6 +73,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
     normal = DispatcherSpec(
         name="deepep_ht",
         target="moekit_deepep.dispatcher:NormalDispatcher",
+        training="moekit_deepep.training:TrainableNormal",
         format=ActivationFormat.STANDARD,
         dtypes=frozenset({"bfloat16"}),
         devices=("cuda==9.0",),
@@ -93,6 +94,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
         normal,
         name="deepep_ll",
         target="moekit_deepep.dispatcher:LowLatencyDispatcher",
+        training=None,
         format=ActivationFormat.BATCHED,
         priority=6,
         most_top_k=11,
@@ -105,6 +107,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
         normal,
         name="deepep_elastic",
         target="moekit_deepep.dispatcher:ElasticDispatcher",
+        training="moekit_deepep.training:TrainableElastic",
         priority=8,
         needs_capacity=True,
         deterministic=False,
