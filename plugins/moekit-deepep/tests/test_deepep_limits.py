@@ -73,6 +73,11 @@ def test_what_trains():
     trained = {n for n in SPECS if not reasons(n, training=True)}
     assert trained == {"deepep_ht", "deepep_elastic"}
     assert "has no backward" in reasons("deepep_ll", training=True)[0]
+    problem = MoEProblem(**SIZES, parallel=ParallelConfig(ep_size=8))
+    for name, priority in (("deepep_ht", 10), ("deepep_elastic", 8), ("deepep_ll", 6)):
+        assert SPECS[name].priority_for(problem) == priority
+    # No library has run these backwards: `naive`, of priority 0, is preferred.
+    assert all(SPECS[n].priority_for(problem.replace(training=True)) < 0 for n in trained)
 
 
 @pytest.mark.parametrize("name", ["deepep_ht", "deepep_elastic"])
