@@ -59,7 +59,7 @@ class Config:
 
 @dataclass(frozen=True)
 class _NormalHandle:
-    """Tensors of its own in the library: it stays valid whatever other calls do."""
+    """In the library it holds tensors that no other call writes."""
 
     sources: list[tuple[int, int]]  # rank and token of each row
     tokens: int

@@ -26,7 +26,7 @@ LAYERS = [
     ("deepep_ht_standin", (None, 16)),
     ("deepep_elastic_standin", (16, 16)),
 ]
-COUNTS = ((0, 5), (6, 3))  # of each layer and rank
+COUNTS = ((0, 5), (6, 3), (4, 0))  # of each call and rank; the last call is the first layer's
 
 
 def dispatcher_of(name, rank, most):
@@ -49,12 +49,12 @@ def masked_tokens(count, seed):
 
 
 def transposed(grad_RH, tokens):
-    """The gradients of rows and router weights of experts that return their input."""
+    """The gradients of rows and router weights of experts that return their input, strided."""
     used = tokens.topk_ids >= 0
     weight = torch.where(used, tokens.topk_weights, 0.0).sum(1, keepdim=True)
     dot = (grad_RH.float() * tokens.x.float()).sum(1, keepdim=True)
     of_x = torch.where(used.any(1, keepdim=True), grad_RH.float() * weight, 0.0)
-    return of_x.bfloat16(), torch.where(used, dot, 0.0)
+    return tuple(t.T.contiguous().T for t in (of_x.bfloat16(), torch.where(used, dot, 0.0)))
 
 
 def backward(dispatcher, tokens, grad, x=True, topk_weights=True):
@@ -79,7 +79,7 @@ def two_layers(rank, ranks, name, mosts, order):
     layers = [dispatcher_of(name, rank, most) for most in mosts]
     assert layers[0].lease.value is layers[1].lease.value
     made = []
-    for layer, counts in zip(layers, COUNTS, strict=True):
+    for layer, counts in zip((*layers, layers[0]), COUNTS, strict=True):
         x, routing, grad = masked_tokens(counts[rank], 10 * rank + counts[rank])
         tokens = layer.prepare(x, routing, None).result()
         done = layer.finalize(experts_that_return_their_input(tokens), tokens, x.clone()).result()
@@ -93,10 +93,10 @@ def two_layers(rank, ranks, name, mosts, order):
         layer.destroy()
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
 @pytest.mark.parametrize(("name", "mosts"), LAYERS)
 def test_handles_of_two_layers(pool, name, mosts, order):
-    """The backwards run in both orders, each twice; a rank has no tokens in one of the layers."""
+    """The backwards of three calls run in both orders, each twice; ranks have no tokens in some."""
     pool.run(two_layers, name, mosts, order)
 
 
