@@ -16,60 +16,20 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from deepep_transfers import (
+    EventOverlap,
+    _Base,
+    by_rank,
+    exchange,
+    garbage,
+    sent_again,
+    summed_by_rank,
+)
 from torch.utils._python_dispatch import _disable_current_modes
 from vendor_stand_ins import on_cpu
 
 topk_idx_t = torch.int64
 _E4M3 = torch.float8_e4m3fn
-
-
-class EventOverlap:
-    """``finish`` writes what the transfer brings."""
-
-    def __init__(self, finish):
-        self._finish = finish
-
-    @property
-    def waited(self):
-        return self._finish is None
-
-    @on_cpu
-    def current_stream_wait(self):
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            with _disable_current_modes():
-                finish()
-
-
-def _exchange(group, *tensors):
-    """Every rank's tensors, by rank."""
-    with _disable_current_modes():
-        mine = [
-            (t.contiguous().view(-1).view(torch.uint8).numpy(), t.dtype, t.shape) for t in tensors
-        ]
-        everyone = [mine] * group.size()
-        dist.all_gather_object(everyone, mine, group=group)
-        return [
-            [torch.from_numpy(sent).view(dtype).view(shape) for sent, dtype, shape in theirs]
-            for theirs in everyone
-        ]
-
-
-def _by_rank(sources, arrived):
-    """The rows that each rank's tokens get here, and what it sent of these tokens."""
-    rank_R, token_R = torch.tensor(sources, dtype=torch.long).view(-1, 2).unbind(1)
-    for rank, theirs in enumerate(arrived):
-        rows = (rank_R == rank).nonzero().flatten()
-        yield rows, [t.view(torch.uint8)[token_R[rows]].view(t.dtype) for t in theirs]
-
-
-def _garbage(shape, dtype):
-    made = torch.empty(shape, dtype=dtype)
-    with _disable_current_modes():
-        if dtype in (torch.int32, torch.int64):
-            return made.fill_(123456)
-        made.view(torch.uint8).fill_(0xFF)  # NaN
-    return made
 
 
 def _check_payload(x, topk_idx, topk_weights):
@@ -86,50 +46,6 @@ def _check_payload(x, topk_idx, topk_weights):
     return x, scales
 
 
-class Stream:
-    """A buffer's kernels run here. The counts that they write arrive when the host waits for it."""
-
-    def __init__(self):
-        self.counts = []
-
-    def synchronize(self):
-        self.counts.clear()
-
-
-class _Base:
-    live: list[_Base] = []
-
-    def _open(self, group, explicitly_destroy):
-        assert explicitly_destroy, "or Python's end may hang"
-        self.group, self.rank, self.ranks = group, group.rank(), group.size()
-        self.generator = torch.Generator().manual_seed(self.rank)
-        self.stream = Stream()
-        self.events: list[EventOverlap] = []
-        _Base.live.append(self)
-
-    def _event(self, finish, asynchronous):
-        event = EventOverlap(finish)
-        self.events = [e for e in self.events if not e.waited] + [event]
-        if not asynchronous:
-            event.current_stream_wait()
-        return event
-
-    def get_comm_stream(self):
-        return self.stream
-
-    def destroy(self):
-        assert self in _Base.live, "destroyed twice"
-        assert all(event.waited for event in self.events), "memory of a transfer was given away"
-        dist.barrier(self.group)
-        _Base.live.remove(self)
-
-    def _check_open(self):
-        assert self in _Base.live, "used after destroy()"
-
-    def _shuffled(self, n):
-        return torch.randperm(n, generator=self.generator).tolist()
-
-
 @dataclass(frozen=True)
 class Config:
     num_sms: int
@@ -143,9 +59,12 @@ class Config:
 
 @dataclass(frozen=True)
 class _NormalHandle:
+    """In the library it holds tensors that no other call writes."""
+
     sources: list[tuple[int, int]]  # rank and token of each row
     tokens: int
     rows: int
+    num_sms: int
 
 
 class Buffer(_Base):
@@ -215,33 +134,46 @@ class Buffer(_Base):
             per_rank.copy_(in_rank.sum(dim=0))
         return per_rank, None, per_expert, in_rank, EventOverlap(None)
 
+    def _check_rows(self, x, config):
+        assert x.dim() == 2 and x.is_contiguous()
+        width = x.shape[1] * x.itemsize
+        assert width % 32 == 0 and width // 2 + 8 <= 8192, "half a row must fit a warp's memory"
+        assert config.get_nvl_buffer_size_hint(width, self.ranks) <= self.num_nvl_bytes
+
     @on_cpu
     def dispatch(
         self,
         x,
         *,
-        num_tokens_per_rank,
-        is_token_in_rank,
-        num_tokens_per_expert,
-        topk_idx,
-        topk_weights,
+        handle=None,
+        num_tokens_per_rank=None,
+        is_token_in_rank=None,
+        num_tokens_per_expert=None,
+        topk_idx=None,
+        topk_weights=None,
         num_worst_tokens=0,
         config=None,
         async_finish=False,
     ):
         self._check_open()
+        if handle is not None:
+            assert topk_idx is None and topk_weights is None
+            self._check_rows(x, config)
+            assert config.num_sms == handle.num_sms, "as many channels as the first time"
+            received, finish = sent_again(self, x, handle)
+            # No count arrives, and the host waits for none.
+            return received, None, None, None, None, self._event(finish, async_finish)
         x, scales = _check_payload(x, topk_idx, topk_weights)
-        experts, width = num_tokens_per_expert.shape[0], x.shape[1] * x.itemsize
-        assert width % 32 == 0 and width // 2 + 8 <= 8192, "half a row must fit a warp's memory"
+        self._check_rows(x, config)
+        experts = num_tokens_per_expert.shape[0]
         assert topk_idx.shape[1] <= 32 and experts // self.ranks <= 128
-        assert config.get_nvl_buffer_size_hint(width, self.ranks) <= self.num_nvl_bytes
         per_rank, _, per_expert, in_rank, _ = self.get_dispatch_layout(topk_idx, experts)
         assert torch.equal(per_rank, num_tokens_per_rank) and per_rank.dtype == torch.int32
         assert torch.equal(per_expert, num_tokens_per_expert)
         assert torch.equal(in_rank, is_token_in_rank)
 
         sent = [x, topk_idx, topk_weights, in_rank, *([] if scales is None else [scales])]
-        arrived = _exchange(self.group, *sent)
+        arrived = exchange(self.group, *sent)
         sources = [
             (rank, token)
             for rank, (_, _, _, wanted, *_) in enumerate(arrived)
@@ -254,15 +186,15 @@ class Buffer(_Base):
             self.stream.synchronize()
         rows, k = num_worst_tokens or len(sources), topk_idx.shape[1]
         assert len(sources) <= rows, "more tokens than the worst case"
-        recv_x = _garbage((rows, x.shape[1]), x.dtype)
-        recv_idx = _garbage((rows, k), topk_idx_t)
-        recv_weights = _garbage((rows, k), torch.float32)
-        recv_scales = None if scales is None else _garbage((rows, scales.shape[1]), torch.float32)
+        recv_x = garbage((rows, x.shape[1]), x.dtype)
+        recv_idx = garbage((rows, k), topk_idx_t)
+        recv_weights = garbage((rows, k), torch.float32)
+        recv_scales = None if scales is None else garbage((rows, scales.shape[1]), torch.float32)
         first = self.rank * experts // self.ranks
 
         def finish():
             recv_idx[len(sources) :] = -1
-            for rows, (their_x, ids, weights, _, *their_scales) in _by_rank(sources, arrived):
+            for rows, (their_x, ids, weights, _, *their_scales) in by_rank(sources, arrived):
                 here = (ids >= first) & (ids < first + experts // self.ranks)
                 recv_x.view(torch.uint8)[rows] = their_x.view(torch.uint8)
                 recv_idx[rows] = torch.where(here, ids - first, -1)
@@ -271,20 +203,18 @@ class Buffer(_Base):
                     recv_scales[rows] = their_scales[0]
 
         counts = [] if num_worst_tokens else per_expert.tolist()
-        handle = _NormalHandle(sources, x.shape[0], rows)
+        handle = _NormalHandle(sources, x.shape[0], rows, config.num_sms)
         received = recv_x if scales is None else (recv_x, recv_scales)
         event = self._event(finish, async_finish)
         return received, recv_idx, recv_weights, counts, handle, event
 
     @on_cpu
-    def combine(self, x, handle, *, config=None, async_finish=False):
+    def combine(self, x, handle, *, topk_weights=None, config=None, async_finish=False):
         self._check_open()
-        assert x.dtype == torch.bfloat16 and x.dim() == 2 and x.is_contiguous()
-        assert x.shape[0] == handle.rows
         assert config.get_nvl_buffer_size_hint(2 * x.shape[1], self.ranks) <= self.num_nvl_bytes
-        combined = _garbage((handle.tokens, x.shape[1]), x.dtype)
-        finish = _summed_by_rank(self, x, handle.sources, combined)
-        return combined, None, self._event(finish, async_finish)
+        assert config.num_sms == handle.num_sms, "as many channels as in dispatch"
+        combined, combined_weights, finish = summed_by_rank(self, x, handle, topk_weights)
+        return combined, combined_weights, self._event(finish, async_finish)
 
     # -- low-latency mode -------------------------------------------------------------------
 
@@ -335,13 +265,13 @@ class Buffer(_Base):
         assert topk_idx.shape[0] == tokens and topk_idx.shape[1] <= 11
         assert not return_recv_hook, "the stand-in knows no hooks"
         self._take_set()
-        arrived = _exchange(self.group, x, topk_idx)
+        arrived = exchange(self.group, x, topk_idx)
         local, rows = num_experts // self.ranks, self.ranks * capacity
-        slab = _garbage((local, rows, hidden), _E4M3 if use_fp8 else torch.bfloat16)
-        counts = _garbage((local,), torch.int32)
+        slab = garbage((local, rows, hidden), _E4M3 if use_fp8 else torch.bfloat16)
+        counts = garbage((local,), torch.int32)
         scales = None
         if use_fp8:
-            scales = _garbage((local, hidden // 128, rows), torch.float32).transpose(1, 2)
+            scales = garbage((local, hidden // 128, rows), torch.float32).transpose(1, 2)
         sources: list[list[tuple[int, int]]] = []
         for expert in range(self.rank * local, (self.rank + 1) * local):
             pairs = [
@@ -381,7 +311,7 @@ class Buffer(_Base):
         assert topk_weights.dtype == torch.float32 and topk_weights.is_contiguous()
         assert topk_idx.shape == topk_weights.shape and topk_idx.shape[0] == tokens
         if out is None:
-            out = _garbage((tokens, hidden), torch.bfloat16)
+            out = garbage((tokens, hidden), torch.bfloat16)
         assert out.dtype == torch.bfloat16 and out.is_contiguous()
         assert tuple(out.shape) == (tokens, hidden)
         with _disable_current_modes():
@@ -391,7 +321,7 @@ class Buffer(_Base):
             which = torch.tensor(rows, dtype=torch.long).view(-1, 4)
             values = x[which[:, 0], which[:, 1]]
         self._take_set()
-        arrived = _exchange(self.group, values, which)
+        arrived = exchange(self.group, values, which)
 
         def finish():
             found = {}
@@ -409,26 +339,15 @@ class Buffer(_Base):
         return out, self._event(finish, async_finish), None
 
 
-def _summed_by_rank(buffer, x, sources, combined):
-    """Sends rows back to where they came from; the second half writes the sums in rank order."""
-    with _disable_current_modes():
-        where = torch.tensor(sources, dtype=torch.long).view(-1, 2)
-        arrived = _exchange(buffer.group, x[: len(sources)], where)
-
-    def finish():
-        total = torch.zeros(combined.shape)
-        for rows, where in arrived:
-            mine = where[:, 0] == buffer.rank
-            total[where[mine, 1]] += rows[mine].float()
-        combined.copy_(total)
-
-    return finish
-
-
+@dataclass(frozen=True)
 class EPHandle:
-    def __init__(self, sources, tokens, rows, num_sms, counts):
-        self.sources, self.tokens, self.rows, self.num_sms = sources, tokens, rows, num_sms
-        self.psum_num_recv_tokens_per_scaleup_rank = counts
+    sources: list[tuple[int, int]]
+    tokens: int
+    rows: int
+    num_sms: int
+    psum_num_recv_tokens_per_scaleup_rank: torch.Tensor
+    topk_idx: torch.Tensor  # the library's copy
+    num_experts: int
 
 
 class ElasticBuffer(_Base):
@@ -453,24 +372,34 @@ class ElasticBuffer(_Base):
         self,
         x,
         *,
-        topk_idx,
-        topk_weights,
-        num_experts,
-        num_max_tokens_per_rank,
-        num_sms,
-        do_cpu_sync=True,
+        topk_idx=None,
+        topk_weights=None,
+        num_experts=None,
+        num_max_tokens_per_rank=None,
+        num_sms=0,
+        handle=None,
+        do_cpu_sync=None,
         async_with_compute_stream=False,
     ):
         self._check_open()
+        assert 0 < num_sms <= 132, "the default depends on num_experts, also with a handle"
+        if handle is not None:
+            assert topk_idx is None and topk_weights is None and not do_cpu_sync
+            assert num_experts in (None, handle.num_experts)
+            assert num_max_tokens_per_rank in (None, handle.rows // self.ranks)
+            received, finish = sent_again(self, x, handle)
+            event = self._event(finish, async_with_compute_stream)
+            ids = garbage((handle.rows, handle.topk_idx.shape[1]), topk_idx_t)
+            return received, ids, None, handle, event
         x, scales = _check_payload(x, topk_idx, topk_weights)
         local, k = num_experts // self.ranks, topk_idx.shape[1]
         assert num_experts % self.ranks == 0 and local <= 256 and k <= 32
-        assert x.shape[0] <= num_max_tokens_per_rank and 0 < num_sms <= 132
+        assert x.shape[0] <= num_max_tokens_per_rank
         row = x.shape[1] * x.itemsize + k * 8 + (0 if scales is None else 4 * scales.shape[1])
         assert self.ranks * num_max_tokens_per_rank * row <= self.num_bytes
-        assert not do_cpu_sync, "the stand-in knows only the worst case"
+        assert do_cpu_sync is False, "the stand-in knows only the worst case"
         sent = [x, topk_idx, topk_weights, *([] if scales is None else [scales])]
-        arrived = _exchange(self.group, *sent)
+        arrived = exchange(self.group, *sent)
         first, sources, ends = self.rank * local, [], []
         for rank, (_, ids, *_) in enumerate(arrived):
             here = ((ids >= first) & (ids < first + local)).any(dim=1)
@@ -478,15 +407,15 @@ class ElasticBuffer(_Base):
             sources += [(rank, tokens[i]) for i in self._shuffled(len(tokens))]
             ends.append(len(sources))
         rows = self.ranks * num_max_tokens_per_rank
-        recv_x = _garbage((rows, x.shape[1]), x.dtype)
-        recv_idx = _garbage((rows, k), topk_idx_t)
-        recv_weights = _garbage((rows, k), torch.float32)
-        recv_scales = None if scales is None else _garbage((rows, scales.shape[1]), torch.float32)
-        counts = _garbage((self.ranks,), torch.int32)
+        recv_x = garbage((rows, x.shape[1]), x.dtype)
+        recv_idx = garbage((rows, k), topk_idx_t)
+        recv_weights = garbage((rows, k), torch.float32)
+        recv_scales = None if scales is None else garbage((rows, scales.shape[1]), torch.float32)
+        counts = garbage((self.ranks,), torch.int32)
 
         def finish():
             counts.copy_(torch.tensor(ends))
-            for rows, (their_x, ids, weights, *their_scales) in _by_rank(sources, arrived):
+            for rows, (their_x, ids, weights, *their_scales) in by_rank(sources, arrived):
                 here = (ids >= first) & (ids < first + local)
                 recv_x.view(torch.uint8)[rows] = their_x.view(torch.uint8)
                 recv_idx[rows] = torch.where(here, ids - first, -1)
@@ -494,19 +423,20 @@ class ElasticBuffer(_Base):
                 if recv_scales is not None:
                     recv_scales[rows] = their_scales[0]
 
-        handle = EPHandle(sources, x.shape[0], rows, num_sms, counts)
+        handle = EPHandle(sources, x.shape[0], rows, num_sms, counts, topk_idx.clone(), num_experts)
         received = recv_x if scales is None else (recv_x, recv_scales)
         event = self._event(finish, async_with_compute_stream)
         return received, recv_idx, recv_weights, handle, event
 
     @on_cpu
-    def combine(self, x, handle, *, async_with_compute_stream=False):
+    def combine(self, x, handle, *, topk_weights=None, async_with_compute_stream=False):
         self._check_open()
-        assert x.dtype == torch.bfloat16 and x.dim() == 2 and x.is_contiguous()
-        assert x.shape[0] == handle.rows and x.shape[1] % 256 == 0
-        combined = _garbage((handle.tokens, x.shape[1]), x.dtype)
-        finish = _summed_by_rank(self, x, handle.sources, combined)
-        return combined, None, self._event(finish, async_with_compute_stream)
+        assert x.shape[1] % 256 == 0
+        assert topk_weights is None or topk_weights.shape[1] == handle.topk_idx.shape[1]
+        combined, combined_weights, finish = summed_by_rank(
+            self, x, handle, topk_weights, handle.num_experts // self.ranks
+        )
+        return combined, combined_weights, self._event(finish, async_with_compute_stream)
 
 
 # As a module without a spec, so that nothing that looks for the library finds it.
@@ -522,6 +452,10 @@ from moekit_deepep.dispatcher import (  # noqa: E402, F401 (spec.target names th
     LowLatencyDispatcher,
     NormalDispatcher,
 )
+from moekit_deepep.training import (  # noqa: E402, F401 (spec.training names this module)
+    TrainableElastic,
+    TrainableNormal,
+)
 
 from moekit.contract.specs import DispatcherSpec  # noqa: E402
 from moekit.discovery.registry import Registry  # noqa: E402
@@ -536,6 +470,7 @@ def specs() -> list[DispatcherSpec]:
             spec,
             name=f"{spec.name}_standin",
             target=f"{__name__}:{spec.target.split(':')[1]}",
+            training=spec.training and f"{__name__}:{spec.training.split(':')[1]}",
             devices=("cpu",),
             requires=(),
             check=small.get(spec.name, spec.check),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moekit.testing import DispatcherConformance
+from moekit.testing import DispatcherConformance, DispatcherGradientConformance
 
 pytest.importorskip("deep_ep", reason="deep_ep is not installed")
 
@@ -20,3 +20,13 @@ class TestLowLatency(DispatcherConformance):
 class TestElastic(DispatcherConformance):
     backend = "deepep_elastic"
     world_sizes = (1, 2, 4)
+
+
+class TestNormalGradients(DispatcherGradientConformance):
+    backend = "deepep_ht"
+    world_sizes = (2, 4)
+
+
+class TestElasticGradients(DispatcherGradientConformance):
+    backend = "deepep_elastic"
+    world_sizes = (2, 4)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import moekit_deepep
 import pytest
+import torch
 
 from moekit import MoEProblem, ParallelConfig
 
@@ -66,6 +67,25 @@ def test_limits_of_all(name, changes, said):
 def test_limits_of_one(name, changes, said):
     (reason,) = reasons(name, **changes)
     assert said in reason
+
+
+def test_what_trains():
+    trained = {n for n in SPECS if not reasons(n, training=True)}
+    assert trained == {"deepep_ht", "deepep_elastic"}
+    assert "has no backward" in reasons("deepep_ll", training=True)[0]
+    problem = MoEProblem(**SIZES, parallel=ParallelConfig(ep_size=8))
+    for name, priority in (("deepep_ht", 10), ("deepep_elastic", 8), ("deepep_ll", 6)):
+        assert SPECS[name].priority_for(problem) == priority
+    # No library has run these backwards: `naive`, of priority 0, is preferred.
+    assert all(SPECS[n].priority_for(problem.replace(training=True)) < 0 for n in trained)
+
+
+@pytest.mark.parametrize("name", ["deepep_ht", "deepep_elastic"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_gradients_are_bf16(name, dtype):
+    """The library combines no other rows."""
+    (reason,) = reasons(name, training=True, dtype=dtype)
+    assert str(dtype)[6:] in reason
 
 
 def test_queue_depth_moves_the_token_limit(monkeypatch):

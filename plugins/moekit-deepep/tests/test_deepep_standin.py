@@ -6,7 +6,7 @@ Not on a GPU, where test_deepep_conformance.py does the same with the library it
 import pytest
 import torch
 
-from moekit.testing import DispatcherConformance
+from moekit.testing import DispatcherConformance, DispatcherGradientConformance
 
 if torch.cuda.is_available():
     pytest.skip("the library itself is tested", allow_module_level=True)
@@ -30,3 +30,15 @@ class TestElasticStandIn(DispatcherConformance):
     backend = "deepep_elastic_standin"
     backends = deepep_standin.registry()
     world_sizes = (2,)  # one rank is `local`, which TestNormalStandIn tests
+
+
+class TestNormalGradients(DispatcherGradientConformance):
+    backend = "deepep_ht_standin"
+    backends = deepep_standin.registry()
+    world_sizes = (2, 4)
+
+
+class TestElasticGradients(DispatcherGradientConformance):
+    backend = "deepep_elastic_standin"
+    backends = deepep_standin.registry()
+    world_sizes = (2,)

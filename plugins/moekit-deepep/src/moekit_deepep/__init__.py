@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 
 from moekit.plugin import WIRE_SCHEMES, ActivationFormat, DispatcherSpec, MoEProblem, hookimpl
 
@@ -68,17 +69,24 @@ def check_ll(
     return reasons
 
 
+def _prefer(priority: int, problem: MoEProblem) -> int:
+    """Follow all other dispatchers in training, as the backward was tested on a stand-in only."""
+    return priority - 20 if problem.training else priority
+
+
 @hookimpl
 def moekit_dispatchers() -> list[DispatcherSpec]:
     normal = DispatcherSpec(
         name="deepep_ht",
         target="moekit_deepep.dispatcher:NormalDispatcher",
+        training="moekit_deepep.training:TrainableNormal",
         format=ActivationFormat.STANDARD,
         dtypes=frozenset({"bfloat16"}),
         devices=("cuda==9.0",),
         requires=("deep_ep", "triton"),
         install_hint=_INSTALL_HINT,
         priority=10,
+        prefer=partial(_prefer, 10),
         moves_tokens=True,
         sliced_experts=False,
         shared_tokens=False,
@@ -93,8 +101,10 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
         normal,
         name="deepep_ll",
         target="moekit_deepep.dispatcher:LowLatencyDispatcher",
+        training=None,
         format=ActivationFormat.BATCHED,
         priority=6,
+        prefer=None,
         most_top_k=11,
         wire_schemes=frozenset({"fp8_block"}),
         needs_capacity=True,
@@ -105,7 +115,9 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
         normal,
         name="deepep_elastic",
         target="moekit_deepep.dispatcher:ElasticDispatcher",
+        training="moekit_deepep.training:TrainableElastic",
         priority=8,
+        prefer=partial(_prefer, 8),
         needs_capacity=True,
         deterministic=False,
         check=check_elastic,
