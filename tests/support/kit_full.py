@@ -45,7 +45,6 @@ _OF_RANKS = (
 _KIND_OF_CASE: Mapping[str, Callable[..., object]] = {
     "test_cases": lambda path: _order(path),
     "test_quantized_tokens": lambda scheme, **ranks: _wire(scheme),
-    "test_quantized_tokens": lambda scheme, **ranks: _wire(scheme),
     "test_layers_in_turn": lambda **ranks: "any",
     # `local` makes all those calls.
     "test_gradients": lambda name, **ranks: name if name in _OF_RANKS or not ranks else _NOT_IN_CI,
