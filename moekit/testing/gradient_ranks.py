@@ -24,6 +24,8 @@ from moekit.testing.gradients import (
     differentiate,
     fault,
     inputs_of,
+    kept_beyond_stated,
+    leaves,
     random_grad,
     right_gradients,
 )
@@ -121,6 +123,14 @@ def gradients_of_calls(r: Rank, sequence: Sequence[Call], how: str) -> None:
         r.expect(not said, f"rank {r.rank}, call {index} of {sequence}: {said}")
 
 
+def memory_of_calls(r: Rank, num_tokens: int) -> None:
+    """Check what a call without a backward keeps, and that it goes with the output."""
+    assert isinstance(r.kernel, TrainableKernel)
+    case, _ = r.forms(Call((num_tokens,), "hot"))
+    said = kept_beyond_stated(r.kernel, leaves(case), 3)
+    r.expect(not said, f"rank {r.rank}: {said}")
+
+
 class DispatcherGradientConformance(TrainingBase, DispatcherBase):
     """The gradient kit for dispatchers that declare ``training``. Subclass it with ``backend``.
 
@@ -143,3 +153,8 @@ class DispatcherGradientConformance(TrainingBase, DispatcherBase):
         changes = self._first({"parallel": layout, "num_experts": 7}, {"parallel": layout})
         changes |= {"has_bias": True}
         self._check(layout.num_ranks, gradients_of_calls, sequence, "first_first", **changes)
+
+    def test_memory_of_calls_without_backward(self, ends: int) -> None:
+        """The experts save nothing."""
+        sizes = {"num_experts": 8, "top_k": 4, "experts": "reference"}
+        self._check(ends, memory_of_calls, 32, **sizes, has_bias=True)

@@ -381,7 +381,7 @@ class KeepsCalls(Trains):
         return saved
 
 
-@killed_by("test_memory_of_calls_without_backward", says="saved_bytes says")
+@killed_by("test_memory_of_calls_without_backward", says="by saved_bytes")
 class SavesMore(Trains):
     """Saves more than it says."""
 
@@ -389,7 +389,7 @@ class SavesMore(Trains):
         return [*saved, saved[0].clone()]
 
 
-@killed_by("test_memory_of_calls_without_backward", says="saved_bytes says")
+@killed_by("test_memory_of_calls_without_backward", says="by saved_bytes")
 class StatesListsOnly(Trains):
     """Understates what it saves: the lists, and not h."""
 
