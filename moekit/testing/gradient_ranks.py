@@ -77,20 +77,16 @@ class _Right:
     def of(cls, r: Rank, wanted: Call, index: int, how: str) -> _Right:
         """Weights get the sum over all batches, from which this rank's share of them is cut."""
         problem, parallel = cases.whole(r.problem), r.problem.parallel
-        weights, mine = cases.random_weights(problem), None
-        total: dict[str, Any] = {}
+        weights, batches = cases.random_weights(problem), list[_Right]()
         for batch in range(parallel.dp_size):
             there = copy(r)
             there.batch = batch
             case, _ = there.forms(wanted, index)
             whole = Case(problem, weights, case.x, case.routing)
             grad = FORMS.get(how, torch.clone)(random_grad(whole, (index, batch)))
-            found = right_gradients(whole, grad)
-            if batch == r.batch:
-                mine = cls(case, grad, found, whole)
-            for name in weights.tensors():
-                total[name] = total[name] + found[name] if batch else found[name]
-        assert mine is not None
+            batches.append(cls(case, grad, right_gradients(whole, grad), whole))
+        mine, names = batches[r.batch], weights.tensors()
+        total: dict[str, Any] = {n: sum(b.gradients[n] for b in batches) for n in names}
         if r.alone and r.world_size > 1:  # partial sums
             mine = replace(mine, gradients=right_gradients(mine.case, mine.grad), whole=mine.case)
         held = ExpertWeights(**total).select(list(r.problem.local_experts))
