@@ -240,7 +240,7 @@ def by_assignment(tokens: Dispatched) -> Dispatched:
 def spread_rows(y_NH: Tensor, ids_RK: Tensor, key: int) -> tuple[Tensor, Tensor]:
     """Return rows (2 N, H) among which those of y lie anywhere, and their places (R, K) int32.
 
-    The other rows, and those of ids of -1, are NaN.
+    The other rows, and rows of ids of -1, are NaN.
     """
     order = torch.randperm(2 * len(y_NH), generator=generator("places", key))
     places = order[: len(y_NH)].to(y_NH.device)

@@ -545,7 +545,7 @@ class GradientConformance(TrainingBase, ExpertsBase):
         def check(part: Case, rows: Tensor, at: Tensor, names: Sequence[str]) -> None:
             right = right_gradients(part, grad[rows])
             made = {name: found[name][at] for name in names}
-            assert_right_gradients(made, {n: right[n] for n in names}, part, f"{names[0]}[{at}]")
+            assert_right_gradients(made, {n: right[n] for n in names}, part, f"at {at.tolist()}")
 
         tokens = torch.arange(-16, 16, device=ids.device)
         some = Routing(case.routing.topk_weights[tokens], ids[tokens])
