@@ -238,7 +238,7 @@ def by_assignment(tokens: Dispatched) -> Dispatched:
 
 
 def spread_rows(y_NH: Tensor, ids_RK: Tensor, key: int) -> tuple[Tensor, Tensor]:
-    """Return rows (2 N, H) among which those of y lie anywhere, and their places (R, K) int32.
+    """Return rows (2 N, H) with the rows of y anywhere among them, and their places (R, K) int32.
 
     The other rows, and rows of ids of -1, are NaN.
     """
