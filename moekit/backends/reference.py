@@ -169,6 +169,12 @@ class TrainableReference(ReferenceExperts, TrainableExperts):
     def saved_bytes(self, rows: int) -> int:
         return 0
 
+    def transient_bytes(self, rows: int) -> int:
+        """Add what autograd keeps: activations, every expert's fp32 weights, and gradients."""
+        p = self.problem
+        weights = p.num_local_experts * p.hidden_size * (p.w13_rows + p.local_intermediate_size)
+        return 2 * super().transient_bytes(rows) + weights * (4 + 3 * p.dtype.itemsize)
+
     def _sum(self, x_RH: Tensor, weights_RK: Tensor, tokens: Dispatched, held: Any) -> Tensor:
         assert tokens.topk_ids is not None
         weights = ExpertWeights(**held)

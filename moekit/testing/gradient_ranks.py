@@ -24,6 +24,8 @@ from moekit.testing.gradients import (
     differentiate,
     fault,
     inputs_of,
+    kept_beyond_stated,
+    leaves,
     random_grad,
     right_gradients,
 )
@@ -75,20 +77,16 @@ class _Right:
     def of(cls, r: Rank, wanted: Call, index: int, how: str) -> _Right:
         """Weights get the sum over all batches, from which this rank's share of them is cut."""
         problem, parallel = cases.whole(r.problem), r.problem.parallel
-        weights, mine = cases.random_weights(problem), None
-        total: dict[str, Any] = {}
+        weights, batches = cases.random_weights(problem), list[_Right]()
         for batch in range(parallel.dp_size):
             there = copy(r)
             there.batch = batch
             case, _ = there.forms(wanted, index)
             whole = Case(problem, weights, case.x, case.routing)
             grad = FORMS.get(how, torch.clone)(random_grad(whole, (index, batch)))
-            found = right_gradients(whole, grad)
-            if batch == r.batch:
-                mine = cls(case, grad, found, whole)
-            for name in weights.tensors():
-                total[name] = total[name] + found[name] if batch else found[name]
-        assert mine is not None
+            batches.append(cls(case, grad, right_gradients(whole, grad), whole))
+        mine, names = batches[r.batch], weights.tensors()
+        total: dict[str, Any] = {n: sum(b.gradients[n] for b in batches) for n in names}
         if r.alone and r.world_size > 1:  # partial sums
             mine = replace(mine, gradients=right_gradients(mine.case, mine.grad), whole=mine.case)
         held = ExpertWeights(**total).select(list(r.problem.local_experts))
@@ -121,6 +119,14 @@ def gradients_of_calls(r: Rank, sequence: Sequence[Call], how: str) -> None:
         r.expect(not said, f"rank {r.rank}, call {index} of {sequence}: {said}")
 
 
+def memory_of_calls(r: Rank, num_tokens: int) -> None:
+    """Check what a call without a backward keeps, and that it goes with the output."""
+    assert isinstance(r.kernel, TrainableKernel)
+    case, _ = r.forms(Call((num_tokens,), "hot"))
+    said = kept_beyond_stated(r.kernel, leaves(case), 3)
+    r.expect(not said, f"rank {r.rank}: {said}")
+
+
 class DispatcherGradientConformance(TrainingBase, DispatcherBase):
     """The gradient kit for dispatchers that declare ``training``. Subclass it with ``backend``.
 
@@ -143,3 +149,8 @@ class DispatcherGradientConformance(TrainingBase, DispatcherBase):
         changes = self._first({"parallel": layout, "num_experts": 7}, {"parallel": layout})
         changes |= {"has_bias": True}
         self._check(layout.num_ranks, gradients_of_calls, sequence, "first_first", **changes)
+
+    def test_memory_of_calls_without_backward(self, ends: int) -> None:
+        """The experts save nothing."""
+        sizes = {"num_experts": 8, "top_k": 4, "experts": "reference"}
+        self._check(ends, memory_of_calls, 32, **sizes, has_bias=True)

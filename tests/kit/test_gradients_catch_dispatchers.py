@@ -197,3 +197,20 @@ class DeadGradientsTimesZero(NaiveTrains):
 
     def home(self, found):
         return found[0] + self.dead, found[1]
+
+
+@killed_by("test_memory_of_calls_without_backward", 4, says="bytes are left")
+class LastTokensStay(NaiveTrains):
+    """Keeps the tokens of a call until the next one."""
+
+    def handed(self, tokens):
+        self.last = tokens
+        return tokens
+
+
+@killed_by("test_memory_of_calls_without_backward", 4, says="a call keeps")
+class RoomForTwice(NaiveTrains):
+    """Hands out tokens in a buffer for twice as many, which the call keeps for its backward."""
+
+    def handed(self, tokens):
+        return replace(tokens, x=tokens.x.repeat(2, 1)[: len(tokens.x)])

@@ -338,6 +338,7 @@ class SavesInScratch(Trains):
         return [self.buffer.data[: h.numel()].view_as(h), *saved[1:]]
 
 
+@killed_by("test_memory_of_calls_without_backward", says="bytes are left")
 @killed_by("test_backwards", "last_first", says=".")
 class OnlyTheLastCall(Trains):
     """Keeps what it saves on itself, and so knows the last call only."""
@@ -380,9 +381,41 @@ class KeepsCalls(Trains):
         return saved
 
 
-@killed_by("test_memory_of_calls_without_backward", says="saved_bytes says")
+@killed_by("test_memory_of_calls_without_backward", says="by saved_bytes")
 class SavesMore(Trains):
     """Saves more than it says."""
 
     def saves(self, saved):
         return [*saved, saved[0].clone()]
+
+
+@killed_by("test_memory_of_calls_without_backward", says="by saved_bytes")
+class StatesListsOnly(Trains):
+    """Understates what it saves: the lists, and not h."""
+
+    def saved_bytes(self, rows):
+        return 8 * rows * self.problem.top_k + 4 * self.problem.num_local_experts
+
+
+@killed_by("test_memory_of_calls_without_backward", says="h and lists have")
+class SavesY(Trains):
+    """Saves the experts' outputs as well, and says so."""
+
+    def saves(self, saved):
+        return [*saved, saved[0].new_empty(len(saved[0]), self.problem.hidden_size)]
+
+    def saved_bytes(self, rows):
+        p = self.problem
+        return super().saved_bytes(rows) + rows * p.top_k * p.hidden_size * p.dtype.itemsize
+
+
+@killed_by("test_memory_of_steps", says="state the rest in")
+class OuterProductsOfRows(Trains):
+    """Computes a gradient of w13 for each row before it sums, and does not state that memory."""
+
+    def backward_weight(self, grad_RH, tokens, saved, kept, into, add):
+        super().backward_weight(grad_RH, tokens, saved, kept, into, add)
+        token_S = saved[1] // self.problem.top_k
+        of_rows = kept[0].float()[:, :, None] * tokens.x[token_S, None].float()
+        for out, rows in zip(into["w13"], of_rows.tensor_split(saved[2].tolist()), strict=False):
+            out.copy_(rows.sum(dim=0))

@@ -132,15 +132,18 @@ def test_a_hot_expert(device, small):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_specialized_warps(specialized, device, dtype):
+@pytest.mark.parametrize("H, inner", [(256, 384), (128, 128)])  # a tile has 256 columns
+@pytest.mark.parametrize(
+    "counts", [(0, 1, 63, 64, 65, 129, 700, 0), (1029, *[0] * 7), (*[0] * 7, 1029)]
+)
+def test_specialized_warps(specialized, device, dtype, H, inner, counts):
     """Experts without rows, partial, half and whole tiles; two runs agree in all bits."""
-    counts = (0, 1, 63, 64, 65, 129, 700, 0)
-    sizes = dict(hidden_size=256, intermediate_size=384, num_experts=len(counts), has_bias=False)
+    sizes = dict(hidden_size=H, intermediate_size=inner, num_experts=len(counts), has_bias=False)
     p = problem_of(device, dtype=dtype, **sizes)
     x, ids, topk_weights = inputs(p, counts)
     assert training.choose_tiles(p, ids.numel()).specialized
     made = check(p, parameters(p), x, ids, topk_weights)
-    assert not any(t[i].any() for t in made[2:] for i in (0, 7))
+    assert not any(t[i].any() for t in made[2:] for i, n in enumerate(counts) if not n)
     step = Step(p, counts)
     for into in (dtype, torch.float32):
         names = ("w13", "w2")
