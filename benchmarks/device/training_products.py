@@ -2,10 +2,13 @@
 
     python benchmarks/device/training_products.py                 # check, then time
     python benchmarks/device/training_products.py time --shapes mixtral --tokens 16384
+    python benchmarks/device/training_products.py order --shapes mixtral --tokens 16384
 
 check: the relative RMS of each result against fp32, expert by expert: first with experts of 0, 1,
 63, 64, 65, 129 and 700 rows, then of some experts of each shape. Memory behind the last row is NaN.
 time: µs and TFLOP/s of each product in a CUDA graph, in turns, rows in order, uniform routing.
+order: the same for several group_m (gN), and for programs that wait for others every so many steps
+(dN), the least of them marked.
 
 Exit code 1 if a result is wrong.
 """
@@ -34,6 +37,7 @@ _COUNTS = (0, 1, 63, 64, 65, 129, 700, 0)  # rows of each expert
 _LIMIT = 4e-3
 _SILU = Activation("silu")
 _SMS = 132
+_ORDERS = [(group, 0) for group in (1, 4, 8, 16, 32)] + [(8, 16), (16, 8), (16, 16), (16, 32)]
 
 
 class Step:
@@ -60,8 +64,8 @@ class Step:
         self.flop = {"up": 2 * each, "down": each, "pull": each, "back": 2 * each,
                      "outer_13": 2 * each, "outer_2": each, "outer_2 add": each}  # fmt: skip
 
-    def run(self, product: str, special: bool) -> None:
-        plain = GemmTile(128, 256, 64, num_warps=8, tma=True)
+    def run(self, product: str, special: bool, group_m: int = 8, drift: int = 0) -> None:
+        plain, tile = GemmTile(128, 256, 64, num_warps=8, tma=True), SpecializedTile(group_m)
         if product == "copy":
             lists = SortedAssignments(self.rows.order_S, None, None, 1, self.places)
             copy_rows(self.x_RH, lists, self.y)
@@ -71,7 +75,7 @@ class Step:
                          "outer_2 add": (self.g, self.pa, self.into)}[product]  # fmt: skip
             add = product.endswith("add")
             if special:
-                specialized_outer(a, b, out, self.rows, SpecializedTile(), _SMS, add)
+                specialized_outer(a, b, out, self.rows, tile, _SMS, add, drift)
             else:
                 outer_gemm(a, b, out, self.rows, plain, gather="none", add=add)
         else:
@@ -84,11 +88,11 @@ class Step:
                               "back": (self.dh, self.w13, self.dx, Epilogue()),
                               }[product]  # fmt: skip
             if special:
-                specialized_rows(a, w, out, self.rows, SpecializedTile(), _SMS, end)
+                specialized_rows(a, w, out, self.rows, tile, _SMS, end, drift)
             else:
                 n = 128 if product in ("up", "pull") else 256
-                tile = GemmTile(128, n, 64, num_warps=8, num_stages=4, tma=True)
-                rows_gemm(a, w, out, self.rows, tile, epilogue=end)
+                plain = GemmTile(128, n, 64, num_warps=8, num_stages=4, tma=True)
+                rows_gemm(a, w, out, self.rows, plain, epilogue=end)
 
     def expected(self, product: str, expert: int) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield a product's results for an expert, and what they must be."""
@@ -169,5 +173,28 @@ def time(args: argparse.Namespace) -> None:
             torch.cuda.empty_cache()
 
 
+def order(args: argparse.Namespace) -> None:
+    for name in args.shapes:
+        p = problem_of(name, training=True)
+        for tokens in args.tokens:
+            step = Step(p, routings_of(p, tokens)[0].topk_ids)
+            say(f"{name} {tokens}: µs of", *(f"g{group} d{drift}," for group, drift in _ORDERS))
+            for product in step.flop:
+                with part(f"{name} {tokens} {product}"):
+                    calls = {
+                        f"g{group} d{drift}": [partial(step.run, product, True, group, drift)]
+                        for group, drift in _ORDERS
+                    }
+                    us = {each: found.us or NAN for each, found in in_turns(calls, 4).items()}
+                    least = min(us, key=lambda each: us[each])
+                    rate = step.flop[product] / us[least] / 1e6
+                    say(f"{product:11}", *(f"{each:6.0f}" for each in us.values()),
+                        f" least: {least}, {rate:.0f} TFLOP/s")  # fmt: skip
+            del step, calls
+            torch.cuda.empty_cache()
+
+
 if __name__ == "__main__":
-    run_parts(__doc__, {"check": check, "time": time}, (4096, 16384), ("qwen3-30b", "mixtral"))
+    parts = {"check": check, "time": time, "order": order}
+    shapes = ("qwen3-30b", "mixtral")
+    run_parts(__doc__, parts, (4096, 16384), shapes, usual=("check", "time"))

@@ -27,8 +27,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from .operands import SortedLaunch
@@ -49,6 +47,7 @@ from .warps import (
     halves_of,
     load_acquire,
     messages,
+    multiply,
     next_slot,
     position,
     reinterpret,
@@ -59,6 +58,7 @@ from .warps import (
     store_tile,
     tile_info,
     wait_message,
+    zeros,
 )
 
 STEP = gl.constexpr(64)  # of K
@@ -93,27 +93,6 @@ def specialized_gemm(g: SortedLaunch) -> None:
 
 
 @gluon.jit
-def _multiply(WHICH: gl.constexpr, half_blocks, w_s, barriers, slot, phase, steps):
-    """Return a @ w.T (ROWS, WIDE) over all steps of K, a consumer group's half of a block."""
-    full, empty = barriers
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
-    acc = gl.zeros([ROWS, WIDE], gl.float32, layout)
-    for step in range(steps):
-        mbarrier.wait(full.index(slot), phase)
-        w = w_s.index(slot).permute((1, 0))
-        acc = warpgroup_mma(half_blocks.index(2 * slot + WHICH), w, acc, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=(acc,))
-        # The previous product's stage has been read. (triton 3.6 does not carry a name that keeps
-        # its slot from one step to the next.)
-        last = (slot + STAGES - 1) % STAGES
-        mbarrier.arrive(empty.index(last), count=1, pred=step > 0)
-        slot, phase = next_slot(slot, phase)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(empty.index((slot + STAGES - 1) % STAGES), count=1)
-    return acc, slot, phase
-
-
-@gluon.jit
 def _consume(
     WHICH: gl.constexpr, results, sizes, memory, barriers, mail, GATED: gl.constexpr
 ):  # fmt: skip
@@ -135,7 +114,8 @@ def _consume(
         block_m, col = position(tile, row_blocks, col_blocks, group_m, OUT)
         row = (2 * block_m + WHICH) * ROWS
         if halves > WHICH:
-            acc, slot, phase = _multiply(WHICH, half_blocks, w_s, barriers, slot, phase, steps)
+            acc, slot, phase = multiply(WHICH, zeros(), (half_blocks, w_s), barriers, slot, phase,
+                                        steps)  # fmt: skip
             if GATED:
                 gate, up = halves_of(acc)
                 store_tile(silu_mul(gate, up), buffers, WHICH, out, row, col, 1)

@@ -19,7 +19,13 @@ import torch
 from moekit_kernels.align import COUNTERS
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .order import tile_at
@@ -58,6 +64,7 @@ _DTYPES: dict[torch.dtype, Any] = {
     torch.bfloat16: gl.bfloat16,
     torch.float16: gl.float16,
     torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float32: gl.float32,
 }
 
 
@@ -187,6 +194,48 @@ def load_acquire(ptr):
         "ld.acquire.gpu.global.u32 $0, [$1];\n fence.proxy.async;", "=r,l", [ptr], dtype=gl.int32,
         is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@gluon.jit
+def zeros():
+    """Return the sums of a consumer group (ROWS, WIDE) before the first product."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
+    return gl.zeros([ROWS, WIDE], gl.float32, layout)
+
+
+@gluon.jit
+def start_product(WHICH: gl.constexpr, memory, slot, acc, OUTER: gl.constexpr):
+    """Start to add a stage's a @ b (OUTER: a' @ b), of a consumer group's half of a. b may lie in
+    memory as (WIDE, STEP)."""
+    a, b = memory[0].index(2 * slot + WHICH), memory[1].index(slot)
+    if OUTER:
+        a = a.permute((1, 0))
+    if b.shape[0] == WIDE:
+        b = b.permute((1, 0))
+    return warpgroup_mma(a, b, acc, is_async=True)
+
+
+@gluon.jit
+def multiply(
+    WHICH: gl.constexpr, acc, memory, barriers, slot, phase, steps, OUTER: gl.constexpr = False
+):  # fmt: skip
+    """Return acc plus the products of the next stages, `start_product`, and release the stages."""
+    for step in range(steps):
+        mbarrier.wait(barriers[0].index(slot), phase)
+        acc = start_product(WHICH, memory, slot, acc, OUTER)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        release_before(barriers, slot, step > 0)  # the previous product has read its stage
+        slot, phase = next_slot(slot, phase)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    release_before(barriers, slot, steps > 0)
+    return acc, slot, phase
+
+
+@gluon.jit
+def release_before(barriers, slot, pred):
+    """Release the stage before slot. (triton 3.6 does not carry a name that keeps a step's slot to
+    the next step.)"""
+    mbarrier.arrive(barriers[1].index((slot + STAGES - 1) % STAGES), count=1, pred=pred)
 
 
 @gluon.jit
