@@ -7,8 +7,7 @@
 check: the relative RMS of each result against fp32, expert by expert: first with experts of 0, 1,
 63, 64, 65, 129 and 700 rows, then of some experts of each shape. Memory behind the last row is NaN.
 time: µs and TFLOP/s of each product in a CUDA graph, in turns, rows in order, uniform routing.
-order: the same for several group_m (gN), and for programs that wait for others every so many steps
-(dN), the least of them marked.
+order: the same for several group_m (gN), the least of them marked.
 
 Exit code 1 if a result is wrong.
 """
@@ -37,7 +36,7 @@ _COUNTS = (0, 1, 63, 64, 65, 129, 700, 0)  # rows of each expert
 _LIMIT = 4e-3
 _SILU = Activation("silu")
 _SMS = 132
-_ORDERS = [(group, 0) for group in (1, 4, 8, 16, 32)] + [(8, 16), (16, 8), (16, 16), (16, 32)]
+_GROUPS = (1, 4, 8, 16, 32)
 
 
 class Step:
@@ -64,7 +63,7 @@ class Step:
         self.flop = {"up": 2 * each, "down": each, "pull": each, "back": 2 * each,
                      "outer_13": 2 * each, "outer_2": each, "outer_2 add": each}  # fmt: skip
 
-    def run(self, product: str, special: bool, group_m: int = 8, drift: int = 0) -> None:
+    def run(self, product: str, special: bool, group_m: int = 8) -> None:
         plain, tile = GemmTile(128, 256, 64, num_warps=8, tma=True), SpecializedTile(group_m)
         if product == "copy":
             lists = SortedAssignments(self.rows.order_S, None, None, 1, self.places)
@@ -75,7 +74,7 @@ class Step:
                          "outer_2 add": (self.g, self.pa, self.into)}[product]  # fmt: skip
             add = product.endswith("add")
             if special:
-                specialized_outer(a, b, out, self.rows, tile, _SMS, add, drift)
+                specialized_outer(a, b, out, self.rows, tile, _SMS, add)
             else:
                 outer_gemm(a, b, out, self.rows, plain, gather="none", add=add)
         else:
@@ -88,7 +87,7 @@ class Step:
                               "back": (self.dh, self.w13, self.dx, Epilogue()),
                               }[product]  # fmt: skip
             if special:
-                specialized_rows(a, w, out, self.rows, tile, _SMS, end, drift)
+                specialized_rows(a, w, out, self.rows, tile, _SMS, end)
             else:
                 n = 128 if product in ("up", "pull") else 256
                 plain = GemmTile(128, n, 64, num_warps=8, num_stages=4, tma=True)
@@ -178,12 +177,11 @@ def order(args: argparse.Namespace) -> None:
         p = problem_of(name, training=True)
         for tokens in args.tokens:
             step = Step(p, routings_of(p, tokens)[0].topk_ids)
-            say(f"{name} {tokens}: µs of", *(f"g{group} d{drift}," for group, drift in _ORDERS))
+            say(f"{name} {tokens}: µs of", *(f"g{group}," for group in _GROUPS))
             for product in step.flop:
                 with part(f"{name} {tokens} {product}"):
                     calls = {
-                        f"g{group} d{drift}": [partial(step.run, product, True, group, drift)]
-                        for group, drift in _ORDERS
+                        f"g{group}": [partial(step.run, product, True, group)] for group in _GROUPS
                     }
                     us = {each: found.us or NAN for each, found in in_turns(calls, 4).items()}
                     least = min(us, key=lambda each: us[each])

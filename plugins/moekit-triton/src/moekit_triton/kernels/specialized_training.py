@@ -63,8 +63,6 @@ STEP = gl.constexpr(64)  # of K, or of rows in outer products
 _CHUNK = gl.constexpr(64)  # columns of an epilogue that reads memory
 _CHUNKS = gl.constexpr(4)
 _LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of a chunk
-_ENDED = gl.constexpr(1 << 22)  # checks that a program counts when it ends
-_NEVER = 1 << 30  # steps
 _STORE = Epilogue()
 
 
@@ -76,14 +74,11 @@ def specialized_rows(
     tile: SpecializedTile,
     num_sms: int,
     epilogue: Epilogue = _STORE,
-    drift: int = 0,
 ) -> None:
     """Compute `rows_gemm` of rows in order, with silu and a gate, without clamp and bias.
 
     All tensors are contiguous, except that ``w_LKN`` may have its matrices transposed. N and K are
     multiples of 128. Other kinds than "pull" need ``out``; "pull" needs ``dh`` and weights.
-    ``drift``: every so many steps, programs that are ahead wait for the others, so that they read
-    the same rows and weights while L2 holds them. 0: never.
     """
     kind, e = epilogue.kind, epilogue
     w = w_LKN.mT if (across := w_LKN.stride(2) != 1) else w_LKN
@@ -99,8 +94,8 @@ def specialized_rows(
         descriptor(w.view(-1, w.shape[2]), width if across else 64, 64 if across else COLUMNS),
         *_halves(loaded, wide), None if out is None else descriptor(out, 64, wide),
         *_halves(stored, wide), out, stored, rows.order_S, e.weights, e.partials, rows.blocks,
-        rows.ends_L, _counters(a_SK), 0, n, k, rows.most_blocks, tile.group_m, drift or _NEVER,
-        KIND=kind, num_warps=4,
+        rows.ends_L, _counter(a_SK), 0, n, k, rows.most_blocks, tile.group_m, KIND=kind,
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -112,9 +107,8 @@ def specialized_outer(
     tile: SpecializedTile,
     num_sms: int,
     add: bool,
-    drift: int = 0,
 ) -> None:
-    """Compute `outer_gemm` of rows in order; ``drift`` as in `specialized_rows`.
+    """Compute `outer_gemm` of rows in order.
 
     All tensors are contiguous; M and N are multiples of 128.
     """
@@ -125,14 +119,14 @@ def specialized_outer(
     _launch(
         (min(experts * (m // BLOCK_M) * triton.cdiv(n, COLUMNS), num_sms),),
         descriptor(a_SM, 64, 64), descriptor(b_SN, 64, COLUMNS), out if add else None, None, out,
-        *[None] * 8, rows.ends_L, _counters(a_SM), m, n, 0, experts, tile.group_m,
-        drift or _NEVER, KIND="add" if add else "outer", num_warps=4,
+        *[None] * 8, rows.ends_L, _counter(a_SM), m, n, 0, experts, tile.group_m,
+        KIND="add" if add else "outer", num_warps=4,
     )  # fmt: skip
 
 
-def _counters(like: torch.Tensor) -> torch.Tensor:
-    """Return two zeros: the counters of tiles and of checks."""
-    return torch.zeros(2, dtype=torch.int32, device=like.device)
+def _counter(like: torch.Tensor) -> torch.Tensor:
+    """Return the counter of a launch's tiles."""
+    return torch.zeros(1, dtype=torch.int32, device=like.device)
 
 
 def _halves(pairs_SW: torch.Tensor | None, columns: int) -> list[Any]:
@@ -375,7 +369,7 @@ def _tile(tile, tiles, row_blocks, sizes, blocks, ACROSS: gl.constexpr, KIND: gl
 
 
 @gluon.jit
-def _load(operands, sizes, drift, blocks, memory, barriers, mail, KIND: gl.constexpr):
+def _load(operands, sizes, blocks, memory, barriers, mail, KIND: gl.constexpr):
     """Load every tile's operands, and what its epilogue reads. Outer: an expert's last rows come
     first."""
     OUTER: gl.constexpr = KIND == "outer" or KIND == "add"
@@ -393,7 +387,7 @@ def _load(operands, sizes, drift, blocks, memory, barriers, mail, KIND: gl.const
     if first is not None:
         BOX: gl.constexpr = ROWS * _CHUNK * first.dtype.primitive_bitwidth // 8
         READ: gl.constexpr = 2 * BOX if second is None else 4 * BOX
-    slot, phase, count, checks, patience = 0, 1, 0, 0, 64
+    slot, phase, count = 0, 1, 0
     tile = gl.program_id(0)
     if tile < tiles:
         row, col, length, a_at, b_at = _tile(tile, tiles, row_blocks, sizes, blocks, ACROSS, KIND)
@@ -406,9 +400,6 @@ def _load(operands, sizes, drift, blocks, memory, barriers, mail, KIND: gl.const
         look_ahead = gl.minimum(steps, STAGES) - 1
         following = renamed((tile, row, col, length, a_at, b_at))
         for step in range(steps):
-            if step % drift == drift - 1:
-                patience = _wait_for_others(counter_ptr + 1, checks, patience)
-                checks += 1
             mbarrier.wait(empty.index(slot), phase)
             bar = full.index(slot)
             mbarrier.expect(bar, BYTES)
@@ -445,30 +436,16 @@ def _load(operands, sizes, drift, blocks, memory, barriers, mail, KIND: gl.const
                         async_load(second, at, bar, _part(memory, first, slot, 2 + which))
                 slot, phase = next_slot(slot, phase)
         tile, row, col, length, a_at, b_at = renamed(following)
-    gl.atomic_add(counter_ptr + 1, _ENDED, sem="relaxed")
     commit_message(mail, count, (0, 0, -1))
-
-
-@gluon.jit
-def _wait_for_others(counter_ptr, checks, patience):
-    """Count a check of this program, and wait while it is more than one check ahead of the average.
-    Return how often the next check may ask: never after one in vain, because a program may not have
-    started."""
-    made = gl.atomic_add(counter_ptr, 1, sem="relaxed")
-    asked = 0
-    while (checks - 1) * gl.num_programs(0) > made and asked < patience:
-        made = gl.atomic_add(counter_ptr, 0, sem="relaxed")
-        asked += 1
-    return gl.where(asked < patience, patience, 0)
 
 
 # -- the kernel ---------------------------------------------------------------------------------
 
 
-@gluon.jit(do_not_specialize=["units", "group_m", "drift"])
+@gluon.jit(do_not_specialize=["units", "group_m"])
 def _products(
     a, b, first, second, out, gate_out, up_out, out_ptr, pair_ptr, order_ptr, weights_ptr,
-    partials_ptr, blocks_ptr, ends_ptr, counter_ptr, M, N, K, units, group_m, drift,
+    partials_ptr, blocks_ptr, ends_ptr, counter_ptr, M, N, K, units, group_m,
     KIND: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """``units``: the capacity of blocks; outer: experts. M is of outer products, K of others.
@@ -493,7 +470,7 @@ def _products(
         [
             (_consume, (0, results, N, K, memory, barriers, mail, KIND)),
             (_consume, (1, results, N, K, memory, barriers, mail, KIND)),
-            (_load, (operands, sizes, drift, blocks, memory, barriers, mail, KIND)),
+            (_load, (operands, sizes, blocks, memory, barriers, mail, KIND)),
         ],
         [4, 1],  # warps of the second and third partition
         [232, 40],  # registers per thread: with the first's 3 * 168 of the launch
