@@ -54,7 +54,7 @@ class SumsByCapacity(Naive):
 # -- groups --------------------------------------------------------------------
 
 
-@killed_by("test_tokens_per_rank", "uneven", 2, says="the process group has 4 ranks")
+@killed_by("test_groups_at_once", says="the process group has 4 ranks")
 class World(Naive):
     """It resolves WORLD instead of its group."""
 
@@ -63,7 +63,7 @@ class World(Naive):
         super().__init__(spec, problem, dist.group.WORLD if moves else None)
 
 
-@killed_by("test_tokens_per_rank", "uneven", 2, says=".")
+@killed_by("test_groups_at_once", says=".")
 class WorldForTransfers(Naive):
     """Resolves its group, but exchanges sizes in WORLD."""
 
@@ -74,7 +74,7 @@ class WorldForTransfers(Naive):
         return everyone.view(-1, len(header)).tolist()[: self.group.size()]
 
 
-@killed_by("test_tokens_per_rank", "uneven", 2, says="relative error|exact zeros")
+@killed_by("test_groups_at_once", says="relative error|exact zeros")
 class SharesByGlobalRank(Naive):
     """The global rank chooses the share of the experts."""
 
@@ -87,7 +87,7 @@ class SharesByGlobalRank(Naive):
         return tokens
 
 
-@killed_by("test_tokens_per_rank", "uneven", 2, says="not part of group")
+@killed_by("test_groups_at_once", says="not part of group")
 class SendsFromGlobalRanks(Naive):
     """Broadcasts name global ranks."""
 
