@@ -110,8 +110,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     field(
         "--device", help="cpu, cuda, sm90 (H100, H200), gfx942 and so on; default: this machine's"
     )
-    parser.add_argument("--dispatcher", metavar="NAME", help="insist on this dispatcher")
-    parser.add_argument("--experts", metavar="NAME", help="insist on this experts backend")
+    parser.add_argument("--dispatcher", metavar="NAME", help="use this dispatcher or none")
+    parser.add_argument("--experts", metavar="NAME", help="use this experts backend or none")
     parser.add_argument(
         "--all", action="store_true", help="every runner-up, and every reason against the others"
     )

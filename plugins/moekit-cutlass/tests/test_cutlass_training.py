@@ -83,7 +83,7 @@ def test_what_a_call_saves(name):
 
 
 def test_parameters_and_buffers_in_any_strides():
-    """What quack cannot take is copied: transposed matrices, rows off 16 bytes."""
+    """Transposed matrices are copied, and rows that do not begin at 16 bytes."""
     plain, other = Step(), Step(transposed=True)
     assert torch.equal(plain.y, other.y)
     assert torch.equal(plain.inputs().x, other.inputs().x)

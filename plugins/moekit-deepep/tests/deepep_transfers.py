@@ -1,4 +1,4 @@
-"""What the buffers of the stand-in for `deep_ep` share: events, and rows that travel over gloo."""
+"""Events, and rows that travel over gloo, for the buffers of the stand-in for `deep_ep`."""
 
 from __future__ import annotations
 

@@ -74,6 +74,6 @@ def test_a_capture_that_fails_between_dispatch_and_combine(pool, kind):
     [("ht", [2, 10, 32, 2]), ("elastic", [2, 16, 32, 2]), ("ll", [32, 32, 32, 32])],
 )
 def test_rows_follow_max_tokens(pool, kind, rows):
-    """Where kernels are compiled for them, in powers of two; not where the library forbids it."""
+    """Elastic rows are powers of two, as kernels are compiled for each number."""
     told = pool.run(told_rows, "deepep_standin", f"deepep_{kind}_standin", [1, 5, None, 1])
     assert told == [rows] * 2

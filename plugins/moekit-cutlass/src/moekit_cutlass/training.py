@@ -59,7 +59,7 @@ class Tiles:
 
 
 def choose_tiles(problem: MoEProblem, assignments: int) -> Tiles:
-    """Choose the tiles for a number of assignments. The rule is not measured yet."""
+    """Return one set of tiles for all sizes; `benchmarks/device/gradients.py` tries others."""
     return Tiles()
 
 
@@ -147,7 +147,7 @@ class TrainableCutlass(CutlassExperts, TrainableExperts):
             return
         lists = {"cu_seqlens_k": rows.offsets_L1, "A_idx": rows.sources(self.problem.top_k)}
         for name, out in into.items():
-            made = out if _fits(out) else torch.empty_like(out, memory_format=_DENSE)
+            made = out if _fits(out) else out.new_empty(out.shape)
             adds = add and made is out
             if name == "w2":
                 grad = _rows(grad_RH).mT
@@ -222,9 +222,6 @@ def _product(
     run_compiled((a.dtype, b.stride(-1) == 1, out.dtype, tile, concat, add, *lists), call)
 
 
-_DENSE = torch.contiguous_format
-
-
 def _fits(t: Tensor) -> bool:
     """Return whether quack takes a tensor: unit stride along rows, which begin at 16 bytes."""
     whole = all(stride * t.element_size() % 16 == 0 for stride in t.stride()[:-1])
@@ -233,7 +230,7 @@ def _fits(t: Tensor) -> bool:
 
 def _rows(t: Tensor) -> Tensor:
     """Return a tensor that quack takes; of tensors that require gradients, their data."""
-    return t.detach() if _fits(t) else t.clone(memory_format=_DENSE)
+    return t.detach() if _fits(t) else t.clone(memory_format=torch.contiguous_format)
 
 
 def _ids_and_weights(tokens: Dispatched) -> tuple[Tensor, Tensor]:

@@ -41,7 +41,6 @@ from .calls import Layer
 from .capabilities import num_sms, shared_memory, specializable, tma_possible
 from .experts import TritonExperts
 from .kernels.derivatives import list_blocks, router_gradient, sum_rows
-from .kernels.specialized_training import specialized_outer, specialized_rows
 from .kernels.tiles import GemmTile, SpecializedTile
 from .kernels.training_gemm import CompactRows, Epilogue, outer_gemm, rows_gemm
 
@@ -164,7 +163,7 @@ class TrainableTriton(TritonExperts, TrainableExperts):
         parts = triton.cdiv(inner, tiles.pull.block_n)
         g = _source(grad_RH, tiles, places_A)
         gather = g is grad_RH
-        needed = wanted.x or wanted.weights or not gather
+        needed = wanted.x or wanted.weights or not gather  # specialized warps always write it
         dh_SW = torch.empty_like(h_SW) if needed else None
         pa_SI = new((S, inner)) if "w2" in wanted.weights else None
         partials = new((S, parts), dtype=torch.float32) if wanted.topk_weights else None
@@ -245,6 +244,8 @@ class TrainableTriton(TritonExperts, TrainableExperts):
     ) -> None:
         """Compute a product of rows. ``gather`` is of a tile that does not need sorted rows."""
         if isinstance(tile, SpecializedTile):
+            from .kernels.specialized_training import specialized_rows  # of newer Gluon
+
             specialized_rows(a, w_LKN, out, rows, tile, num_sms(self.problem), epilogue)
         else:
             rows_gemm(a, w_LKN, out, rows, tile, gather=gather, epilogue=epilogue)
@@ -263,6 +264,8 @@ class TrainableTriton(TritonExperts, TrainableExperts):
         possible = not gather and _contiguous(out_LMN)
         tile = getattr(choose_tiles(self.problem, len(rows.order_S), possible), product)
         if isinstance(tile, SpecializedTile):
+            from .kernels.specialized_training import specialized_outer
+
             specialized_outer(a, b, out_LMN, rows, tile, num_sms(self.problem), add)
         else:
             outer_gemm(a, b, out_LMN, rows, tile, gather=gather, add=add)
