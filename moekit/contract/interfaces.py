@@ -65,6 +65,8 @@ class Dispatched:
     (1, 1, 1), groups as in `OperandQuant.scale_shape`. A per-tensor scale may come as one scale
     per row.
     handle: what the dispatcher's `finalize` needs; others do not look at it.
+    num_rows: STANDARD, int32 (1,) on the device of x, or None. Rows from it on are padding with ids
+    of -1, which the experts need not look at: a call of few tokens need not cost what R rows cost.
     """
 
     x: Tensor
@@ -73,6 +75,7 @@ class Dispatched:
     topk_weights: Tensor | None = None
     expert_num_tokens: Tensor | None = None
     handle: Any = None
+    num_rows: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -291,7 +294,8 @@ class PermuteExpertsUnpermute(Backend):
         Args:
             y: in the problem's dtype, or float32 if `weights_in_fp32` in fp16 problems.
                 STANDARD, ``spec.reduces``: (R, H), weighted by ``topk_weights`` and summed over K';
-                rows without a local expert are set to zero.
+                rows without a local expert are set to zero, but from ``num_rows`` on may stay
+                undefined.
                 STANDARD otherwise: (R, K', H); rows of assignments with id -1 stay undefined.
                 BATCHED: (L, C, H); rows at or beyond ``expert_num_tokens`` stay undefined.
             tokens: what arrived, quantized if ``x_scale`` is not None. Read only; y may be the

@@ -20,6 +20,7 @@ from moekit.testing.calls import (
     QUANTIZED_WIRE,
     ROW_SCALES,
     SPARE_CAPACITY,
+    SPARE_ROWS,
     call,
     check_call,
     defaults,
@@ -253,10 +254,13 @@ class ExpertsNumbers(ExpertsBase):
             check_call(kernel, cases.make_case(problem, self._T, weights=replace(weights, **left)))
 
     def test_spare_capacity(self) -> None:
-        """A batched layout with more capacity than tokens, in a part of a dispatcher's buffer."""
-        if self._spec().format is not ActivationFormat.BATCHED:
-            self._skip("STANDARD experts get no batched layout")
-        self._check(self._problem(), kind="masked", dispatcher=SPARE_CAPACITY)
+        """More capacity than tokens: in a part of a buffer, or rows behind `num_rows`."""
+        if self._spec().format is ActivationFormat.BATCHED:
+            self._check(self._problem(), kind="masked", dispatcher=SPARE_CAPACITY)
+            return
+        for problem in self._one_of_each_kind():
+            for num_tokens in (self._T, 1, 0):
+                self._check(problem, num_tokens, "masked", SPARE_ROWS)
 
     @over("scheme,wire", _INPUT_FORMS)
     def test_input_form(self, scheme: str, wire: str) -> None:

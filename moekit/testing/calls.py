@@ -37,15 +37,15 @@ ROW_SCALES = "kit_row_scales"
 # Several rows for a token, with one or three columns of int32 ids. Ids and router weights are
 # strided in both dimensions, by other strides each.
 ONE_COLUMN, THREE_COLUMNS = "kit_one_column", "kit_three_columns"
-# BATCHED: spare capacity, in a part of a buffer.
-SPARE_CAPACITY = "kit_spare_capacity"
+# BATCHED: spare capacity, in a part of a buffer. STANDARD: spare rows, behind `num_rows`.
+SPARE_CAPACITY, SPARE_ROWS = "kit_spare_capacity", "kit_spare_rows"
 # Takes the sum over K from experts that leave it to the dispatcher, as the variant of `torch` does.
 SUMS_ITSELF, LEAVES_SUMS = "kit_sums_itself", "kit_leaves_sums"
 
 Spec = TypeVar("Spec", DispatcherSpec, ExpertsSpec)
 
-# Rows of a buffer before those that arrive, and spare rows of each expert.
-_BEFORE, _SPARE = 16, 5
+# Rows of a buffer before those that arrive, and spare rows of each expert and of a call.
+_BEFORE, _SPARE, _SPARE_ROWS = 16, 5, 300
 
 
 def check_quantized(x: Tensor, scale: Tensor | None, problem: MoEProblem) -> None:
@@ -181,6 +181,27 @@ class SpareCapacity(LocalBatchedDispatcher):
         return num_tokens + _SPARE
 
 
+class SpareRows(LocalDispatcher):
+    """Has room for more rows than arrive. The others and their weights are NaN."""
+
+    def prepare(
+        self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
+    ) -> Pending[Dispatched]:
+        tokens = super().prepare(x_TH, routing, quantize).result()
+        assert tokens.topk_ids is not None and tokens.topk_weights is not None
+
+        given = (tokens.x, nan := float("nan")), (tokens.topk_ids, -1), (tokens.topk_weights, nan)
+        x, ids, weights = (F.pad(t, (0, 0, 0, _SPARE_ROWS), value=value) for t, value in given)
+        count = torch.full((1,), len(x_TH), dtype=torch.int32, device=x_TH.device)
+        return Pending.ready(Dispatched(x, None, ids, weights, num_rows=count))
+
+    def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
+        return super().finalize(y[: len(out_TH)], dispatched, out_TH)
+
+    def max_rows(self, num_tokens: int) -> int:
+        return num_tokens + _SPARE_ROWS
+
+
 class SumsItself(LocalDispatcher):
     """Checks rows that experts leave to it, and sums them. taken: how often they did."""
 
@@ -306,6 +327,7 @@ def _dispatchers(local: DispatcherSpec, batched: DispatcherSpec) -> tuple[Dispat
         _of_kit(local, THREE_COLUMNS, ThreeColumns, **rows),
         _of_kit(local, SUMS_ITSELF, SumsItself, batch_invariant=False),
         _of_kit(batched, SPARE_CAPACITY, SpareCapacity, **spare),
+        _of_kit(local, SPARE_ROWS, SpareRows, **spare),
     )
 
 

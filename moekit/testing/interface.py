@@ -62,7 +62,7 @@ def _arrived(tokens: Dispatched, p: MoEProblem, limit: int) -> Iterable[Delivery
     x = tokens.x
     assert x.dtype == p.dtype and tokens.x_scale is None, "quantized without being asked to"
     _check_contiguous(x)
-    others = (tokens.topk_ids, tokens.topk_weights, tokens.expert_num_tokens)
+    others = tokens.topk_ids, tokens.topk_weights, tokens.expert_num_tokens, tokens.num_rows
     places = [t.device for t in others if t is not None]
     assert set(places) == {x.device}, f"x is on {x.device}, ids, weights or counts on {places}"
 
@@ -73,7 +73,7 @@ def _arrived(tokens: Dispatched, p: MoEProblem, limit: int) -> Iterable[Delivery
 
     if tokens.expert_num_tokens is not None:
         counts = tokens.expert_num_tokens
-        assert tokens.topk_ids is None and tokens.topk_weights is None
+        assert tokens.topk_ids is None and tokens.topk_weights is None and tokens.num_rows is None
         assert x.dim() == 3 and x.shape[0] == L and x.shape[2] == p.hidden_size
         assert tuple(counts.shape) == (L,) and counts.dtype == torch.int32
         assert x.shape[1] <= limit, f"C={x.shape[1]}, but max_rows() says {limit}"
@@ -92,6 +92,10 @@ def _arrived(tokens: Dispatched, p: MoEProblem, limit: int) -> Iterable[Delivery
     )
     assert ids.dtype in (torch.int32, torch.int64) and weights.dtype == torch.float32
     assert bool(((ids >= -1) & (ids < L)).all()), f"ids must be local or -1: {ids.tolist()}"
+    if (end := tokens.num_rows) is not None:
+        assert tuple(end.shape) == (1,) and end.dtype == torch.int32
+        behind = (ids[int(end) :] >= 0).any(dim=1).nonzero().flatten() + int(end)
+        assert not len(behind), f"num_rows={int(end)}, but rows {behind.tolist()} have experts"
     for row, k in (ids >= 0).nonzero().tolist():
         yield delivery(x[row], int(ids[row, k]), float(weights[row, k]))
 

@@ -239,6 +239,27 @@ class StridesOfIdsIgnored(Plain):
 
 
 @killed_by("test_spare_capacity", says="relative error|NaN|exact zeros")
+class RowsForAssignments(Plain):
+    """Takes the number of rows for the number of assignments."""
+
+    def apply(self, y, tokens, weights, workspace):
+        if tokens.num_rows is not None:
+            ids = tokens.topk_ids.clone()
+            ids.view(-1)[int(tokens.num_rows) :] = -1
+            tokens = replace(tokens, topk_ids=ids)
+        super().apply(y, tokens, weights, workspace)
+
+
+@killed_by("test_spare_capacity", says="NaN")
+class ReadsBehindTheRows(Plain):
+    """Scales x by its largest value, which it looks for in all rows that there is room for."""
+
+    def apply(self, y, tokens, weights, workspace):
+        largest = tokens.x.abs().amax() if tokens.num_rows is not None else 1.0
+        super().apply(y, replace(tokens, x=tokens.x / largest * largest), weights, workspace)
+
+
+@killed_by("test_spare_capacity", says="relative error|NaN|exact zeros")
 class OffsetOfBatchesIgnored(Batched):
     """Reads the batched layout from where its storage begins."""
 

@@ -21,7 +21,11 @@ def cdiv(a: int, b: int) -> int:
 
 
 def run_align(
-    ids: torch.Tensor, num_experts: int, block_m: int, zeros: torch.Tensor | None = None
+    ids: torch.Tensor,
+    num_experts: int,
+    block_m: int,
+    zeros: torch.Tensor | None = None,
+    live_R: torch.Tensor | None = None,
 ) -> SortedAssignments:
     capacity = align_capacity(ids.numel(), num_experts, block_m)
     blocks = capacity // block_m
@@ -32,7 +36,9 @@ def run_align(
     whole = [ints(n) for n in (capacity, blocks, 1, ids.numel(), COUNTERS + blocks)]
     assignments, experts, num_rows, sorted_rows, counters = (x[:-32] for x in whole)
     given = counters if zeros is None else None
-    out = SortedAssignments(assignments, experts, num_rows, block_m, sorted_rows, counters=given)
+    out = SortedAssignments(
+        assignments, experts, num_rows, block_m, sorted_rows, counters=given, live_R=live_R
+    )
     scratch = ints(align_scratch(ids.numel(), num_experts))
     align(ids, num_experts, out, scratch[:-32], zeros)
     assert all((x[-32:] == -77).all() for x in (*whole, scratch)), "written beyond the end"
@@ -136,3 +142,19 @@ def test_align_by_ends(device, rows, top_k, num_experts, block_m, routing, assig
 def test_align_scratch_suffices_for_fewer_pairs():
     sizes = [align_scratch(assignments, 60) for assignments in range(0, 3 * TILE * PROGRAMS, 77)]
     assert sizes == sorted(sizes)
+
+
+@pytest.mark.parametrize(("rows", "top_k", "num_experts", "block_m"), ALIGN_SIZES)
+def test_align_live_rows(device, rows, top_k, num_experts, block_m):
+    """Two launches do not read the ids behind the live rows; one launch reads all."""
+    ids = torch.randint(-1, num_experts, (rows, top_k), dtype=torch.int32, device=device)
+    for live in {0, min(1, rows), rows // 3, rows}:
+        held = ids.clone()
+        held[live:] = -1
+        given = held.clone()
+        if ids.numel() > ONE_LAUNCH_ASSIGNMENTS:
+            given[live:] = torch.randint(-(2**31), 2**31 - 1, given[live:].shape).int()
+        count = torch.tensor([live], dtype=torch.int32, device=device)
+        out = run_align(given, num_experts, block_m, live_R=count)
+        out.rows_A[live * top_k :] = -1
+        check_aligned(out, held, num_experts)

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from moekit_kernels.align import SortedAssignments, align, align_capacity
 from moekit_kernels.numerics import QMAX
 from moekit_kernels.numerics import Activation as KernelActivation
 from moekit_kernels.rows import (
@@ -16,6 +17,7 @@ from moekit_kernels.rows import (
     quantize_rows_per_tensor,
     weighted_sum,
 )
+from moekit_kernels.sorted_rows import copy_rows, copy_rows_quantized
 
 from moekit import Activation
 from moekit.problem.activation import apply_activation
@@ -267,6 +269,47 @@ def test_weighted_sum(device, dtype, weighted):
         weighted_sum(given[0], weights if weighted else None, ids, biased, given[1], bias)
         assert relative_error(biased, reference) < (3e-3 if dtype == torch.bfloat16 else 2e-6)
         assert (biased[1] == 0).all()
+
+
+@pytest.mark.parametrize("live", [0, 1, 7, 11])
+def test_live_rows(device, live):
+    """Rows behind the live ones are neither read nor written."""
+    rows, top_k, cols, experts, block_m = 11, 2, 200, 3, 16
+    ids = torch.randint(-1, experts, (rows, top_k), dtype=torch.int32, device=device)
+    ids[0, 0] = 1
+    count = torch.tensor([live], dtype=torch.int32, device=device)
+    weights, y = torch.rand(rows, top_k, device=device), randn(rows * top_k, cols, device=device)
+    want = torch.empty(rows, cols, device=device)
+    weighted_sum(y, weights, ids, want)
+    want[live:] = NAN
+    x = randn(rows, cols, dtype=torch.bfloat16, device=device)
+    capacity = align_capacity(ids.numel(), experts, block_m)
+    sizes = (capacity, capacity // block_m, 1, rows * top_k)
+    lists = [torch.zeros(n, dtype=torch.int32, device=device) for n in sizes]
+    held = ids.clone()
+    held[live:] = -1
+    aligned = SortedAssignments(*lists[:3], block_m, lists[3], live_R=count)
+    align(held, experts, aligned, lists[0][:0])
+    sorted_rows = lists[3].clone()
+
+    weights[live:], y[live * top_k :], x[live:] = NAN, NAN, NAN
+    ids[live:], lists[3][live * top_k :] = 2**30, 2**30
+    out = torch.full_like(want, NAN)
+    weighted_sum(y, weights, ids, out, live_R=count)
+    assert torch.equal(out.nan_to_num(7.0), want.nan_to_num(7.0))
+
+    x_SH = torch.full((capacity, cols), NAN, dtype=x.dtype, device=device)
+    q_SH, scale_GS = x_SH.to(FP8), torch.full((2, capacity), NAN, device=device)
+    copy_rows(x, aligned, x_SH)
+    copy_rows_quantized(x, None, aligned, q_SH, scale_GS)
+    real = sorted_rows >= 0
+    source = torch.arange(rows, device=device).repeat_interleave(top_k)[real]
+    x_want, used = torch.full_like(x_SH, NAN), sorted_rows[real].long()
+    x_want[used] = x[source]
+    assert torch.equal(x_SH.nan_to_num(7.0), x_want.nan_to_num(7.0))
+    scaled = q_SH[used].float() * scale_GS[:, used].repeat_interleave(128, 0)[:cols].T
+    assert live == 0 or relative_error(scaled, x[source].float()) < 0.05
+    assert bool(scale_GS[:, ~torch.isin(torch.arange(capacity), used.cpu())].isnan().all())
 
 
 def test_no_rows(device):

@@ -133,7 +133,7 @@ class World:
         base, ends = buffer.bytes.data_ptr(), [offset for _, offset in regions[1:]] + [at.nbytes]
         for (name, start), end in zip(regions, ends, strict=True):
             self._places.append((base + start, base + end, f"{name} of rank {rank}"))
-        for name in ("counters", "epoch", "used", "refused"):
+        for name in ("counters", "epoch", "used", "rows", "refused"):
             tensor = getattr(buffer, name)
             start = tensor.data_ptr()
             self._places.append((start, start + tensor.nbytes, f"{name} of rank {rank}"))

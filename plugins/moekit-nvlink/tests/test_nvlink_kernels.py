@@ -13,6 +13,8 @@ from moekit_nvlink import transfer
 from nvlink_host import Host, problems
 
 import moekit
+from moekit.discovery.registry import registry
+from moekit.testing.cases import random_weights
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
 
@@ -104,6 +106,11 @@ class Call:
     def _check_rows(self, mine: range, arrived) -> None:
         """A batch's rows are its tokens with an expert here; the others have none."""
         assert len(arrived.x) == len(arrived.topk_ids) == self.rows
+        used = (torch.isin(r.topk_ids, torch.tensor(mine)).any(1) for r in self.routings)
+        end = len(self.xs) * max(int(rows.sum()) for rows in used)
+        assert (
+            arrived.num_rows is None if self.shape.training else arrived.num_rows.tolist() == [end]
+        )
         for b, (x, routing) in enumerate(zip(self.xs, self.routings, strict=True)):
             here = (routing.topk_ids >= mine.start) & (routing.topk_ids < mine.stop)
             used, local = here.any(1), torch.where(here, routing.topk_ids - mine.start, -1)
@@ -363,3 +370,31 @@ def test_scales_travel_with_their_rows(batched: bool) -> None:
             ).sum(0)  # fmt: skip
         want = (x.float().view(5, 2, 128) * scale[:, :, None]).view(5, 256) * times[:, None]
         assert (out.float() - want).norm() <= 0.01 * want.norm()
+
+
+def test_experts_work_for_the_rows_that_arrived() -> None:
+    """A call of few tokens in a layer for many: all other rows hold NaN, and change no bit."""
+    pytest.importorskip("moekit_triton")
+    shape = Shape(False, 2, hidden=64, capacity=100, dtype=torch.bfloat16)
+    host, draw = shape.host(), torch.Generator().manual_seed(1)
+    call = Call(shape, host, (2, 5), "holes", draw)
+    call.routings = [replace(r, max_tokens=None) for r in call.routings]
+    call.rows, at = 2 * shape.capacity, host.ranks[0].layout
+    host.open()
+    for buffer in host.sets[0]:
+        buffer.bytes[: at.ids] = buffer.bytes[at.weights : at.flags] = 0xFF
+    call.dispatch()
+    spec = registry().expert("triton")
+    for problem, arrived in zip(host.layer, call.flight.arrived, strict=True):
+        experts = spec.load()(spec, problem)
+        packed = experts.pack(random_weights(problem))
+        outs = []
+        for tokens in (arrived, replace(arrived, num_rows=None)):
+            y = torch.full_like(tokens.x, float("nan"))
+            scratch = [torch.empty(b.shape, dtype=b.dtype) for b in experts.workspace(len(y))]
+            experts.apply(y, tokens, packed, scratch)
+            outs.append(y)
+        end = int(arrived.num_rows)
+        assert 0 < end < len(arrived.x)
+        assert torch.equal(outs[0][:end], outs[1][:end]) and outs[0][end:].isnan().all()
+        assert outs[1].isfinite().all()

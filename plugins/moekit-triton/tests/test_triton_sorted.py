@@ -13,13 +13,15 @@ from moekit_triton.kernels.gemm import grouped_gemm
 from moekit_triton.kernels.operands import Epilogue, Rows, SortedLaunch
 from moekit_triton.kernels.sorted_gemm import sorted_gemm
 from moekit_triton.kernels.tiles import GemmTile, SortedTile, SpecializedTile
-from moekit_triton.plans import Copied, Sorted
+from moekit_triton.plans import Copied, Gathered, Sorted
 from triton_checks import check_block, choose_plan, real_rows, relative, run_align, use_plan
 
 from moekit import Activation, MoEProblem, Workspace, compose
+from moekit.plugin import Dispatched
 from moekit.problem.activation import apply_activation
 from moekit.testing.calls import SUMS_ITSELF, kit_registry, pack
 from moekit.testing.cases import make_case
+from moekit.testing.memory import poison
 
 BLOCK_M, SMS = 64, 3
 TILE = SortedTile(BLOCK_M, 32, 32, group_m=2, num_warps=4, num_stages=3)
@@ -172,3 +174,47 @@ def test_rows_that_specialized_warps_leave_have_places(device, monkeypatch) -> N
     case = make_case(problem, 40, "masked")
     kernel(case.x, pack(kernel, case.weights), case.routing)
     assert kernel.dispatcher.taken == 1
+
+
+_SORTED_FIRST = GemmTile(BLOCK_M, 32, 32, tma=not INTERPRETED)
+_SMALL = GemmTile(16, 32, 32)
+
+
+@pytest.mark.parametrize(
+    ("plan", "quant"),
+    [
+        (Gathered(_SMALL, _SMALL, fused=True), "none"),
+        (Gathered(_SMALL, replace(_SMALL, block_k=64), fused=False), "fp8_channel_token"),
+        (Sorted(_SORTED_FIRST, TILE), "none"),
+        (Copied(TILE, TILE), "none"),
+    ],
+    ids=["fused", "quantized", "sorted", "copied"],
+)
+@pytest.mark.parametrize("live", [0, 9])
+def test_rows_behind_the_live_ones(device, monkeypatch, plan, quant, live):
+    """Many rows that hold NaN change no bit, and their outputs stay as they were."""
+    use_plan(monkeypatch, plan)
+    R = 600 if INTERPRETED else 4000
+    problem = MoEProblem(num_experts=4, top_k=2, hidden_size=64, intermediate_size=64, quant=quant,
+                         max_num_tokens=R, device=device.type)  # fmt: skip
+    kernel = compose(problem, "local", "triton")
+    case = make_case(problem, R, "masked")
+    packed = pack(kernel, case.weights)
+    x, ids, weights = (
+        case.x.clone(),
+        case.routing.topk_ids.clone(),
+        case.routing.topk_weights.clone(),
+    )
+    x[live:], ids[live:], weights[live:] = float("nan"), -1, float("nan")
+    specs = kernel.experts.workspace(R)
+    found = []
+    for num_rows in (None, torch.tensor([live], dtype=torch.int32, device=device)):
+        memory = [torch.empty(s.shape, dtype=s.dtype, device=device) for s in specs]
+        for each in memory:
+            poison(each)
+        y = nan(R, 64, like=x)
+        given = Dispatched(x, None, ids, weights, num_rows=num_rows)
+        kernel.experts.apply(y, given, packed, memory)
+        found.append(y)
+    assert torch.equal(found[1][:live], found[0][:live])
+    assert bool(found[0].isfinite().all()) and bool(found[1][live:].isnan().all())

@@ -198,7 +198,9 @@ class CutlassExperts(_CutlassExperts):
         ids_RK, topk_weights_RK = tokens.topk_ids.contiguous(), tokens.topk_weights.contiguous()
         given = self._unreduced(self._provider(*ids_RK.shape), tokens, ids_RK, weights, workspace)
         bias = weights.get("w2_bias")
-        weighted_sum(given.rows_NH, topk_weights_RK, ids_RK, y, given.places_RK, bias)
+        weighted_sum(
+            given.rows_NH, topk_weights_RK, ids_RK, y, given.places_RK, bias, live_R=tokens.num_rows
+        )
 
     def apply_unreduced(
         self, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]

@@ -190,8 +190,9 @@ class ElasticDispatcher(DeepEPDispatcher):
 
         def arrived() -> Dispatched:
             # The library does not write rows that no token was sent to, nor their ids.
-            clear_unused(ids_RK, handle.psum_num_recv_tokens_per_scaleup_rank)
-            return Dispatched(x_RH, scale, ids_RK, weights_RK, handle=handle)
+            ends_G = handle.psum_num_recv_tokens_per_scaleup_rank
+            clear_unused(ids_RK, ends_G)
+            return Dispatched(x_RH, scale, ids_RK, weights_RK, handle=handle, num_rows=ends_G[-1:])
 
         return after(event, arrived)
 

@@ -151,7 +151,9 @@ class DeepGemmExperts(_DeepGemmExperts):
         assert tokens.topk_ids is not None and tokens.topk_weights is not None
         ids_RK, topk_weights_RK = tokens.topk_ids.contiguous(), tokens.topk_weights.contiguous()
         given, bias = self._unreduced(tokens, ids_RK, weights, workspace), weights.get("w2_bias")
-        weighted_sum(given.rows_NH, topk_weights_RK, ids_RK, y, given.places_RK, bias)
+        weighted_sum(
+            given.rows_NH, topk_weights_RK, ids_RK, y, given.places_RK, bias, live_R=tokens.num_rows
+        )
 
     def apply_unreduced(
         self, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
@@ -172,7 +174,9 @@ class DeepGemmExperts(_DeepGemmExperts):
         rows, ends_L, scratch, *buffers = workspace
         rows_S = rows[:pairs]
         self._begin(plan.kind, x_RH.device)
-        layout = SortedAssignments(None, None, None, plan.block_m, rows_S, ends_L)
+        layout = SortedAssignments(
+            None, None, None, plan.block_m, rows_S, ends_L, live_R=tokens.num_rows
+        )
         align(ids_RK, ends_L.numel(), layout, scratch)
         a_MH, scale_GM, h_MN = self._views("w13", (plan.rows,), buffers)
         if scale_GM is None:

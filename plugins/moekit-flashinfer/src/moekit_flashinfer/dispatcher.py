@@ -235,6 +235,7 @@ class TwoSidedDispatcher(AllToAll):
             topk_ids=local_ids(received_ids, p.local_experts.start, p.num_local_experts),
             topk_weights=weights,
             handle=_TwoSidedCall(sent_ends, received_ends, received, returned, len(ids)),
+            num_rows=received_ends[-1:],
         )
 
     def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:

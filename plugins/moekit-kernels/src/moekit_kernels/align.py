@@ -43,6 +43,9 @@ when there are two launches."""
 TILE = 1024
 """Most assignments that a program ranks at once."""
 
+COUNTED_TILE = 128 if INTERPRETED else 256
+"""The same where the device counts the rows: few rows take less time, and many more iterations."""
+
 COUNTERS = 3
 """Index of the first block's counter in `SortedAssignments.counters`."""
 
@@ -68,6 +71,8 @@ class SortedAssignments:
             specialized GEMMs share work through them: the next tile, the next row to copy, the
             number of copiers that have finished, and the progress of each block. Each GEMM leaves
             them zero.
+        live_R: int32 (1,), `Dispatched.num_rows`, read: rows from it on have no expert, and their
+            entries in ``rows_A`` may stay undefined. None: all R rows may have one.
     """
 
     assignments_S: torch.Tensor | None
@@ -77,6 +82,7 @@ class SortedAssignments:
     rows_A: torch.Tensor | None = None
     ends_L: torch.Tensor | None = None
     counters: torch.Tensor | None = None
+    live_R: torch.Tensor | None = None
 
     @property
     def capacity(self) -> int:
@@ -146,18 +152,18 @@ def align(
             BINS=bins, CHUNK=chunk, TILE=tile, num_warps=min(max(tile // 128, 4), 16),
         )  # fmt: skip
         return
-    chunk = max(share, COMPARED)
-    grid, tile = (cdiv(n, chunk),), min(chunk, TILE)
+    chunk, top_k = max(share, COMPARED), ids_RK.shape[1]
+    grid, tile = (cdiv(n, chunk),), min(chunk, TILE if out.live_R is None else COUNTED_TILE)
     _launch_count(
-        grid, ids_RK, scratch, *clear, n, BINS=bins, CHUNK=chunk, TILE=tile,
+        grid, ids_RK, scratch, *clear, n, out.live_R, top_k, BINS=bins, CHUNK=chunk, TILE=tile,
         num_warps=max(tile // 128, 4),
     )  # fmt: skip
     # As many warps and as large pieces as registers hold. With more threads than ids in a piece,
     # Triton would have each thread load all ids that it compares.
     warps = 16 if tile > 512 else min(tile // 32, 8)
     _launch_place(
-        grid, ids_RK, scratch, *lists, out.ends_L, n, blocks, **form, BINS=bins, CHUNK=chunk,
-        TILE=tile, SUB=COMPARED, PIECE=COMPARED if tile <= 256 else 64,
+        grid, ids_RK, scratch, *lists, out.ends_L, n, blocks, out.live_R, top_k, **form, BINS=bins,
+        CHUNK=chunk, TILE=tile, SUB=COMPARED, PIECE=COMPARED if tile <= 256 else 64,
         ROWS=min(128, min(warps, 8) * 4096 // bins), num_warps=warps,
     )  # fmt: skip
 
@@ -174,6 +180,17 @@ def _programs(num_experts: int) -> int:
 @triton.jit
 def _load_ids(ids_ptr, assignment_A, n):
     return tl.load(ids_ptr + assignment_A, mask=assignment_A < n, other=-1).to(tl.int32)
+
+
+@triton.jit
+def _share(live_ptr, top_k, n, CHUNK: tl.constexpr, TILE: tl.constexpr):
+    """Return the end of live rows' assignments, and the assignments of each program."""
+    if live_ptr is None:
+        end, share = n, CHUNK
+    else:
+        end = tl.minimum(n, tl.load(live_ptr) * top_k)
+        share = tl.cdiv(tl.cdiv(end, tl.num_programs(0)), TILE) * TILE
+    return end, share
 
 
 @triton.jit
@@ -295,18 +312,19 @@ def _align_all(
         _store_blocks(assignments_ptr, experts_ptr, count_L, first_L, n, blocks, BLOCK_M, BINS)
 
 
-@triton.jit(do_not_specialize=["zeros", "n"])
+@triton.jit(do_not_specialize=["zeros", "n", "top_k"])
 def _count(
-    ids_ptr, counts_ptr, zeros_ptr, zeros, n, BINS: tl.constexpr, CHUNK: tl.constexpr,
-    TILE: tl.constexpr, PDL: tl.constexpr,
+    ids_ptr, counts_ptr, zeros_ptr, zeros, n, live_ptr, top_k, BINS: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Store counts (programs, BINS): how many assignments of each chunk go to each expert."""
     if PDL:
         wait_then_launch_dependents()
     chunk = tl.program_id(0)
+    end, share = _share(live_ptr, top_k, n, CHUNK, TILE)
     count_L = tl.zeros((BINS,), tl.int32)
-    for start in range(0, CHUNK, TILE):
-        id_T = _load_ids(ids_ptr, chunk * CHUNK + start + tl.arange(0, TILE), n)
+    for start in range(0, share, TILE):
+        id_T = _load_ids(ids_ptr, chunk * share + start + tl.arange(0, TILE), end)
         count_L += tl.histogram(id_T, BINS, mask=id_T >= 0)
     tl.store(counts_ptr + chunk * BINS + tl.arange(0, BINS), count_L)
     _zero(zeros_ptr, zeros)
@@ -337,18 +355,21 @@ def _rank(ids_ptr, start, id_T, n, BINS: tl.constexpr, TILE: tl.constexpr, SUB: 
     return rank_T
 
 
-@triton.jit(do_not_specialize=["n", "blocks"])
+@triton.jit(do_not_specialize=["n", "blocks", "top_k"])
 def _place(
     ids_ptr, counts_ptr, assignments_ptr, experts_ptr, num_rows_ptr, rows_ptr, ends_ptr, n, blocks,
+    live_ptr, top_k,
     BLOCK_M: tl.constexpr, STORE_ROWS: tl.constexpr, ENDS: tl.constexpr, BINS: tl.constexpr,
     CHUNK: tl.constexpr, TILE: tl.constexpr, SUB: tl.constexpr, PIECE: tl.constexpr,
     ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Store the sorted rows of chunk c in program c, from the counts of all chunks."""
     chunk = tl.program_id(0)
-    assignment_T = chunk * CHUNK + tl.arange(0, TILE)
-    id_T = _load_ids(ids_ptr, assignment_T, n)  # written before the counts, so no wait is needed
-    rank_T = _rank(ids_ptr, chunk * CHUNK, id_T, n, BINS, TILE, SUB, PIECE)
+    # Ids and rows were written before the counts, so no wait is needed.
+    end, share = _share(live_ptr, top_k, n, CHUNK, TILE)
+    assignment_T = chunk * share + tl.arange(0, TILE)
+    id_T = _load_ids(ids_ptr, assignment_T, end)
+    rank_T = _rank(ids_ptr, chunk * share, id_T, end, BINS, TILE, SUB, PIECE)
     if PDL:
         wait_then_launch_dependents()
     count_L, before_L = tl.zeros((BINS,), tl.int32), tl.zeros((BINS,), tl.int32)
@@ -361,15 +382,17 @@ def _place(
     first_L = _first_blocks(count_L, num_rows_ptr, ends_ptr, BLOCK_M, BINS, ENDS)
     base_L = first_L * BLOCK_M + before_L
     row_T = tl.gather(base_L, tl.maximum(id_T, 0), 0) + rank_T
-    _store_assignments(assignments_ptr, rows_ptr, assignment_T, id_T, row_T, n, STORE_ROWS)
+    _store_assignments(assignments_ptr, rows_ptr, assignment_T, id_T, row_T, end, STORE_ROWS)
     if CHUNK > TILE:
-        for start in range(chunk * CHUNK + TILE, (chunk + 1) * CHUNK, TILE):
+        for start in range(chunk * share + TILE, (chunk + 1) * share, TILE):
             base_L += tl.histogram(id_T, BINS, mask=id_T >= 0)
             assignment_T = start + tl.arange(0, TILE)
-            id_T = _load_ids(ids_ptr, assignment_T, n)
-            rank_T = _rank(ids_ptr, start, id_T, n, BINS, TILE, SUB, PIECE)
+            id_T = _load_ids(ids_ptr, assignment_T, end)
+            rank_T = _rank(ids_ptr, start, id_T, end, BINS, TILE, SUB, PIECE)
             row_T = tl.gather(base_L, tl.maximum(id_T, 0), 0) + rank_T
-            _store_assignments(assignments_ptr, rows_ptr, assignment_T, id_T, row_T, n, STORE_ROWS)
+            _store_assignments(
+                assignments_ptr, rows_ptr, assignment_T, id_T, row_T, end, STORE_ROWS
+            )
     if experts_ptr is not None:
         _store_blocks(assignments_ptr, experts_ptr, count_L, first_L, n, blocks, BLOCK_M, BINS)
 

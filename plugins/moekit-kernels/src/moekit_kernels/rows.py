@@ -29,11 +29,31 @@ from .numerics import (
 
 __all__ = [
     "AMAX_PARTIALS", "ValidRows", "activate_rows", "quantize_activations", "quantize_rows",
-    "quantize_rows_per_tensor", "weight_and_reduce", "weighted_sum",
+    "quantize_rows_per_tensor", "row_programs", "rows_of_program", "weight_and_reduce",
+    "weighted_sum",
 ]  # fmt: skip
 
 AMAX_PARTIALS = 4 if INTERPRETED else 256
 """fp32 entries of scratch for a dynamic per-tensor scale, one per program."""
+
+STRIDED_ROWS = 2 if INTERPRETED else 1024
+"""Most programs for rows that the device counts, about as many as run at once. 16384 x 2 programs
+that only look at the count would take about 10 microseconds."""
+
+
+def row_programs(rows: int, live_R: torch.Tensor | None) -> int:
+    """Return the programs among which `rows_of_program` divides rows."""
+    return rows if live_R is None else min(rows, STRIDED_ROWS)
+
+
+@triton.jit
+def rows_of_program(live_ptr):
+    """Return the range of a program's rows: one, or every n-th of those that the device counts."""
+    first = tl.program_id(0)
+    if live_ptr is None:
+        return first, first + 1, 1
+    else:
+        return first, tl.load(live_ptr), tl.num_programs(0)
 
 
 @dataclass(frozen=True)
@@ -235,6 +255,7 @@ def weighted_sum(
     bias_LH: torch.Tensor | None = None,
     *,
     weight_before_applied: bool = False,
+    live_R: torch.Tensor | None = None,
 ) -> None:
     """Sum each row's K expert outputs, in order of k, in fp32.
 
@@ -252,6 +273,8 @@ def weighted_sum(
         bias_LH: (L, H), contiguous; None = zeros.
         weight_before_applied: y has been multiplied by `numerics.weight_before` of the weights, so
             only `numerics.weight_after` is applied here.
+        live_R: int32 (1,), `Dispatched.num_rows`: rows from it on are neither read nor written.
+            None: all are.
     """
     rows, top_k = ids_RK.shape
     cols = out_RH.shape[1]
@@ -266,8 +289,8 @@ def weighted_sum(
         return
     block = min(next_power_of_2(cols), 8192 if INTERPRETED else 1024)
     _launch_weighted_sum(
-        (rows, cdiv(cols, block)),
-        y_SH, weights_RK, ids_RK, rows_A, bias_LH, out_RH, cols, y_SH.stride(0),
+        (row_programs(rows, live_R), cdiv(cols, block)),
+        y_SH, weights_RK, ids_RK, rows_A, bias_LH, out_RH, live_R, cols, y_SH.stride(0),
         out_RH.stride(0), TOP_K=top_k, ADDENDS=addends, BY_ROWS=rows_A is not None,
         WEIGHTED=weights_RK is not None, BEFORE_APPLIED=weight_before_applied, BLOCK=block,
         num_warps=4,
@@ -407,48 +430,54 @@ def _rows(
 
 @triton.jit
 def _weighted_sum(
-    y_ptr, weights_ptr, ids_ptr, rows_ptr, bias_ptr, out_ptr, cols, y_stride, out_stride,
+    y_ptr, weights_ptr, ids_ptr, rows_ptr, bias_ptr, out_ptr, live_ptr, cols, y_stride, out_stride,
     TOP_K: tl.constexpr, ADDENDS: tl.constexpr, BY_ROWS: tl.constexpr, WEIGHTED: tl.constexpr,
     BEFORE_APPLIED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         wait_then_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
-    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    ok = col < cols
-    total = tl.zeros((BLOCK,), tl.float32)
-    ROWS: tl.constexpr = TOP_K * ADDENDS
-    for first in tl.static_range(0, ROWS, 8):
-        ids, ys, weights = (), (), ()
-        for i in tl.static_range(first, first + 8):
-            if i < ROWS:
-                ids += (tl.load(ids_ptr + row * TOP_K + i // ADDENDS),)
-        for i in tl.static_range(first, first + 8):
-            if i < ROWS:
-                end = tl.where(ids[i - first] >= 0, cols, 0)
-                if BY_ROWS:
-                    y_row = tl.load(rows_ptr + row * TOP_K + i).to(tl.int64)
-                else:
-                    y_row = row * ROWS + i
-                y_ptrs = y_ptr + y_row * y_stride + col
-                ys += (tl.load(y_ptrs, mask=col < end, other=0.0),)
-        # To save registers, ptxas would load a row only after adding the one before it. The barrier
-        # makes it issue all loads first; the weights, loaded after it, hold the arithmetic back.
-        tl.debug_barrier()
-        for i in tl.static_range(first, first + 8):
-            if i < ROWS and WEIGHTED:
-                weights += (tl.load(weights_ptr + row * TOP_K + i // ADDENDS),)
-        for i in tl.static_range(first, first + 8):
-            if i < ROWS:
-                y = ys[i - first].to(tl.float32)
-                if bias_ptr is not None:
-                    bias_ptrs = bias_ptr + ids[i - first].to(tl.int64) * cols + col
+    start, end_row, step = rows_of_program(live_ptr)
+    for index in range(start, end_row, step):
+        row = tl.cast(index, tl.int64)
+        col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        ok = col < cols
+        total = tl.zeros((BLOCK,), tl.float32)
+        ROWS: tl.constexpr = TOP_K * ADDENDS
+        for first in tl.static_range(0, ROWS, 8):
+            ids, ys, weights = (), (), ()
+            for i in tl.static_range(first, first + 8):
+                if i < ROWS:
+                    ids += (tl.load(ids_ptr + row * TOP_K + i // ADDENDS),)
+            for i in tl.static_range(first, first + 8):
+                if i < ROWS:
                     end = tl.where(ids[i - first] >= 0, cols, 0)
-                    y += tl.load(bias_ptrs, mask=col < end, other=0.0).to(tl.float32)
-                if WEIGHTED:
-                    y *= weight_after(weights[i - first]) if BEFORE_APPLIED else weights[i - first]
-                total += tl.where(ids[i - first] >= 0, y, 0.0)
-    tl.store(out_ptr + row * out_stride + col, convert(total, out_ptr.dtype.element_ty), mask=ok)
+                    if BY_ROWS:
+                        y_row = tl.load(rows_ptr + row * TOP_K + i).to(tl.int64)
+                    else:
+                        y_row = row * ROWS + i
+                    y_ptrs = y_ptr + y_row * y_stride + col
+                    ys += (tl.load(y_ptrs, mask=col < end, other=0.0),)
+            # To save registers, ptxas would load a row only after adding the one before it. The
+            # barrier makes it issue all loads first; the weights, loaded after it, hold the
+            # arithmetic back.
+            tl.debug_barrier()
+            for i in tl.static_range(first, first + 8):
+                if i < ROWS and WEIGHTED:
+                    weights += (tl.load(weights_ptr + row * TOP_K + i // ADDENDS),)
+            for i in tl.static_range(first, first + 8):
+                if i < ROWS:
+                    y = ys[i - first].to(tl.float32)
+                    if bias_ptr is not None:
+                        bias_ptrs = bias_ptr + ids[i - first].to(tl.int64) * cols + col
+                        end = tl.where(ids[i - first] >= 0, cols, 0)
+                        y += tl.load(bias_ptrs, mask=col < end, other=0.0).to(tl.float32)
+                    if WEIGHTED:
+                        weight = weights[i - first]
+                        y *= weight_after(weight) if BEFORE_APPLIED else weight
+                    total += tl.where(ids[i - first] >= 0, y, 0.0)
+        tl.store(
+            out_ptr + row * out_stride + col, convert(total, out_ptr.dtype.element_ty), mask=ok
+        )
 
 
 _launch_amax, _launch_rows_kernel, _launch_weighted_sum = map(

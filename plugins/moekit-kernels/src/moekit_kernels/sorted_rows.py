@@ -10,6 +10,7 @@ import triton.language as tl
 from .align import SortedAssignments
 from .launch import Launcher, cdiv, next_power_of_2, wait_then_launch_dependents
 from .numerics import QMAX, SCALE_GROUP, quantize, scale_of
+from .rows import row_programs, rows_of_program
 
 __all__ = ["copy_rows", "copy_rows_quantized"]
 
@@ -22,15 +23,16 @@ def copy_rows(x_RH: torch.Tensor, aligned: SortedAssignments, out_SH: torch.Tens
     Each row of x is read once; a gather would read it once per assignment. Rows without any expert
     are not read, and padding rows of the output are not written.
 
-    x_RH: (R, H) of any dtype, unit stride along H. aligned: filled by `align`, with ``rows_A``.
+    x_RH: (R, H) of any dtype, unit stride along H. aligned: filled by `align`, with ``rows_A``;
+    rows from its ``live_R`` on are not read.
     out_SH: (capacity, H), the dtype of x, contiguous.
     """
     rows, hidden = x_RH.shape
     assert out_SH.shape[1] == hidden and aligned.rows_A is not None
     assert x_RH.stride(1) == 1 and out_SH.is_contiguous()
     _launch_copy(
-        (rows, cdiv(hidden, _COLUMNS)),
-        x_RH, out_SH, aligned.rows_A, hidden, x_RH.stride(0),
+        (row_programs(rows, aligned.live_R), cdiv(hidden, _COLUMNS)),
+        x_RH, out_SH, aligned.rows_A, aligned.live_R, hidden, x_RH.stride(0),
         TOP_K=aligned.rows_A.numel() // rows,
         BLOCK=min(_COLUMNS, next_power_of_2(hidden)), num_warps=4,
     )  # fmt: skip
@@ -63,9 +65,9 @@ def copy_rows_quantized(
     if x_scale_RG is not None:
         x_RH, out_SH = x_RH.view(torch.uint8), out_SH.view(torch.uint8)
     _launch_quantize(
-        (rows, cdiv(groups, each)),
-        x_RH, x_scale_RG, out_SH, scale_GS, aligned.rows_A, hidden, groups, capacity,
-        x_RH.stride(0), *((0, 0) if x_scale_RG is None else x_scale_RG.stride()),
+        (row_programs(rows, aligned.live_R), cdiv(groups, each)),
+        x_RH, x_scale_RG, out_SH, scale_GS, aligned.rows_A, aligned.live_R, hidden, groups,
+        capacity, x_RH.stride(0), *((0, 0) if x_scale_RG is None else x_scale_RG.stride()),
         TOP_K=aligned.rows_A.numel() // rows, GROUPS=each, GROUP=SCALE_GROUP,
         QMAX=qmax, QUANTIZED=x_scale_RG is not None, num_warps=4,
     )  # fmt: skip
@@ -84,52 +86,55 @@ def _sorted_rows(rows_ptr, row, TOP_K: tl.constexpr):
 
 @triton.jit
 def _copy(
-    x_ptr, out_ptr, rows_ptr, hidden, x_stride,
+    x_ptr, out_ptr, rows_ptr, live_ptr, hidden, x_stride,
     TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         wait_then_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
-    rows_K, last = _sorted_rows(rows_ptr, row, TOP_K)
-    if last < 0:
-        return
-    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * x_stride + col, mask=col < hidden)
-    for k in tl.static_range(TOP_K):
-        sorted_row = rows_K[k].to(tl.int64)
-        end = tl.where(sorted_row >= 0, hidden, 0)
-        tl.store(out_ptr + sorted_row * hidden + col, x, mask=col < end)
+    first, end_row, step = rows_of_program(live_ptr)
+    for index in range(first, end_row, step):
+        row = tl.cast(index, tl.int64)
+        rows_K, last = _sorted_rows(rows_ptr, row, TOP_K)
+        if last >= 0:
+            col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + row * x_stride + col, mask=col < hidden)
+            for k in tl.static_range(TOP_K):
+                sorted_row = rows_K[k].to(tl.int64)
+                end = tl.where(sorted_row >= 0, hidden, 0)
+                tl.store(out_ptr + sorted_row * hidden + col, x, mask=col < end)
 
 
 @triton.jit(do_not_specialize=["capacity"])
 def _quantize(
-    x_ptr, x_scale_ptr, out_ptr, scale_ptr, rows_ptr, hidden, groups, capacity,
+    x_ptr, x_scale_ptr, out_ptr, scale_ptr, rows_ptr, live_ptr, hidden, groups, capacity,
     x_stride, x_scale_stride_m, x_scale_stride_k,
     TOP_K: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, QMAX: tl.constexpr,
     QUANTIZED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Copy GROUPS groups of one row."""
+    """Copy GROUPS groups of each row."""
     if PDL:
         wait_then_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
-    rows_K, last = _sorted_rows(rows_ptr, row, TOP_K)
-    if last < 0:
-        return
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)[:, None]
-    col = group * GROUP + tl.arange(0, GROUP)[None, :]
-    x = tl.load(x_ptr + row * x_stride + col, mask=col < hidden, other=0)
-    if QUANTIZED:
-        scale_ptrs = x_scale_ptr + row * x_scale_stride_m + group * x_scale_stride_k
-        scale = tl.load(scale_ptrs, mask=group < groups, other=0.0)
-    else:
-        value = x.to(tl.float32)
-        scale = scale_of(tl.max(tl.abs(value), axis=1, keep_dims=True), QMAX)
-        x = quantize(value, scale, QMAX, out_ptr.dtype.element_ty)
-    for k in tl.static_range(TOP_K):
-        sorted_row = rows_K[k].to(tl.int64)
-        end = tl.where(sorted_row >= 0, hidden, 0)
-        tl.store(out_ptr + sorted_row * hidden + col, x, mask=col < end)
-        tl.store(scale_ptr + group * capacity + sorted_row, scale, mask=group * GROUP < end)
+    first, end_row, step = rows_of_program(live_ptr)
+    for index in range(first, end_row, step):
+        row = tl.cast(index, tl.int64)
+        rows_K, last = _sorted_rows(rows_ptr, row, TOP_K)
+        if last >= 0:
+            group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)[:, None]
+            col = group * GROUP + tl.arange(0, GROUP)[None, :]
+            x = tl.load(x_ptr + row * x_stride + col, mask=col < hidden, other=0)
+            if QUANTIZED:
+                scale_ptrs = x_scale_ptr + row * x_scale_stride_m + group * x_scale_stride_k
+                scale = tl.load(scale_ptrs, mask=group < groups, other=0.0)
+            else:
+                value = x.to(tl.float32)
+                scale = scale_of(tl.max(tl.abs(value), axis=1, keep_dims=True), QMAX)
+                x = quantize(value, scale, QMAX, out_ptr.dtype.element_ty)
+            for k in tl.static_range(TOP_K):
+                sorted_row = rows_K[k].to(tl.int64)
+                end = tl.where(sorted_row >= 0, hidden, 0)
+                tl.store(out_ptr + sorted_row * hidden + col, x, mask=col < end)
+                scales = scale_ptr + group * capacity + sorted_row
+                tl.store(scales, scale, mask=group * GROUP < end)
 
 
 _launch_copy, _launch_quantize = map(Launcher, (_copy, _quantize))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from moekit_kernels.align import SortedAssignments, align, align_capacity, align_scratch
@@ -155,7 +156,7 @@ class MarlinExperts(_MarlinExperts):
         assert tokens.topk_ids is not None and tokens.topk_weights is not None
         ids_RK, topk_weights_RK = tokens.topk_ids.contiguous(), tokens.topk_weights.contiguous()
         rows = self.apply_unreduced(tokens, weights, workspace).rows_NH
-        weighted_sum(rows, topk_weights_RK, ids_RK, y)
+        weighted_sum(rows, topk_weights_RK, ids_RK, y, live_R=tokens.num_rows)
 
     def apply_unreduced(
         self, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
@@ -163,7 +164,7 @@ class MarlinExperts(_MarlinExperts):
         assert tokens.topk_ids is not None
         p, ids_RK = self.problem, tokens.topk_ids.contiguous()
         (rows, slots), pairs = ids_RK.shape, ids_RK.numel()
-        lists = self._lists(rows, slots, workspace)
+        lists = replace(self._lists(rows, slots, workspace), live_R=tokens.num_rows)
         align(ids_RK, p.num_local_experts, lists, scratch=workspace[8], zeros=workspace[3])
         y_SH = workspace[5][: pairs * p.hidden_size].view(pairs, p.hidden_size)
         valid = ValidRows(ids=ids_RK)

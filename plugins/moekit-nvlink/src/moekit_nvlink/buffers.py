@@ -65,13 +65,15 @@ class Buffer:
     """The memory of one call: no other call may use it from its dispatch to its combine.
 
     bytes: this rank's buffer, uint8. peers: int64 addresses of all ranks' buffers. used: int32, the
-    rows of each batch in the call before. counters: int32, zero between kernels. epoch: int64, the
-    number of calls. refused: int32 (1,), not zero where this rank makes the call NaN on all ranks.
+    rows of each batch in the call before; rows: int32 (1,), the end of them. counters: int32, zero
+    between kernels. epoch: int64, the number of calls. refused: int32 (1,), not zero where this
+    rank makes the call NaN on all ranks.
     """
 
     bytes: Tensor
     peers: Tensor
     used: Tensor
+    rows: Tensor
     counters: Tensor
     epoch: Tensor
     refused: Tensor
@@ -92,6 +94,7 @@ class Buffer:
             bytes=memory,
             peers=torch.tensor(addresses, dtype=torch.int64, device=device),
             used=ints(ranks),
+            rows=ints(1),
             counters=ints(1 + ranks + chunks),
             epoch=ints(1, torch.int64),
             refused=ints(1),

@@ -242,9 +242,9 @@ class RowTransfer(Transfer):
             ),
             partial(
                 _receive_rows, (r.batches,),
-                buffer.peers, buffer.used, buffer.refused, buffer.epoch, buffer.lost.ranks,
-                buffer.lost.flags, r.rank, at.slots // r.batches, _SPINS, at.ids, at.flags,
-                RANKS=r.count, COPIES=r.copies, COPIES_2=next_power_of_2(r.copies), K=K,
+                buffer.peers, buffer.used, buffer.rows, buffer.refused, buffer.epoch,
+                buffer.lost.ranks, buffer.lost.flags, r.rank, at.slots // r.batches, _SPINS, at.ids,
+                at.flags, RANKS=r.count, RANKS_2=r.count_2, COPIES=r.copies, K=K,
                 K_2=next_power_of_2(K), SCAN=256, num_warps=4,
             ),
         ]  # fmt: skip
@@ -252,6 +252,8 @@ class RowTransfer(Transfer):
             Call(buffer, at, places, routing.topk_weights), x, scale,
             topk_ids=buffer.region(at.ids, (at.rows, K), torch.int32),
             topk_weights=buffer.region(at.weights, (at.rows, K), torch.float32),
+            # A backward reads the lists of all rows, and later calls change the number.
+            num_rows=None if self.problem.training else buffer.rows,
         )  # fmt: skip
 
 

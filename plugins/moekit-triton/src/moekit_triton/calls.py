@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from moekit_kernels.align import COUNTERS, SortedAssignments, align, align_capacity
 from moekit_kernels.numerics import Activation
-from moekit_kernels.rows import quantize_rows, quantize_rows_per_tensor
+from moekit_kernels.rows import ValidRows, quantize_rows, quantize_rows_per_tensor
 from torch import Tensor
 
 from moekit.plugin import BufferSpec, MoEProblem, PackedWeights
@@ -101,7 +101,8 @@ class Call(NamedTuple):
     """The tensors of one call in the STANDARD format.
 
     x (R, H) of the layer's dtype, or quantized with x_scale; ids_RK local ids, -1 = no expert;
-    weights_RK fp32; y (R, H), or (R, K, H) unweighted in batch-invariant problems, written.
+    weights_RK fp32; y (R, H), or (R, K, H) unweighted in batch-invariant problems, written; live_R
+    `Dispatched.num_rows`.
     """
 
     layer: Layer
@@ -112,6 +113,7 @@ class Call(NamedTuple):
     weights: PackedWeights
     y: Tensor
     workspace: Sequence[Tensor]
+    live_R: Tensor | None = None
 
     @property
     def buffers(self) -> Buffers:
@@ -154,7 +156,7 @@ def sort_assignments(
     aligned = SortedAssignments(
         buffers.assignments_S[:capacity], buffers.experts_B[:blocks], buffers.num_rows, block_m,
         buffers.rows_A[:count] if rows_A else None, ends_L,
-        counters=buffers.counters[: COUNTERS + blocks] if counters else None,
+        counters=buffers.counters[: COUNTERS + blocks] if counters else None, live_R=call.live_R,
     )  # fmt: skip
     align(call.ids_RK, experts, aligned, buffers.scratch[reserved:])
     return aligned
@@ -164,9 +166,11 @@ def quantize_input(call: Call) -> tuple[Tensor, Tensor]:
     """Quantize x, each row by itself, so that padding rows do not matter."""
     rows, buffers = len(call.x), call.buffers
     q, scale = buffers.x[:rows], buffers.x_scale[:rows]
+    live = call.live_R
+    valid = ValidRows() if live is None else ValidRows(counts_L=live, capacity=rows)
     if call.layer.static:
         static: Tensor = call.weights.shared["a1_scale"]
-        quantize_rows_per_tensor(call.x, q, static, scratch=None)
+        quantize_rows_per_tensor(call.x, q, static, valid, scratch=None)
         return q, static
-    quantize_rows(call.x, q, scale)
+    quantize_rows(call.x, q, scale, valid)
     return q, scale

@@ -127,8 +127,10 @@ class TritonExperts(_TritonExperts):
         assert tokens.topk_ids is not None and tokens.topk_weights is not None
         ids_RK, weights_RK = tokens.topk_ids.contiguous(), tokens.topk_weights.contiguous()
         plan: StandardPlan = self.plan(*ids_RK.shape)  # type: ignore[assignment]
-        x, x_scale = tokens.x, tokens.x_scale
-        return plan, Call(self._layer, x, x_scale, ids_RK, weights_RK, weights, y, workspace)
+        return plan, Call(
+            self._layer, tokens.x, tokens.x_scale, ids_RK, weights_RK, weights, y, workspace,
+            tokens.num_rows,
+        )  # fmt: skip
 
 
 class BatchedTritonExperts(_TritonExperts):

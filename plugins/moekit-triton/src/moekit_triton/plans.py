@@ -116,7 +116,7 @@ def _reduce(rows: Unreduced, call: Call) -> None:
     if not call.layer.problem.batch_invariant:
         weighted_sum(
             rows.rows_NH, call.weights_RK, call.ids_RK, call.y, rows.places_RK,
-            weight_before_applied=call.layer.split_weights,
+            weight_before_applied=call.layer.split_weights, live_R=call.live_R,
         )  # fmt: skip
 
 

@@ -152,31 +152,34 @@ def dispatch_rows(
 
 @triton.jit
 def receive_rows(
-    peers_ptr, used_ptr, refused_ptr, epoch_ptr, error_ptr, lost_ptr, rank, most, spins, ids_at,
-    flags_at, RANKS: tl.constexpr, COPIES: tl.constexpr, COPIES_2: tl.constexpr, K: tl.constexpr,
-    K_2: tl.constexpr, SCAN: tl.constexpr, PDL: tl.constexpr,
+    peers_ptr, used_ptr, rows_ptr, refused_ptr, epoch_ptr, error_ptr, lost_ptr, rank, most, spins,
+    ids_at, flags_at, RANKS: tl.constexpr, RANKS_2: tl.constexpr, COPIES: tl.constexpr,
+    K: tl.constexpr, K_2: tl.constexpr, SCAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Wait for the rows of one batch, and give the rows behind them no expert.
+    """Wait for all rows, and give the rows behind the last one of a batch no expert.
 
     Args:
-        used_ptr: int32 (batches,), rows of the call before, updated.
+        used_ptr: int32 (batches,), rows of the call before, updated. rows_ptr: int32 (1,), written:
+            the end of the rows of all batches.
         refused_ptr: int32 (1,), set if the batch has more than ``most`` rows: another rank has
             another max_tokens, and experts do not see the rows behind it.
     """
-    batch, copy = tl.program_id(0), tl.arange(0, COPIES_2)
+    batch, r = tl.program_id(0), tl.arange(0, RANKS_2)
     flag, complete = wait_for(
-        peers_ptr, lost_ptr, error_ptr, rank, batch * COPIES + copy, copy < COPIES,
-        call_number(epoch_ptr), spins, flags_at, ROWS, RANKS,
+        peers_ptr, lost_ptr, error_ptr, rank, r, r < RANKS, call_number(epoch_ptr), spins, flags_at,
+        ROWS, RANKS,
     )  # fmt: skip
     wait_for_kernel(PDL)
     launch_dependents(PDL)
     # Ranks with the same tokens send the same count.
-    count = tl.max(tl.where(copy < COPIES, flag & LOW, 0), axis=0).to(tl.int32) * complete
+    counts = tl.where(r < RANKS, flag & LOW, 0).to(tl.int32) * complete
+    count = tl.max(tl.where(r // COPIES == batch, counts, 0), axis=0)
     if count > most:
         tl.store(refused_ptr, 1)
     ids, used = at(peers_ptr, rank, ids_at, tl.int32), tl.load(used_ptr + batch)
     k = tl.arange(0, K_2)
     BATCHES: tl.constexpr = RANKS // COPIES
+    tl.store(rows_ptr, tl.minimum(tl.max(counts, axis=0), most) * BATCHES, mask=batch == 0)
     for first in range(count, used, SCAN):
         slot = first + tl.arange(0, SCAN)
         place = (slot * BATCHES + batch)[:, None].to(tl.int64) * K + k[None, :]
