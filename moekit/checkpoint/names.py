@@ -146,7 +146,7 @@ def names_in(checkpoint: Tensors, names: ExpertNames | str, layer: int | None) -
     sites = [
         (spelling, *site) for spelling in spelled for site in _sites(checkpoint, spelling.down)
     ]
-    sites = [site for site in sites if not _is_draft(site[1])] or sites
+    sites = [site for site in sites if not _DRAFTS & set(site[1].split("."))] or sites
     if layer is None:
         layer = min((n for _, _, n in sites), default=0)
     found = {
@@ -164,10 +164,6 @@ def names_in(checkpoint: Tensors, names: ExpertNames | str, layer: int | None) -
             f"{_constructor(min(found, key=lambda each: each.down))}"
         )
     return found.pop() if found else spelled[0]
-
-
-def _is_draft(prefix: str) -> bool:
-    return bool(_DRAFTS & set(prefix.split(".")))
 
 
 def _constructor(names: ExpertNames) -> str:
