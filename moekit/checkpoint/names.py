@@ -128,7 +128,8 @@ def names_in(checkpoint: Tensors, names: ExpertNames | str, layer: int | None) -
 
     Checkpoints save the same models under other prefixes than ``model.``, and with one tensor for
     each expert instead of one for all, or the reverse. All spellings that the files have are
-    candidates. Draft layers (multi-token prediction) do not count beside the decoder's.
+    candidates. Draft layers (multi-token prediction) do not count beside the decoder's. Raises
+    WeightsError if the model type is unknown, or there are several candidates.
 
     Args:
         names: The names, or a model type of `NAMES`.
@@ -136,9 +137,6 @@ def names_in(checkpoint: Tensors, names: ExpertNames | str, layer: int | None) -
 
     Returns:
         The only candidate, or the given names if there is none.
-
-    Raises:
-        WeightsError: The model type is unknown, or there are several candidates.
     """
     if checkpoint.is_gguf and not isinstance(names, ExpertNames):
         return _of_gguf(checkpoint, layer)

@@ -116,13 +116,11 @@ class VendorLibrary:
 
     def operator(self, name: str, arguments: str) -> Any:
         """Load `file` without its package, and return an operator of torch that it registers.
+        Raises BackendBroken if the file does not load, or the operator takes other arguments.
 
         Args:
             name: The operator with its namespace, for example ``"_C::gemm"``.
             arguments: The expected names of its arguments, in order, separated by spaces.
-
-        Raises:
-            BackendBroken: The file does not load, or the operator takes other arguments.
         """
         import torch
 

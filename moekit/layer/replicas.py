@@ -103,9 +103,7 @@ class Placement:
 
         "linear" gives each rank a contiguous share, and replicas repeat the first experts;
         "round_robin" puts expert e on rank ``e % ep_size``. The first ranks hold the remainder.
-
-        Raises:
-            InvalidProblem: Another strategy, or "round_robin" with redundant experts.
+        Raises InvalidProblem for another strategy, or "round_robin" with redundant experts.
         """
         experts, ranks = problem.num_experts, problem.parallel.ep_size
         if strategy == "linear":
