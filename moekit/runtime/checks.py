@@ -50,7 +50,7 @@ def check_call(
     by_value: bool,
     made_for: Mapping[str, object],
 ) -> None:
-    """Raise InvalidInput, WeightsError or CapacityExceeded for arguments that a call cannot compute.
+    """Raise InvalidInput, WeightsError or CapacityExceeded for arguments that are wrong.
 
     Args:
         by_value: also look into ids and weights, which waits for the device.
