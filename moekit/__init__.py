@@ -18,7 +18,7 @@ from moekit.contract import (
 from moekit.contract.explanation import Explanation
 from moekit.contract.pending import InFlight, Pending
 from moekit.contract.specs import DispatcherSpec, ExpertsSpec
-from moekit.discovery.hooks import hookimpl
+from moekit.discovery.entry_points import hookimpl
 from moekit.discovery.registry import Registry, registry
 from moekit.errors import MoekitError
 from moekit.kernel import ModularKernel

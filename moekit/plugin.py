@@ -27,7 +27,7 @@ from moekit.contract.training import (
     TrainableExperts,
     Wanted,
 )
-from moekit.discovery.hooks import hookimpl
+from moekit.discovery.entry_points import hookimpl
 from moekit.discovery.library import VendorLibrary
 from moekit.discovery.registry import registry
 from moekit.problem import (

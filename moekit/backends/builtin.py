@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moekit.contract.specs import DispatcherSpec, ExpertsSpec
-from moekit.discovery.hooks import hookimpl
+from moekit.discovery.entry_points import hookimpl
 from moekit.problem import ActivationFormat, MoEProblem
 from moekit.problem.activation import ACTIVATIONS
 from moekit.problem.quant import SCHEMES

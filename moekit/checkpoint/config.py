@@ -363,14 +363,12 @@ def layer_arguments(
 
 
 def routing_of(checkpoint: Checkpoint, layer: int, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the routing of a layer, as keywords of `FusedMoE`.
+    """Return the routing of a layer, as keywords of `FusedMoE`. Raises WeightsError if the model
+    type's routing is not known.
 
     Args:
         given: Keywords that the caller states. With one of routing among them, a model type that
             is not known here is no error.
-
-    Raises:
-        WeightsError: The model type's routing is not known.
     """
     config, model_type = text_config(checkpoint), model_type_of(checkpoint)
     if model_type in _SOFTMAX_ALWAYS:

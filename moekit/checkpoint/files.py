@@ -182,11 +182,8 @@ class Checkpoint(Tensors):
 
 
 def _open_safetensors(file: Path) -> dict[str, Entry]:
-    """Open a file, whose header the library checks: tensors cover the data without overlaps.
-
-    Raises:
-        ValueError: The file is not of this format.
-    """
+    """Open a file, whose header the library checks: tensors cover the data without overlaps. Raises
+    ValueError if the file is not of this format."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -274,10 +271,8 @@ def _parts_of_gguf(file: Path) -> list[Path]:
 def _gguf_in(folder: Path) -> list[Path]:
     """Return the files of the only GGUF model in ``folder``; [] if there is none.
 
-    Files called ``mmproj*`` hold the encoder of images, which has no experts.
-
-    Raises:
-        WeightsError: There are several models.
+    Files called ``mmproj*`` hold the encoder of images, which has no experts. Raises WeightsError
+    if there are several models.
     """
     found = [file for file in sorted(folder.glob("*.gguf")) if not file.name.startswith("mmproj")]
     models = {tuple(_parts_of_gguf(file)): file for file in reversed(found)}

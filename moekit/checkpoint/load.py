@@ -157,11 +157,8 @@ def _load(share: Share, pool: ThreadPoolExecutor) -> ExpertWeights:
 
 
 def collect(reader: Reader) -> ExpertWeights:
-    """Return the experts that ``reader`` has read, with their input scales.
-
-    Raises:
-        WeightsError: Lists the reader's faults.
-    """
+    """Return the experts that ``reader`` has read, with their input scales. Raises WeightsError,
+    which lists the reader's faults."""
     share = reader.share
     input_scales = _input_scales(share, reader.faults) if share.static else {}
     _raise(share.checkpoint, reader.faults)
@@ -180,11 +177,8 @@ def collect(reader: Reader) -> ExpertWeights:
 
 
 def local_experts(problem: MoEProblem, experts: Sequence[int] | None) -> list[int]:
-    """Return the logical expert of each of this rank's physical experts.
-
-    Raises:
-        WeightsError: ``experts`` does not fit the problem.
-    """
+    """Return the logical expert of each of this rank's physical experts. Raises WeightsError if
+    ``experts`` does not fit the problem."""
     if experts is None:
         return [problem.logical_expert(p) for p in problem.local_experts]
     if len(experts) != problem.num_local_experts:

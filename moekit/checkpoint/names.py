@@ -128,7 +128,8 @@ def names_in(checkpoint: Tensors, names: ExpertNames | str, layer: int | None) -
 
     Checkpoints save the same models under other prefixes than ``model.``, and with one tensor for
     each expert instead of one for all, or the reverse. All spellings that the files have are
-    candidates. Draft layers (multi-token prediction) do not count beside the decoder's.
+    candidates. Draft layers (multi-token prediction) do not count beside the decoder's. Raises
+    WeightsError if the model type is unknown, or there are several candidates.
 
     Args:
         names: The names, or a model type of `NAMES`.
@@ -136,9 +137,6 @@ def names_in(checkpoint: Tensors, names: ExpertNames | str, layer: int | None) -
 
     Returns:
         The only candidate, or the given names if there is none.
-
-    Raises:
-        WeightsError: The model type is unknown, or there are several candidates.
     """
     if checkpoint.is_gguf and not isinstance(names, ExpertNames):
         return _of_gguf(checkpoint, layer)
@@ -146,7 +144,7 @@ def names_in(checkpoint: Tensors, names: ExpertNames | str, layer: int | None) -
     sites = [
         (spelling, *site) for spelling in spelled for site in _sites(checkpoint, spelling.down)
     ]
-    sites = [site for site in sites if not _is_draft(site[1])] or sites
+    sites = [site for site in sites if not _DRAFTS & set(site[1].split("."))] or sites
     if layer is None:
         layer = min((n for _, _, n in sites), default=0)
     found = {
@@ -164,10 +162,6 @@ def names_in(checkpoint: Tensors, names: ExpertNames | str, layer: int | None) -
             f"{_constructor(min(found, key=lambda each: each.down))}"
         )
     return found.pop() if found else spelled[0]
-
-
-def _is_draft(prefix: str) -> bool:
-    return bool(_DRAFTS & set(prefix.split(".")))
 
 
 def _constructor(names: ExpertNames) -> str:

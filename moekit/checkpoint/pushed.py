@@ -266,11 +266,8 @@ class PushedExperts:
             )
 
     def _is_new(self, name: str, given: _Given) -> bool:
-        """Return whether a needed tensor is still to be loaded in this round.
-
-        Raises:
-            WeightsError: It was loaded before, and not for another replica of its expert.
-        """
+        """Return whether a needed tensor is still to be loaded in this round. Raises WeightsError
+        if it was loaded before, and not for another replica of its expert."""
         before = self._pushed.get(name) if self.loading else None
         if before == given.physical:
             raise WeightsError(
@@ -318,11 +315,8 @@ class PushedExperts:
     # -- tensors of several matrices ------------------------------------------------------------
 
     def _halves(self, suffix: str, part: Part, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """Split a tensor of gate and up, of one expert or all, into one of each.
-
-        Raises:
-            WeightsError: The shape does not hold gate and up.
-        """
+        """Split a tensor of gate and up, of one expert or all, into one of each. Raises
+        WeightsError if the shape does not hold gate and up."""
         axes, unit = part.axes, part.grid[0]
         if unit < 0 or axes == "K":  # gate and up have the same
             return tensor, tensor
@@ -353,11 +347,8 @@ class PushedExperts:
     def _by_expert(
         self, suffix: str, part: Part, shard: str, expert: int, tensor: Tensor
     ) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield (physical expert, its logical expert, its tensor).
-
-        Raises:
-            WeightsError: The shape fits neither one expert nor a stack.
-        """
+        """Yield (physical expert, its logical expert, its tensor). Raises WeightsError if the shape
+        fits neither one expert nor a stack."""
         p = self.problem
         n, k = (p.hidden_size, p.intermediate_size)[:: 1 if shard == "w2" else -1]
         shape = part.shape(n, k)

@@ -53,11 +53,8 @@ class LayerFormats:
 def layer_formats(
     checkpoint: Checkpoint, names: ExpertNames, layer: int, hidden_size: int, intermediate_size: int
 ) -> LayerFormats:
-    """Return the formats in which the experts of ``layer`` are stored.
-
-    Raises:
-        WeightsError: moekit does not support one of them.
-    """
+    """Return the formats in which the experts of ``layer`` are stored. Raises WeightsError if
+    moekit does not support one of them."""
     key = (names, layer, hidden_size, intermediate_size)
     if key not in checkpoint.known:
         checkpoint.known[key] = LayerFormats(_read(checkpoint, *key), layer)

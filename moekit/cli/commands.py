@@ -52,11 +52,8 @@ def run(name: str, argv: Sequence[str]) -> int | None:
 
 
 def load(source: Source, what: str) -> Callable[..., Any]:
-    """Return the function that an entry point names.
-
-    Raises:
-        MoekitError: It cannot be loaded, or is no function; ``what`` names it.
-    """
+    """Return the function that an entry point names. Raises MoekitError if it cannot be loaded, or
+    is no function; ``what`` names it."""
     try:
         with contained():
             found = source.load()

@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
+from typing import Any
 
 import moekit
 from moekit.checkpoint import detect, problem_from_config
@@ -81,41 +82,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         source.add_argument(f"--{name}", metavar="DIR", help=text)
     # Fields of the problem: what is not given is left to the model or to MoEProblem.
     field = partial(parser.add_argument, default=argparse.SUPPRESS)
+    number: dict[str, Any] = {"type": int, "metavar": "N"}
+    flag: dict[str, Any] = {"action": "store_true"}
     for size in _SIZES:
-        field(_OPTIONS[size], type=int, metavar="N")
+        field(_OPTIONS[size], **number)
     field("--dtype", choices=DTYPES, help="default: the model's, else bfloat16")
     schemes = f"default: the model's, else none; {', '.join(SCHEMES)}"
     field("--quant", metavar="SCHEME", help=schemes)
     kinds = ", ".join(sorted(ACTIVATIONS))
     field("--activation", metavar="KIND", help=f"default: silu; {kinds}")
-    parser.add_argument(
-        "--activation-limit", type=float, metavar="X", help="clamp gate and up to it"
-    )
-    field("--has-bias", action="store_true")
-    field(
-        "--weight-on-input", action="store_true", dest="apply_router_weight_on_input",
-        help="the router weight scales the token",
-    )  # fmt: skip
-    field("--redundant-experts", type=int, dest="num_redundant_experts", metavar="N")
-    field("--max-num-tokens", type=int, metavar="N", help="most tokens in one call")
-    field(
-        "--batch-invariant", action="store_true", help="the same bits at every T, position and --ep"
-    )
-    field("--training", action="store_true", help="calls can be differentiated")
-    parser.add_argument("--ep", type=int, default=1, metavar="N", help="expert parallel ranks")
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor parallel ranks")
-    parser.add_argument(
-        "--dp", type=int, default=0, metavar="N", help="batches of tokens (default: as --ep)"
-    )
-    field(
-        "--device", help="cpu, cuda, sm90 (H100, H200), gfx942 and so on; default: this machine's"
-    )
-    parser.add_argument("--dispatcher", metavar="NAME", help="use this dispatcher or none")
-    parser.add_argument("--experts", metavar="NAME", help="use this experts backend or none")
-    parser.add_argument(
-        "--all", action="store_true", help="every runner-up, and every reason against the others"
-    )
-    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    field("--has-bias", **flag)
+    on_input = "the router weight scales the token"
+    field("--weight-on-input", dest="apply_router_weight_on_input", help=on_input, **flag)
+    field("--redundant-experts", dest="num_redundant_experts", **number)
+    field("--max-num-tokens", help="most tokens in one call", **number)
+    field("--batch-invariant", help="the same bits at every T, position and --ep", **flag)
+    field("--training", help="calls can be differentiated", **flag)
+    devices = "cpu, cuda, sm90 (H100, H200), gfx942 and so on; default: this machine's"
+    field("--device", help=devices)
+    option = parser.add_argument
+    option("--activation-limit", type=float, metavar="X", help="clamp gate and up to it")
+    option("--ep", default=1, help="expert parallel ranks", **number)
+    option("--tp", default=1, help="tensor parallel ranks", **number)
+    option("--dp", default=0, help="batches of tokens (default: as --ep)", **number)
+    option("--dispatcher", metavar="NAME", help="use this dispatcher or none")
+    option("--experts", metavar="NAME", help="use this experts backend or none")
+    option("--all", help="every runner-up, and every reason against the others", **flag)
+    option("--json", help="machine-readable output", **flag)
 
 
 def _problem(args: argparse.Namespace) -> tuple[moekit.MoEProblem, Sequence[str]]:

@@ -125,7 +125,7 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
 
     doctor = verbs.add_parser(
         "doctor",
-        help="try what is installed: versions, backends, devices, network, caches",
+        help="try what is installed: versions, backends, devices",
         description="Try what is installed on this machine. Exit code 0: no fault was found; 1: "
         "at least one was.",
     )

@@ -58,9 +58,11 @@ def _as_dict(states: Sequence[PluginState]) -> dict[str, Any]:
 
 
 def _backend_dict(spec: BackendSpec) -> dict[str, Any]:
+    known = discovery.registry()
+    named = known.dispatchers if spec.kind == "dispatcher" else known.experts
     return {
         "name": spec.name,
-        "usable": _usable(spec),
+        "usable": spec.name in named and not spec.missing(),
         "target": spec.target,
         "format": spec.format.value,
         "devices": list(spec.devices),
@@ -70,13 +72,6 @@ def _backend_dict(spec: BackendSpec) -> dict[str, Any]:
         "requires": {name: importable(name) for name in spec.requires},
         "install_hint": spec.install_hint,
     }
-
-
-def _usable(spec: BackendSpec) -> bool:
-    """Return whether the name means this backend alone, and what it requires is installed."""
-    known = discovery.registry()
-    named = known.dispatchers if spec.kind == "dispatcher" else known.experts
-    return spec.name in named and not spec.missing()
 
 
 def _text(states: Sequence[PluginState]) -> str:

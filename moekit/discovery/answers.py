@@ -5,11 +5,10 @@ They run when a kernel is composed and when weights are packed, so calls do not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from moekit.contract import (
-    BufferSpec,
     PackedWeights,
     PermuteExpertsUnpermute,
     PrepareAndFinalize,
@@ -51,11 +50,11 @@ def check_experts(experts: PermuteExpertsUnpermute, rows: int) -> None:
     """Raise BackendBroken if a size for ``rows`` rows is not valid."""
     spec = experts.spec
     _size(spec, f"transient_bytes({rows})", lambda: experts.transient_bytes(rows))
-    _size(spec, f"workspace({rows})", lambda: _least_size(experts.workspace(rows)))
 
+    def least_size() -> int:
+        return min((n for each in experts.workspace(rows) for n in each.shape), default=0)
 
-def _least_size(buffers: Sequence[BufferSpec]) -> int:
-    return min((size for buffer in buffers for size in buffer.shape), default=0)
+    _size(spec, f"workspace({rows})", least_size)
 
 
 def packed_by(experts: PermuteExpertsUnpermute, weights: ExpertWeights) -> PackedWeights:

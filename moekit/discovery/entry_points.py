@@ -20,12 +20,15 @@ from pathlib import Path
 import pluggy
 
 from moekit.contract.specs import DispatcherSpec, ExpertsSpec, SpecT
-from moekit.discovery.hooks import GROUP, MoekitSpecs
 from moekit.errors import BackendError
 from moekit.untrusted.arguments import shown
 from moekit.untrusted.code import Fault, contained, printable
 from moekit.version import __version__
 
+GROUP = "moekit"
+hookimpl = pluggy.HookimplMarker(GROUP)
+"""Decorates the functions `moekit_dispatchers` and `moekit_experts` of a plugin."""
+_hookspec = pluggy.HookspecMarker(GROUP)
 SWITCHES = ("MOEKIT_PLUGINS", "MOEKIT_BLOCK", "MOEKIT_STRICT")
 CORE = "core"
 _BUILTIN = "moekit.backends.builtin"
@@ -36,6 +39,32 @@ _VALUE = re.compile(r"[\w.]+\s*(:\s*[\w.]+\s*)?(\[.*\]\s*)?")
 Offer = tuple[str, str]  # kind and name of a backend
 
 _this_thread = threading.local()
+
+
+class MoekitSpecs:
+    """The hooks a plugin may implement."""
+
+    @_hookspec
+    def moekit_dispatchers(self) -> list[DispatcherSpec]:  # type: ignore[empty-body]
+        """Return the dispatchers that this plugin offers.
+
+        Example::
+
+            @moekit.hookimpl
+            def moekit_dispatchers():
+                return [moekit.DispatcherSpec(name="acme", target="acme_moe.dispatcher:Acme", ...)]
+        """
+
+    @_hookspec
+    def moekit_experts(self) -> list[ExpertsSpec]:  # type: ignore[empty-body]
+        """Return the experts backends that this plugin offers.
+
+        Example::
+
+            @moekit.hookimpl
+            def moekit_experts():
+                return [moekit.ExpertsSpec(name="acme", target="acme_moe.experts:Acme", ...)]
+        """
 
 
 @dataclass(frozen=True)
@@ -97,9 +126,13 @@ def sources(environ: Mapping[str, str]) -> tuple[list[tuple[Source, str]], list[
     A plugin comes with the reason why it is blocked, or "". The environment variables are
     ``MOEKIT_PLUGINS`` and ``MOEKIT_BLOCK``.
     """
-    allow, block = _allowed(environ)
+    allowed = environ.get("MOEKIT_PLUGINS")
+    allow = None if allowed is None else _names(allowed)
+    block = _names(environ.get("MOEKIT_BLOCK", ""))
     core = Source(CORE, "moekit", __version__, partial(importlib.import_module, _BUILTIN))
-    found = [(core, _blocked(core, None, block)), *listed(environ)]
+    others = sorted(entry_points(), key=lambda source: (source.name, source.distribution))
+    found = [(core, _blocked(core, None, block))]
+    found += [(source, _blocked(source, allow, block)) for source in others]
     present = {name for source, _ in found for name in source.names}
     missing = "but no such plugin is installed"
     unknown = [
@@ -108,20 +141,6 @@ def sources(environ: Mapping[str, str]) -> tuple[list[tuple[Source, str]], list[
         for name in sorted(names - present)
     ]
     return found, unknown
-
-
-def listed(environ: Mapping[str, str], group: str = GROUP) -> list[tuple[Source, str]]:
-    """Return a group's entry points, each with the reason why it is blocked ("": it is not)."""
-    names = _allowed(environ)
-    found = sorted(entry_points(group), key=lambda source: (source.name, source.distribution))
-    return [(source, _blocked(source, *names)) for source in found]
-
-
-def _allowed(environ: Mapping[str, str]) -> tuple[set[str] | None, set[str]]:
-    """Return the only names to load, or None for all, and the names to leave out."""
-    allowed = environ.get("MOEKIT_PLUGINS")
-    allow = None if allowed is None else _names(allowed)
-    return allow, _names(environ.get("MOEKIT_BLOCK", ""))
 
 
 def _blocked(source: Source, allow: set[str] | None, block: set[str]) -> str:

@@ -8,10 +8,8 @@ texts only: importing a library in order to look at it is slow and may end the p
 from __future__ import annotations
 
 import importlib.metadata
-import operator
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +17,6 @@ from typing import Any
 from moekit.contract.specs import find_module
 from moekit.errors import BackendBroken, InvalidInput
 
-_COMPARISONS: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
-    ">=": operator.ge,
-    "<": operator.lt,
-}
 _CLAUSE = re.compile(r"(>=|<)(\d+(?:\.\d+)*)")
 _VERSION_LINE = re.compile(
     r"^(?:__version__|version)\s*(?:=\s*\w+\s*)?=\s*['\"]([^'\"]+)['\"]", re.MULTILINE
@@ -122,13 +116,11 @@ class VendorLibrary:
 
     def operator(self, name: str, arguments: str) -> Any:
         """Load `file` without its package, and return an operator of torch that it registers.
+        Raises BackendBroken if the file does not load, or the operator takes other arguments.
 
         Args:
             name: The operator with its namespace, for example ``"_C::gemm"``.
             arguments: The expected names of its arguments, in order, separated by spaces.
-
-        Raises:
-            BackendBroken: The file does not load, or the operator takes other arguments.
         """
         import torch
 
@@ -162,7 +154,7 @@ def version_in_range(version: str, versions: str) -> bool:
     if match is None:
         return False
     return all(
-        _COMPARISONS[sign](_release(match[0]), _release(bound))
+        (_release(match[0]) < _release(bound)) == (sign == "<")
         for sign, bound in _CLAUSE.findall(versions)
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 from moekit.contract.specs import importable
 from moekit.problem import MoEProblem
@@ -41,69 +42,48 @@ class Package:
         return importable(self.name.replace("-", "_"))
 
 
-_KERNELS = ("moekit-kernels",)
+def _package(name: str, *, commands: Mapping[str, str] | None = None, **words: str) -> Package:
+    """Return a package; its other fields are lists of words."""
+    facts: dict[str, Any] = {field: tuple(text.split()) for field, text in words.items()}
+    return Package(name, commands=commands or {}, **facts)
+
+
+_KERNELS = "moekit-kernels"
 # The fastest first.
 REPOSITORY = (
-    Package(
-        "moekit-triton",
-        experts=("triton", "triton_batched"),
-        devices=("cuda>=8.0",),
-        schemes=(
-            "none", "fp8_*", "int8_channel_token", "int8_w8a16", "int4_w4a16_*[!r]", "mxfp4_w4a16",
-        ),
-        needs=_KERNELS,
+    _package(
+        "moekit-triton", experts="triton triton_batched", devices="cuda>=8.0", needs=_KERNELS,
+        schemes="none fp8_* int8_channel_token int8_w8a16 int4_w4a16_*[!r] mxfp4_w4a16",
     ),
-    Package(
-        "moekit-marlin",
-        experts=("marlin", "marlin_batched"),
-        devices=("cuda>=8.0",),
-        schemes=("fp8_w8a16_*", "int8_w8a16", "int4_w4a16_*", "mxfp4_w4a16", "nvfp4_w4a16"),
-        needs=_KERNELS,
+    _package(
+        "moekit-marlin", experts="marlin marlin_batched", devices="cuda>=8.0", needs=_KERNELS,
+        schemes="fp8_w8a16_* int8_w8a16 int4_w4a16_* mxfp4_w4a16 nvfp4_w4a16",
     ),
-    Package(
-        "moekit-deepgemm",
-        experts=("deepgemm", "deepgemm_batched"),
-        devices=("cuda==9.0",),
-        schemes=("none", "fp8_block"),
-        needs=_KERNELS,
+    _package(
+        "moekit-deepgemm", experts="deepgemm deepgemm_batched", devices="cuda==9.0",
+        schemes="none fp8_block", needs=_KERNELS,
     ),
-    Package(
-        "moekit-cutlass",
-        experts=("cutlass", "cutlass_batched"),
-        devices=("cuda==9.0",),
-        schemes=("none", "fp8_tensor", "fp8_tensor_static", "fp8_channel_token"),
-        needs=_KERNELS,
+    _package(
+        "moekit-cutlass", experts="cutlass cutlass_batched", devices="cuda==9.0",
+        schemes="none fp8_tensor fp8_tensor_static fp8_channel_token", needs=_KERNELS,
     ),
-    Package(
-        "moekit-ktransformers",
-        experts=("ktransformers",),
-        devices=("cpu",),
-        schemes=("fp8_block", "fp8_w8a16_block", "int4_w4a16_g32", "mxfp4_w4a16"),
+    _package(
+        "moekit-ktransformers", experts="ktransformers", devices="cpu",
+        schemes="fp8_block fp8_w8a16_block int4_w4a16_g32 mxfp4_w4a16",
     ),
-    Package("moekit-naive", dispatchers=("naive",), devices=("cpu", "cuda")),
-    Package(
-        "moekit-nvlink",
-        dispatchers=("nvlink_ht", "nvlink_ll"),
-        devices=("cuda>=8.0",),
-        needs=_KERNELS,
+    _package("moekit-naive", dispatchers="naive", devices="cpu cuda"),
+    _package("moekit-nvlink", dispatchers="nvlink_ht nvlink_ll", devices="cuda>=8.0",
+             needs=_KERNELS),
+    _package(
+        "moekit-flashinfer", experts="flashinfer_cutlass", devices="cuda==9.0", needs=_KERNELS,
+        dispatchers="flashinfer_alltoall flashinfer_alltoall_two_sided flashinfer_allgather",
+        schemes="none fp8_tensor_static fp8_block",
     ),
-    Package(
-        "moekit-flashinfer",
-        dispatchers=(
-            "flashinfer_alltoall", "flashinfer_alltoall_two_sided", "flashinfer_allgather",
-        ),
-        experts=("flashinfer_cutlass",),
-        devices=("cuda==9.0",),
-        schemes=("none", "fp8_tensor_static", "fp8_block"),
-        needs=_KERNELS,
+    _package(
+        "moekit-deepep", dispatchers="deepep_ht deepep_ll deepep_elastic", devices="cuda==9.0"
     ),
-    Package(
-        "moekit-deepep",
-        dispatchers=("deepep_ht", "deepep_ll", "deepep_elastic"),
-        devices=("cuda==9.0",),
-    ),
-    Package("moekit-pplx", dispatchers=("pplx",), devices=("cuda>=9.0",)),
-    Package(
+    _package("moekit-pplx", dispatchers="pplx", devices="cuda>=9.0"),
+    _package(
         "moekit-bench",
         commands={
             "bench": "time experts, dispatchers (--dispatch) or whole layers (--layers)",

@@ -14,4 +14,4 @@ from moekit.eplb.policy import improve as improve
 from moekit.eplb.rebalancer import LoadWindow as LoadWindow
 from moekit.eplb.rebalancer import Rebalancer as Rebalancer
 from moekit.eplb.rebalancer import RebalanceReport as RebalanceReport
-from moekit.layer.placement import Placement as Placement
+from moekit.layer.replicas import Placement as Placement

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moekit.contract import PackedWeights
 from moekit.errors import GroupMismatch, InvalidInput, MoekitError, PeerFailed, WeightsError
-from moekit.layer.placement import Placement
+from moekit.layer.replicas import Placement
 from moekit.runtime.checks import device_of
 from moekit.runtime.group import has_backend, same
 from moekit.runtime.workspace import settle

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moekit.errors import InvalidInput, InvalidProblem
-from moekit.layer.placement import Placement
+from moekit.layer.replicas import Placement
 
 Policy = Callable[[Tensor, Placement], "Tensor | Sequence[int]"]
 """(load_E, current placement) -> the logical expert of each of P physical experts.

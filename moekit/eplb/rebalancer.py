@@ -18,8 +18,7 @@ from moekit.eplb.policy import Balanced, Policy, improve
 from moekit.errors import InvalidInput, Unsupported, WeightsError
 from moekit.kernel import ModularKernel
 from moekit.layer.layer import FusedMoE
-from moekit.layer.placement import Placement
-from moekit.layer.replicas import to_physical
+from moekit.layer.replicas import Placement, to_physical
 from moekit.runtime.checks import ID_DTYPES, check_ids, check_tensor, check_tokens, device_of
 from moekit.untrusted.arguments import MAX_TOKENS, shown
 

@@ -24,10 +24,8 @@ _ROUTED = re.compile(r"(?<!shared)(?<!shared_)(experts|moe)$", re.IGNORECASE)
 def settle(model: Any) -> None:
     """Make every experts module of ``model`` follow the config of the model that it belongs to.
 
-    transformers reaches neither modules with a copy of that config nor modules of `OWN`.
-
-    Raises:
-        Unsupported: The config asks for moekit, and an experts module asks no config.
+    transformers reaches neither modules with a copy of that config nor modules of `OWN`. Raises
+    Unsupported if the config asks for moekit, and an experts module asks no config.
     """
     found = list(_experts(model, model))
     outside = {

@@ -132,11 +132,8 @@ class Layer:
 
     @classmethod
     def forget(cls, layers: Iterable[Layer] | None = None) -> None:
-        """Drop the packed weights of ``layers``; None drops all of them, and all kernels.
-
-        Raises:
-            WeightsError: A living module has no other weights.
-        """
+        """Drop the packed weights of ``layers``; None drops all of them, and all kernels. Raises
+        WeightsError if a living module has no other weights."""
         with _lock:
             chosen = list(cls.numbered.values() if layers is None else layers)
             lost = [x for x in chosen if x.packed is not None and _freed(x._module())]

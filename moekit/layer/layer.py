@@ -18,9 +18,8 @@ from moekit.errors import MoekitError
 from moekit.layer import ops, parameters
 from moekit.layer.flow import LayerFlow, LayerInputs
 from moekit.layer.parallelism import LayerParallelism
-from moekit.layer.placement import Placement
 from moekit.layer.ranks import LayerRanks
-from moekit.layer.replicas import check_replicas, to_physical
+from moekit.layer.replicas import Placement, check_replicas, to_physical
 from moekit.layer.router import Router, RoutingConfig
 from moekit.problem import MoEProblem
 from moekit.problem.activation import Activation

@@ -67,10 +67,8 @@ class LayerRanks:
         """Return the most tokens of any rank, or None if no rank needs to know.
 
         Where the kernel has a capacity and the caller does not know ``max_tokens``, the ranks agree
-        by an all-reduce, on the host if the group has a CPU backend.
-
-        Raises:
-            InvalidInput: The all-reduce would synchronize a CUDA graph that is being captured.
+        by an all-reduce, on the host if the group has a CPU backend. Raises InvalidInput if the
+        all-reduce would synchronize a CUDA graph that is being captured.
         """
         if not self.moves:
             return tokens

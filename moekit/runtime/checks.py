@@ -50,14 +50,11 @@ def check_call(
     by_value: bool,
     made_for: Mapping[str, object],
 ) -> None:
-    """Raise an error for arguments that the call cannot compute.
+    """Raise InvalidInput, WeightsError or CapacityExceeded for arguments that are wrong.
 
     Args:
         by_value: also look into ids and weights, which waits for the device.
         made_for: `weights_of` the problem.
-
-    Raises:
-        InvalidInput, WeightsError, CapacityExceeded: which argument is wrong, and how.
     """
     ids, topk_weights = routing.topk_ids, routing.topk_weights
     shape, device = x.shape, x.device

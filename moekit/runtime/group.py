@@ -56,13 +56,11 @@ def same_choice(
     timeout: float | None = None,
 ) -> None:
     """Raise GroupMismatch on all ranks unless all chose alike. Collective if there are ranks.
+    Raises PeerFailed if a rank did not come.
 
     Args:
         fault: why this rank has not chosen.
         timeout: as in `resolve`.
-
-    Raises:
-        PeerFailed: a rank did not come.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return  # `resolve` reports that

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from moekit.errors import Unsupported
 
+_DENSE = torch.contiguous_format
+
 
 class Operators(NamedTuple):
     """Two operators of one function; torch.compile captures no CUDA graph of the second one."""
@@ -48,10 +50,6 @@ def _made(
     operator = torch.library.custom_op(
         f"moekit::{name}", run, mutates_args=(), schema=schema, tags=tags
     )
-    operator.register_fake(_like_x)
+    operator.register_fake(lambda x, *_: torch.empty_like(x, memory_format=_DENSE))
     operator.register_autograd(no_backward)
     return operator
-
-
-def _like_x(x: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)

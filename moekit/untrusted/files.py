@@ -10,12 +10,9 @@ import math
 import os
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moekit.untrusted.arguments import shown
-
-if TYPE_CHECKING:
-    from importlib.abc import Traversable
 
 MAX_JSON = 1 << 24  # bytes; the largest config.json in use has fewer than a tenth
 _MAX_VALUES = 4_000_000  # in one file; a header has about eight for each tensor
@@ -33,9 +30,9 @@ def open_regular(path: Path) -> int:
     return fd
 
 
-def read_json(path: Path | Traversable, most: int = MAX_JSON) -> Any:
-    """Return `parse_json` of a file of at most ``most`` bytes, which may be in a zip file."""
-    with open(open_regular(path), "rb") if isinstance(path, Path) else path.open("rb") as stream:
+def read_json(path: Path, most: int = MAX_JSON) -> Any:
+    """Return `parse_json` of a file of at most ``most`` bytes."""
+    with open(open_regular(path), "rb") as stream:
         data = stream.read(most + 1)
     if len(data) > most:
         raise ValueError(f"it has more than {most} bytes")

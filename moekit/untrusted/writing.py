@@ -18,10 +18,8 @@ _PLACE = "name a file in a folder of yours"
 def replace_file(file: Path, text: str, remedy: str = _PLACE) -> None:
     """Write ``file`` atomically: a reader sees either the old text or the new one.
 
-    A device or a pipe, such as /dev/null, is written to instead. Folders are made.
-
-    Raises:
-        MoekitError: The file cannot be written; ``remedy`` says what to do.
+    A device or a pipe, such as /dev/null, is written to instead. Folders are made. Raises
+    MoekitError if the file cannot be written; ``remedy`` says what to do.
     """
     with _writing(file, remedy):
         if file.exists() and not file.is_file():

@@ -19,7 +19,7 @@ from moekit.contract.specs import ExpertsSpec
 from moekit.discovery.registry import Registry, registry
 from moekit.eplb.migrate import migrate
 from moekit.errors import BackendBroken, UnknownBackend, Unsupported
-from moekit.layer.placement import Placement
+from moekit.layer.replicas import Placement
 from moekit.plugin import weight_and_reduce
 from moekit.problem import ActivationFormat
 from moekit.runtime.workspace import Workspace

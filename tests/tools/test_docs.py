@@ -11,7 +11,7 @@ import torch
 
 import moekit
 import moekit.plugin
-from moekit.discovery.hooks import MoekitSpecs
+from moekit.discovery.entry_points import MoekitSpecs
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

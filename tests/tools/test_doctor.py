@@ -15,9 +15,10 @@ from fake_plugins import Fakes, offers, only_named
 from moekit.backends import cpu_costs
 from moekit.cli.doctor import system
 from moekit.cli.main import main
+from moekit.selection.tuned import user_path
 
 NEEDY = ", requires=('json', 'no_such_lib'), install_hint='pip install no-such-lib'"
-GROUPS = ["versions", "backends", "devices", "network", "caches"]
+GROUPS = ["versions", "backends", "devices"]
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +47,6 @@ def test_a_machine_without_faults(tmp_path: Path, capsys: pytest.CaptureFixture[
     code, found = examined(capsys)
     assert code == 0
     assert found["torch"] == ("ok", found["torch"][1]) and "every scheme" in found["torch"][1]
-    assert found["tuned tables"] == ("ok", str(tmp_path / "cache" / "moekit" / "tuned"))
     assert not (tmp_path / "cache").exists()  # nothing is left behind
 
 
@@ -91,28 +91,6 @@ def test_a_blocked_plugin_is_no_fault(
     assert code == 0 and found["good"][0] == "no" and "MOEKIT_BLOCK" in found["good"][1]
 
 
-def test_caches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("ACME_CACHE_DIR", str(tmp_path / "file" / "kernels"))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "new" / "kernels"))
-    monkeypatch.setenv("MOEKIT_TUNED", str(tmp_path / "file"))
-    code, found = examined(capsys)
-    assert code == 1
-    assert found["ACME_CACHE_DIR"][0] == "bad" and "file/kernels" in found["ACME_CACHE_DIR"][1]
-    assert found["TRITON_CACHE_DIR"] == ("ok", str(tmp_path / "new" / "kernels"))
-    assert found["tuned tables"] == ("ok", str(tmp_path / "file"))
-    assert found["file"][0] == "bad" and "measure again" in found["file"][1]
-
-    def read_only(**options: object) -> NoReturn:
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr("tempfile.TemporaryFile", read_only)
-    code, found = examined(capsys)
-    assert code == 1 and "Read-only file system" in found["TRITON_CACHE_DIR"][1]
-
-
 def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     """No command fails for a user without a name, as some containers run processes."""
 
@@ -122,62 +100,8 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "home", nowhere)
     for variable in ("XDG_CACHE_HOME", "MOEKIT_TUNED", "TRITON_HOME"):
         monkeypatch.delenv(variable, raising=False)
-    places = {name: text for name, _, text in system.caches({})}
-    assert "/nonexistent/.cache/moekit/tuned" in places["tuned tables"]
+    assert user_path() == Path("/nonexistent/.cache/moekit/tuned")
     assert cpu_costs._file("").parent == Path("/nonexistent/.cache/moekit")
-
-
-CHECKS = """
-import os
-
-def checks():
-    yield "steam", "ok", "42 bar"
-    yield "valve", "bad", "it is stuck"
-    {then}
-"""
-
-
-def add_checks(fakes: Fakes, name: str, then: str = "pass") -> None:
-    entries = f"[moekit.checks]\n{name} = fake_{name}_dist:checks\n"
-    fakes.install(name, CHECKS.format(then=then), entries=entries)
-
-
-def test_packages_offer_checks(
-    only: Callable[..., Fakes], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    add_checks(only("acme"), "acme")
-    code, found = examined(capsys)
-    assert code == 1 and found["steam"] == ("ok", "42 bar (acme-dist 1.0)")
-    assert found["valve"] == ("bad", "it is stuck (acme-dist 1.0)")
-    monkeypatch.setenv("MOEKIT_BLOCK", "acme-dist")
-    monkeypatch.delenv("MOEKIT_PLUGINS")
-    assert "steam" not in examined(capsys)[1]
-
-
-@pytest.mark.parametrize(
-    ("then", "said"),
-    [
-        ("raise RuntimeError('boom')", "RuntimeError: boom"),
-        ("os._exit(3)", "exit"),
-        ("yield 'x', 'maybe', 'y'", "not ok, no or bad"),
-        ("yield 5", "TypeError"),
-    ],
-)
-def test_checks_that_fail(
-    only: Callable[..., Fakes], capsys: pytest.CaptureFixture[str], then: str, said: str
-) -> None:
-    """Findings before the failure count, and the other groups are examined."""
-    add_checks(only("acme"), "acme", then)
-    code, found = examined(capsys)
-    assert code == 1 and found["steam"][0] == "ok" and "tuned tables" in found
-    assert found["acme"][0] == "bad" and said in found["acme"][1]
-
-
-def test_network_variables(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("NCCL_IB_DISABLE", "1")
-    assert examined(capsys)[1]["NCCL_IB_DISABLE"] == ("ok", "1")
 
 
 def test_a_group_that_fails_leaves_the_others(
@@ -189,7 +113,7 @@ def test_a_group_that_fails_leaves_the_others(
     monkeypatch.setattr(system, "devices", lost)
     code, found = examined(capsys)
     assert code == 1 and found["looking"] == ("bad", "RuntimeError: driver lost")
-    assert found["tuned tables"][0] == "ok"
+    assert found["torch"][0] == "ok"
 
 
 @pytest.mark.parametrize("limit", ["0", "-1", "soon", "nan"])

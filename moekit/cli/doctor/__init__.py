@@ -1,8 +1,7 @@
 """``python -m moekit doctor``: is this machine fit for what is installed, and if not, why not?
 
-Unlike `plugins` and `explain`, the doctor tries things: it loads every backend that could serve
-this device, runs the checks that packages offer, and writes to the caches. It leaves nothing
-behind.
+Unlike `plugins` and `explain`, the doctor tries things: it computes on every device, and loads
+every backend that could serve one. It leaves nothing behind.
 Code of plugins runs in separate processes, so that a plugin that hangs, crashes or exits is a
 finding like any other.
 """
@@ -65,10 +64,7 @@ def examine(seconds: float) -> Iterator[Finding]:
     for group, look in (
         ("versions", system.versions),
         ("backends", lambda: backends.examine(os.environ, seconds)),
-        ("checks", lambda: backends.checks(os.environ, seconds)),
         ("devices", system.devices),
-        ("network", lambda: system.network(os.environ)),
-        ("caches", lambda: system.caches(os.environ)),
     ):
         try:
             for name, state, text in look():

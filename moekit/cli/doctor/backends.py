@@ -1,17 +1,11 @@
-"""The doctor's checks of plugins: their backends, and the checks that packages offer.
-
-A package offers checks by an entry point of group ``moekit.checks``: the value names a function
-``() -> Iterable[tuple[str, str, str]]`` as ``"package.module:function"``. Each item is a finding:
-what was tried, its state (ok, no or bad), and what was found or what to do.
-"""
+"""The doctor's checks of plugins' backends."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import astuple
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -21,11 +15,7 @@ from moekit.errors import MoekitError
 from moekit.problem import DTYPES, DeviceSpec, MoEProblem, ParallelConfig
 from moekit.problem.quant import SCHEMES
 from moekit.untrusted import process as isolate
-from moekit.untrusted.arguments import shown
 from moekit.untrusted.code import message
-
-CHECKS = "moekit.checks"
-_STATES = ("ok", "no", "bad")
 
 _Found = Iterator[tuple[str, str, str]]  # name, state and text of each finding
 
@@ -73,28 +63,6 @@ def _examine_plugin(source: discovery.Source, device: DeviceSpec, tell: isolate.
     for spec in state.backends:
         tell("step", f"{spec.kind} {spec.name!r} was tried")
         tell("finding", spec.name, *_try_backend(spec, device))
-
-
-def checks(environ: Mapping[str, str], seconds: float) -> _Found:
-    """Yield the findings of each package's checks, made in a separate process."""
-    for source, blocked in discovery.listed(environ, CHECKS):
-        if blocked:
-            continue
-        owner = f"{source.distribution} {source.version}"
-        answers, fault = isolate.run(partial(_run_checks, source.load), seconds)
-        for name, state, text in answers:
-            yield name, state, f"{text} ({owner})"
-        if fault:
-            yield source.name, "bad", f"its checks failed: {fault} ({owner})"
-
-
-def _run_checks(load: Callable[[], object], tell: isolate.Report) -> None:
-    check: Any = load()
-    for found in check():
-        name, state, text = found
-        if state not in _STATES:
-            raise ValueError(f"the state of {shown(name)} is {shown(state)}, not ok, no or bad")
-        tell(str(name), state, str(text))
 
 
 def _device(seconds: float) -> tuple[DeviceSpec, str]:

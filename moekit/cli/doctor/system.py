@@ -1,4 +1,4 @@
-"""The doctor's checks of versions, devices, the network and caches."""
+"""The doctor's checks of versions and devices."""
 
 from __future__ import annotations
 
@@ -7,21 +7,13 @@ import itertools
 import os
 import platform
 import shutil
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import moekit
-from moekit.errors import MoekitError
 from moekit.problem import DeviceSpec
-from moekit.selection.tuned import table, user_path
-from moekit.untrusted.folders import cache_folder, home_folder
-
-_FEW_BYTES = 1 << 30
-_PREFIXES = ("MOEKIT_", "NCCL_", "NVSHMEM_", "GLOO_", "TRITON_", "CUDA_", "TORCH_NCCL_")
 
 _Found = Iterator[tuple[str, str, str]]  # name, state and text of each finding
 
@@ -87,71 +79,6 @@ def _links(found: Sequence[torch.device], count: int = 1 << 20) -> _Found:
             yield name, "bad", "a copy arrived changed: peer access does not work"
     if not wrong:
         yield "links", "ok", "copies between all devices arrive"
-
-
-def network(environ: Mapping[str, str]) -> _Found:
-    """Yield what ranks communicate with; a machine with one GPU needs none of it."""
-    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
-        version: Any = torch.cuda.nccl.version
-        nccl = ".".join(map(str, version())) if torch.cuda.is_available() else ""
-        yield "NCCL", "ok", nccl or "in torch"
-    else:
-        yield "NCCL", "no", "not in this torch: ranks use gloo"
-    distributions = ("nvidia-nvshmem-cu12", "nvidia-nvshmem-cu13")
-    nvshmem = [f"{name} {_installed(name)}" for name in distributions if _installed(name)]
-    yield "NVSHMEM", "ok" if nvshmem else "no", ", ".join(nvshmem) or "none"
-    shared = Path("/dev/shm")
-    if shared.is_dir():
-        free = shutil.disk_usage(shared).free
-        text = f"{free / 2**30:.1f} GiB free"
-        if free < _FEW_BYTES:
-            text += "; NCCL may need more between ranks (docker: --shm-size=8g)"
-        yield str(shared), "ok" if free >= _FEW_BYTES else "no", text
-    for name in sorted(n for n in environ if n.startswith(_PREFIXES)):
-        value = environ[name]
-        lost = name.endswith("_PATH") and value and not Path(value).exists()
-        yield name, *(("bad", f"{value} does not exist") if lost else ("ok", value or "(empty)"))
-
-
-def caches(environ: Mapping[str, str]) -> _Found:
-    """Yield the folders that keep kernels and tables: named by a variable, or a default."""
-    home = home_folder()
-    folders = {
-        "tuned tables": user_path(),
-        "cache": cache_folder(),
-        "TRITON_CACHE_DIR": Path(environ.get("TRITON_HOME") or home) / ".triton" / "cache",
-        "temporary files": Path(tempfile.gettempdir()),
-    }
-    named = {n: Path(v) for n, v in environ.items() if n.endswith("_CACHE_DIR") and v}
-    for name, path in {**folders, **named}.items():
-        yield name, *_try_folder(path)
-    tables = folders["tuned tables"]
-    for file in sorted(tables.glob("[!.]*.json")) if tables.is_dir() else [tables]:
-        try:
-            if file.exists():
-                table.read(file)
-        except MoekitError as error:
-            yield file.name, "bad", str(error)
-
-
-def _try_folder(path: Path) -> tuple[str, str]:
-    """Write to ``path``, or to the folder it would be made in; return ok or bad, and why."""
-    place = path.parent if path.is_file() else path.absolute()
-    while not place.exists():
-        place = place.parent
-    try:
-        with tempfile.TemporaryFile(dir=place) as file:
-            file.write(b"moekit")
-        free = shutil.disk_usage(place).free
-    except OSError as error:
-        why = error.strerror or error
-        return "bad", (
-            f"{path}: {why}; kernels would be compiled at every start: name a folder of yours by "
-            "HOME, XDG_CACHE_HOME or the cache's own variable"
-        )
-    if free < _FEW_BYTES:
-        return "bad", f"{path}: {free / 2**20:.0f} MiB free, at least {_FEW_BYTES >> 20} are needed"
-    return "ok", str(path)
 
 
 def _cuda_path() -> str:

@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import os
 import re
-from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from moekit.problem import MoEProblem
 from moekit.untrusted.folders import cache_folder
 
 VARIABLE = "MOEKIT_TUNED"
 # A folder for each architecture.
-SHIPPED: Any = resources.files(__package__) / "shipped"
+SHIPPED = Path(__file__).with_name("shipped")
 
 
 def any_for(problem: MoEProblem) -> bool:

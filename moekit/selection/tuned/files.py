@@ -13,17 +13,13 @@ import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from moekit.errors import MoekitError
 from moekit.selection.tuned import VARIABLE, slug, user_path
 from moekit.untrusted.files import read_json
-
-if TYPE_CHECKING:
-    from importlib.abc import Traversable
 
 logger = logging.getLogger("moekit")
 
@@ -57,7 +53,7 @@ def nearest(keys: Iterable[T], distance_to: Callable[[T], float]) -> tuple[T, fl
 class TableFiles(Generic[T, M]):
     """The tables of one kind.
 
-    shipped: the package's folder of tables; `importlib.resources` also finds it in a zip file.
+    shipped: the package's folder of tables.
     parse: makes a table of a file's JSON; raises ValueError, TypeError, LookupError or
         AttributeError for JSON that is not a table.
     merge: makes one table of several. Later ones count more: the user's come after the shipped
@@ -66,7 +62,7 @@ class TableFiles(Generic[T, M]):
     owner: the subfolder of the user's tables; empty: the folder itself, which may be a file.
     """
 
-    shipped: Path | Traversable
+    shipped: Path
     parse: Callable[[Any], T]
     merge: Callable[[Sequence[T]], M]
     remedy: str
@@ -90,7 +86,7 @@ class TableFiles(Generic[T, M]):
         merged: M = _merged(self, (*_files(self.shipped, pattern), *users))
         return merged
 
-    def read(self, file: Path | Traversable) -> T:
+    def read(self, file: Path) -> T:
         """Return the table in ``file``. Raises MoekitError, which names the first fault in it."""
         try:
             return self.parse(read_json(file))
@@ -113,12 +109,10 @@ def _warn_missing(named: str) -> None:
 
 
 # A file and its identity: device, inode, size and time of change.
-_Signature = tuple[Any, int, int, int, int]
+_Signature = tuple[Path, int, int, int, int]
 
 
-def _files(path: Any, pattern: str) -> tuple[_Signature, ...]:
-    if not isinstance(path, Path):
-        return _zipped(path, pattern)
+def _files(path: Path, pattern: str) -> tuple[_Signature, ...]:
     try:
         files = sorted(path.glob(pattern)) if path.is_dir() else [path]
         stats = [(file, file.stat()) for file in files if file.exists()]
@@ -129,22 +123,13 @@ def _files(path: Any, pattern: str) -> tuple[_Signature, ...]:
 
 
 @lru_cache(maxsize=64)
-def _zipped(folder: Any, pattern: str) -> tuple[_Signature, ...]:
-    """Return the files in a folder of a zip file, which does not change."""
-    if not folder.is_dir():
-        return ()
-    files = (file for file in folder.iterdir() if fnmatch(file.name, pattern))
-    return tuple((file, 0, 0, 0, 0) for file in sorted(files, key=lambda file: file.name))
-
-
-@lru_cache(maxsize=64)
 def _merged(kind: TableFiles[Any, Any], files: tuple[_Signature, ...]) -> Any:
     tables = [_read_or_warn(kind, *file) for file in files]
     return kind.merge([table for table in tables if table is not None])
 
 
 @lru_cache(maxsize=256)
-def _read_or_warn(kind: TableFiles[Any, Any], file: Any, *signature: int) -> Any:
+def _read_or_warn(kind: TableFiles[Any, Any], file: Path, *signature: int) -> Any:
     try:
         return kind.read(file)
     except MoekitError as error:

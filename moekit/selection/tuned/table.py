@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +123,7 @@ def known(arch: str) -> Table:
     return _files(tuned.SHIPPED, arch).known()
 
 
-@lru_cache(maxsize=64)  # one folder in a zip file is one object
-def _files(shipped: Any, arch: str) -> TableFiles[Table, Table]:
+def _files(shipped: Path, arch: str) -> TableFiles[Table, Table]:
     remedy = "measure again with `python -m moekit tune --select`"
     return TableFiles(shipped / tuned.slug(arch), parse, merge, remedy)
 

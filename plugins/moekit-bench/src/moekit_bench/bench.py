@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ def main(argv: Sequence[str]) -> int:
         text = f"{kind.text} `{option} --help` has the options."
         kinds.add_argument(option, action="store_true", help=text)
     options.add(parser, mode.options)
+    parser.set_defaults(batch_invariant=False)
     args = parser.parse_args(argv)
     if getattr(args, "list_shapes", False):
         print(_shape_list())
@@ -68,19 +70,11 @@ def _run(mode: _Mode, args: argparse.Namespace, command: str) -> int:
 # -- experts ----------------------------------------------------------------------------------
 
 
-def _experts(args: argparse.Namespace, command: str) -> ExpertsSweep:
-    asked = unnamed() if args.experts is None else args.experts
+def _experts(args: argparse.Namespace, command: str, training: bool = False) -> ExpertsSweep:
+    asked = unnamed(training) if args.experts is None else args.experts
     found = backends(beside(asked) if args.batch_invariant else asked)
     found += baselines(args.baselines, args.only_baselines)
-    return experts_sweep(args, found, command)
-
-
-def _train(args: argparse.Namespace, command: str) -> ExpertsSweep:
-    asked = args.experts
-    if asked is None:
-        asked = [name for name in unnamed() if registry().experts[name].training]
-    found = backends(asked) + baselines(args.baselines, args.only_baselines)
-    return experts_sweep(args, found, command, training=True)
+    return experts_sweep(args, found, command, training)
 
 
 def experts_sweep(
@@ -194,7 +188,7 @@ _MODES = {
             "tokens": "4096,16384", "baselines": [], "only-baselines": None,
             "list-shapes": False,
         },
-        _train,
+        partial(_experts, training=True),
     ),
     "--dispatch": _Mode(
         "Time dispatchers without experts, over tokens on each rank; each is checked.",

@@ -97,9 +97,10 @@ def backends(names: Sequence[str]) -> list[Implementation]:
     return [backend(name) for name in names]
 
 
-def unnamed() -> list[str]:
+def unnamed(training: bool = False) -> list[str]:
     """Return the experts backends that are measured without being named."""
-    return [spec.name for spec in registry().experts.values() if spec.priority >= 0]
+    specs = registry().experts.values()
+    return [s.name for s in specs if s.priority >= 0 and (s.training or not training)]
 
 
 def baselines(paths: Sequence[str], only: Sequence[str] | None = None) -> list[Implementation]:

@@ -258,10 +258,7 @@ def release(device: torch.device) -> None:
 
 def attempt(device: torch.device, function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
     """Return what ``function`` returns, or else None and why it failed, with its memory released.
-
-    Raises:
-        DeviceLost: The failure left the device unusable.
-    """
+    Raises DeviceLost if the failure left the device unusable."""
     try:
         return function(*args), ""
     except DeviceLost:

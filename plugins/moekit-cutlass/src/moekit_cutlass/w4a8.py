@@ -32,9 +32,7 @@ def pack(weights: ExpertWeights, problem: MoEProblem, backend: str) -> PackedWei
     """Return, per GEMM, weights int32 (L, N, K / 8) in the library's order, ``_table`` e4m3
     (L, K / 128, N, 8), ``_scale`` fp32 (L, N), ``_layout`` int32 (L, few), and the biases.
 
-    Raises:
-        WeightsError: The weights are not on the GPU. Only an operator of the library, which runs
-            there, can bring them into its order.
+    Raises WeightsError if the weights are not on the GPU, where the operator runs that orders them.
     """
     experts: dict[str, Tensor] = {}
     for name in ("w13", "w2"):

@@ -127,11 +127,8 @@ def normal(group: dist.ProcessGroup, hidden_size: int) -> Lease[Held]:
 def low_latency(
     group: dist.ProcessGroup, capacity: int, hidden_size: int, num_experts: int
 ) -> Lease[Held]:
-    """Take a `deep_ep.Buffer` in low-latency mode, for ``capacity`` tokens of each rank.
-
-    Raises:
-        GroupMismatch: NVSHMEM connects other ranks already, and it can do so once per process.
-    """
+    """Take a `deep_ep.Buffer` in low-latency mode, for ``capacity`` tokens of each rank. Raises
+    GroupMismatch: NVSHMEM connects other ranks already, and it can do so once per process."""
     ranks = dist.get_process_group_ranks(group)
     nbytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(
         capacity, hidden_size, len(ranks), num_experts

@@ -64,11 +64,8 @@ def nvcc() -> str | None:
 
 
 def load() -> ModuleType:
-    """Import the library and return its module.
-
-    Raises:
-        BackendBroken: There is no supported library, or it does not load.
-    """
+    """Import the library and return its module. Raises BackendBroken if there is no supported
+    library, or it does not load."""
     place = next((place for place in candidates() if not _fault(place)), None)
     if place is None:
         why = "; ".join(unsupported()) or "deep_gemm is not installed"

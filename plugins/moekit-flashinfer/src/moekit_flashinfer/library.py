@@ -91,10 +91,7 @@ def autotune() -> AbstractContextManager[None]:
 @contextmanager
 def compiling(make_spec: Any) -> Iterator[None]:
     """Log a warning if FlashInfer has to compile the module inside the block, which takes minutes.
-
-    Raises:
-        BackendError: Compilation is disabled (FLASHINFER_DISABLE_JIT), or it failed.
-    """
+    Raises BackendError if compilation is disabled (FLASHINFER_DISABLE_JIT), or it failed."""
     spec = make_spec()
     if not spec.is_compiled:
         logger.warning(

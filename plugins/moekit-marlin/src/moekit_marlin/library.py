@@ -27,11 +27,8 @@ ARGUMENTS = (
 
 @functools.cache
 def operator() -> Callable[..., None]:
-    """Return the operator; the first call loads the library.
-
-    Raises:
-        BackendBroken: The library does not load, or its operator takes other arguments.
-    """
+    """Return the operator; the first call loads the library. Raises BackendBroken if the library
+    does not load, or its operator takes other arguments."""
     found: Callable[..., None] = VLLM.operator(OPERATOR, ARGUMENTS)
     logger.info(
         "Marlin's first call for a dtype and a weight format may take minutes: where vllm's "

@@ -8,11 +8,8 @@ from moekit.errors import BackendBroken
 
 
 def all_to_all() -> Any:
-    """Return the library's class AllToAll.
-
-    Raises:
-        BackendBroken: The package is installed, but the library behind it did not load.
-    """
+    """Return the library's class AllToAll. Raises BackendBroken if the package is installed, but
+    the library behind it did not load."""
     import pplx_kernels
 
     if not hasattr(pplx_kernels.ops._ops, "all_to_all_intranode_create"):

@@ -9,7 +9,7 @@ import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -96,7 +96,7 @@ def _merge(tables: Iterable[list[Entry]]) -> list[Entry]:
 
 
 FILES: TableFiles[list[Entry], list[Entry]] = TableFiles(
-    shipped=resources.files(__package__) / "tuned",
+    shipped=Path(__file__).with_name("tuned"),
     parse=parse,
     merge=_merge,
     remedy="run `python -m moekit tune triton`",

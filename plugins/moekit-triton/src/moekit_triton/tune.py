@@ -270,10 +270,7 @@ def _jobs(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command, and return its exit code: 1 if something is left to do, 130 if stopped.
-
-    Raises:
-        MoekitError: The table cannot be read or written, or a worker process died.
-    """
+    Raises MoekitError if the table cannot be read or written, or a worker process died."""
     args, begin = _arguments(argv), time.monotonic()
     file = device_file(torch.cuda.get_device_name())
     out = args.out or FILES.user_folder() / file

@@ -22,10 +22,8 @@ def vllm_activation(name: str, numbers: Mapping[str, float | None]) -> Activatio
     """Return what vLLM computes for an activation (0.33, layers/fused_moe/activation.py).
 
     The limit clamps, alpha multiplies the gate in its sigmoid, and beta is added to the up
-    projection. A linear beta of zero or less means none.
-
-    Raises:
-        InvalidProblem: moekit has no such activation, or not with these numbers.
+    projection. A linear beta of zero or less means none. Raises InvalidProblem if moekit has no
+    such activation, or not with these numbers.
     """
     limit, alpha, beta, situ_beta, situ_linear = map(numbers.get, NUMBERS)
     if name == "situ":

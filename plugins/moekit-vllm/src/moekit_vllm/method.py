@@ -51,10 +51,8 @@ def _extended(stock: Any) -> Any:
 
             vLLM calls it again after each update of the weights in place. If it has quantized the
             weights itself, it calls it once more, when the layer has nothing left to quantize.
-
-            Raises:
-                MoekitError: moekit cannot take an update. It keeps the layer: CUDA graphs that were
-                    captured would go on with its former weights.
+            Raises MoekitError if moekit cannot take an update. It keeps the layer: CUDA graphs that
+            were captured would go on with its former weights.
             """
             online = bool(getattr(self, "uses_meta_device", False))
             if online and getattr(layer, _QUANTIZED, False):

@@ -23,10 +23,8 @@ def problem_of(layer: Any, quant: str, weights: ExpertWeights) -> MoEProblem:
 
     Unless moekit `dispatches`, vLLM's runner gathers tokens before the layer and sums ranks after
     it, so every rank passes the same tokens (``dp_size=1``) and the output is this rank's partial
-    sum.
-
-    Raises:
-        Unsupported: The layer needs something that moekit, or this way of calling it, has not.
+    sum. Raises Unsupported if the layer needs something that moekit, or this way of calling it, has
+    not.
     """
     config, moves = layer.moe_config, dispatches(layer)
     if reasons := _refusals(layer):

@@ -10,8 +10,7 @@ import torch
 from fused_moe_cases import SIZES, loaded, make, push, stacks
 from layer_cases import E, H, K, logits_for
 from moekit_vllm import FusedMoE
-from moekit_vllm.layer.keywords import set_ranks
-from moekit_vllm.layer.quantization import resolve
+from moekit_vllm.layer.keywords import resolve, set_ranks
 from torch import nn
 
 import moekit

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import moekit
 from moekit import ParallelConfig
 from moekit.errors import WeightsError
-from moekit.layer.placement import Placement
+from moekit.layer.replicas import Placement
 from moekit.testing.cases import random_weights
 
 

@@ -26,7 +26,6 @@ from moekit import Activation, ExpertWeights, LayerParallelism, PackedWeights, Q
 from moekit.checkpoint import PushedExperts
 from moekit.errors import WeightsError
 from moekit_vllm.layer import keywords as vllm
-from moekit_vllm.layer.quantization import resolve
 from moekit_vllm.packed import copy, forms, tensors
 
 
@@ -101,7 +100,7 @@ class FusedMoE(moekit.FusedMoE):
         fields = {n: v for n, v in keywords.items() if n in LayerParallelism.__dataclass_fields__}
         spread = LayerParallelism(**fields)
         sizes = (hidden_size, intermediate_size, spread.config().tp_size)
-        format, scheme = resolve(quant_config, quant, dequantize, sizes, prefix or "experts")
+        format, scheme = vllm.resolve(quant_config, quant, dequantize, sizes, prefix or "experts")
         computed = vllm.activation_of(activation, is_act_and_mul, keywords)
         output_scale = vllm.set_routing(
             keywords, custom_routing_function, hash_indices_table, apply_routed_scale_to_output

@@ -42,12 +42,9 @@ READERS: Mapping[str, Callable[[Any, Any], tuple[str, ExpertWeights]]] = {
 
 
 def read(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
-    """Return the scheme of a layer's loaded weights, and the weights, as views if possible.
-
-    Raises:
-        Unsupported: moekit does not know how the method stores weights, or has no scheme that
-            computes with them exactly.
-    """
+    """Return the scheme of a layer's loaded weights, and the weights, as views if possible. Raises
+    Unsupported if moekit does not know how the method stores weights, or has no scheme that
+    computes with them exactly."""
     for ancestor in type(method).__mro__:
         if (reader := READERS.get(ancestor.__name__)) is not None:
             return reader(layer, method)
