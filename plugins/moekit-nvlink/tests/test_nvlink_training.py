@@ -6,14 +6,13 @@ The gradient kit runs in test_nvlink_standin.py; here calls overwrite what other
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from moekit.testing.distributed import RankPool
 
@@ -110,60 +109,6 @@ def expect(found: list[Tensor | None], want: list[Tensor | None], what: str) -> 
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5, msg=lambda m: f"{what}: {m}")
 
 
-def micro_batches(rank: int, ranks: int, way: str) -> None:
-    """Run three micro-batches through two layers that share buffers, then their backwards.
-
-    way: checkpointed, or changed: the caller changes its ids before the backwards.
-    """
-    kernels = [kernel_of(rank, ranks) for _ in range(2)]
-    local = list(kernels[0].problem.local_experts)
-    mine = [weights_of(n).select(local)._map(lambda t: t.requires_grad_()) for n in range(2)]
-    busy: list[int] = []
-
-    def layer(n: int) -> Callable[[Tensor, Routing], Tensor]:
-        def call(x: Tensor, topk_weights: Tensor, routing: Routing) -> Tensor:
-            return kernels[n](x, mine[n], replace(routing, topk_weights=topk_weights))
-
-        def run(x: Tensor, routing: Routing) -> Tensor:
-            if way == "checkpointed":
-                return checkpoint(call, x, routing.topk_weights, routing, use_reentrant=False)
-            return call(x, routing.topk_weights, routing)
-
-        inner = kernels[n].experts.backward_weight
-
-        def backward_weight(*args: Any) -> None:
-            busy.append(kernels[n].dispatcher.lease.value.calls.in_flight)
-            inner(*args)
-
-        kernels[n].experts.backward_weight = backward_weight
-        return run
-
-    try:
-        batches, want = right(ranks, COUNTS, 2)
-        given = [Tokens.of(rank, b, n[rank]) for b, n in enumerate(COUNTS)]
-        outs = [model([layer(0), layer(1)], tokens) for tokens in given]
-        with torch.no_grad():
-            expect([model([layer(0), layer(1)], given[2])], [outs[2].detach()], "no gradients")
-        if way == "changed":
-            for tokens in given:
-                for routing in tokens.routings:
-                    routing.topk_ids.fill_(0)
-        for b in (2, 0, 1):
-            outs[b].backward(given[b].grad)
-        for b, tokens in enumerate(given):
-            what = f"rank {rank}, micro-batch {b}"
-            expect(tokens.gradients(), batches[rank][b].gradients(), what)
-        for n in range(2):
-            got = [t.grad for t in mine[n].tensors().values()]
-            whole = [t.grad[local] for t in want[n].tensors().values()]  # type: ignore[index]
-            expect(got, whole, f"rank {rank}, layer {n}")  # type: ignore[arg-type]
-        # No rank may send the next call's rows while these are read.
-        assert busy == [1] * len(busy) and len(busy) >= 6, busy
-    finally:
-        for kernel in kernels:
-            kernel.destroy()
-
-
 def failing_experts(rank: int, ranks: int) -> None:
     """Let parts of one rank's experts fail, more often than there are buffers."""
     kernel = kernel_of(rank, ranks)
@@ -201,32 +146,5 @@ def failing_experts(rank: int, ranks: int) -> None:
         kernel.destroy()
 
 
-def saved_by_a_call(rank: int, ranks: int) -> None:
-    kernel = kernel_of(rank, ranks)
-    try:
-        tokens = Tokens.of(rank, 0, CAPACITY)
-        routing = replace(tokens.routings[0], topk_weights=torch.ones(CAPACITY, TOP_K))
-        held = kernel.dispatcher
-        arrived = held.prepare(tokens.x.detach(), routing, None).result()
-        saved = [arrived.topk_ids, arrived.topk_weights, arrived.handle.places,
-                 arrived.handle.routing.topk_ids]  # fmt: skip
-        assert sum(t.nbytes for t in saved) <= held.transient_bytes(CAPACITY)
-        memory = arrived.handle.buffer.bytes
-        buffer = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes)
-        assert all(t.data_ptr() not in buffer for t in (arrived.x, *saved))
-        held.abandon(arrived)
-    finally:
-        kernel.destroy()
-
-
-@pytest.mark.parametrize("way", ["changed", pytest.param("checkpointed", marks=pytest.mark.full)])
-def test_micro_batches_through_two_layers(three_ranks: RankPool, way: str) -> None:
-    three_ranks.run(micro_batches, way)
-
-
 def test_experts_that_fail(three_ranks: RankPool) -> None:
     three_ranks.run(failing_experts)
-
-
-def test_what_a_call_saves(three_ranks: RankPool) -> None:
-    three_ranks.run(saved_by_a_call)
