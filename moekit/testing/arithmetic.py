@@ -187,8 +187,7 @@ class ExpertsNumbers(ExpertsBase):
 
     def test_outputs_beyond_float16(self) -> None:
         """An expert's output may exceed 65504 if its router weight brings it back into range."""
-        if not getattr(self._spec(), "weights_in_fp32", False):
-            self._skip("the spec does not declare weights_in_fp32")
+        self._needs("weights_in_fp32")
         problem = self._problem(dtype=torch.float16)
         case = cases.beyond_float16(cases.make_case(problem, self._T, "masked"))
         check_call(self._compose(problem, self._native), case)
