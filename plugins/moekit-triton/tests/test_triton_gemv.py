@@ -132,33 +132,6 @@ def test_down(device, scheme, n, k):
 
 
 @pytest.mark.parametrize(
-    "activation",
-    [
-        Activation("silu", limit=0.5),
-        Activation("gelu"),
-        Activation("gelu_tanh"),
-        Activation("swigluoai", alpha=1.3, limit=1.0),
-        *(Activation(f"{name}_no_mul") for name in ("silu", "gelu", "gelu_tanh", "relu2")),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_activations(device, activation, dtype):
-    torch.manual_seed(0)
-    rows, top_k, experts, n, k = 2, 2, 3, 40, 136
-    ids = make_ids(rows, top_k, experts, device)
-    w_rows = n * (1 + activation.gated)
-    w, x = torch.randn(experts, w_rows, k).to(dtype), torch.randn(rows, k).to(dtype)
-    h = torch.einsum("rk,rsnk->rsn", x.float(), w.float()[ids.cpu()])
-    out = torch.full((rows * top_k, n), NAN, dtype=torch.float32, device=device)
-    kernel_activation = KernelActivation.of(activation)
-    gemv_up(x.to(device), w.to(device), out, ids, kernel_activation, CONFIGS[1])
-    used = ids.flatten().cpu() >= 0
-    want = apply_activation(h, activation).flatten(0, 1)
-    assert relative_error(out.cpu()[used], want[used]) < 3e-6
-
-
-@pytest.mark.parametrize(
     ("name", "tokens"), [("qwen3-30b", 4), ("mixtral", 2), ("dsv3-ep8", 2), ("dsv3-tp8", 8)]
 )
 def test_when_experts_are_hardly_shared(name, tokens):
