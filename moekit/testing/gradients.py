@@ -509,7 +509,7 @@ class GradientConformance(TrainingBase, ExpertsBase):
             self._check_halves(make_case(problem, num_tokens))
 
     def _check_halves(self, case: Case) -> None:
-        """Compare the gradients of a call with those of calls of half its tokens each."""
+        """Compare a call's gradients with the gradients of two calls of half its tokens each."""
         kernel, grad, middle = self._trainable(case.problem), random_grad(case), len(case.x) // 2
         halves = [
             gradients(kernel, leaves(rows_of(case, rows)), grad[rows])
