@@ -354,6 +354,11 @@ class Conformance(ABC):
     def _skip(self, reason: str) -> NoReturn:
         pytest.skip(reason)
 
+    def _needs(self, field: str) -> None:
+        """Skip a test of what a field of the spec declares, if it does not."""
+        if not getattr(self._spec(), field, False):
+            self._skip(f"the spec does not declare {field}")
+
     def _declared_but_unreachable(self, changes: Mapping[str, Any]) -> list[str]:
         """Return why no device does ``changes``, or nothing if one does.
 

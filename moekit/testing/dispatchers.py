@@ -414,8 +414,7 @@ class DispatcherConformance(DispatcherBase):
 
     def test_failure_without_checks(self, several: int) -> None:
         """One rank fails before `prepare`, then two: `abort` makes the others raise and name it."""
-        if not self._spec().aborts:
-            self._skip("the spec does not declare aborts")
+        self._needs("aborts")
         self._needs_ranks()
         job = self._job(several)
         tasks: list[ranks.Task] = [(rank_failures.unchecked_rank_fails, job, ())]
@@ -501,8 +500,7 @@ class DispatcherConformance(DispatcherBase):
             self._check(ends, ranks.memory, 32, **{**sizes, **changes})
 
     def test_deterministic(self, ends: int) -> None:
-        if not self._spec().deterministic:
-            self._skip("the spec does not declare deterministic")
+        self._needs("deterministic")
         # Sums of two are the same in any order, and float32 shows orders best.
         wide = {"top_k": 4, "parallel": self._parallel(ends)}
         changes = self._first({"dtype": torch.float32, **wide}, wide)
@@ -514,10 +512,8 @@ class DispatcherConformance(DispatcherBase):
     )
     def test_batch_invariant(self, dtype: str, scheme: str, world: int) -> None:
         """A token has the bits of a call by itself on one rank, whatever ranks it shares."""
-        spec = self._spec()
-        if not spec.batch_invariant:
-            self._skip("the spec does not declare batch_invariant")
-        if world > 1 and not spec.moves_tokens:
+        self._needs("batch_invariant")
+        if world > 1 and not self._spec().moves_tokens:
             self._skip("moves no tokens, and batch-invariant ranks must not return partial sums")
         # Sums of two are the same in any order; float32 shows orders, and bfloat16 roundings.
         base = {"batch_invariant": True, "dtype": DTYPES[dtype], "quant": scheme, "top_k": 4}
@@ -530,8 +526,7 @@ class DispatcherConformance(DispatcherBase):
             self._check(world, ranks.batch_invariant, sequence, **base, parallel=parallel)
 
     def test_graph_capture(self, world: int) -> None:
-        if not self._spec().graph_safe:
-            self._skip("the spec does not declare graph_safe")
+        self._needs("graph_safe")
         if self._device().type != "cuda":
             self._skip("CUDA graphs need a CUDA device")
         self._check(world, interface.graph, 21)

@@ -1,19 +1,6 @@
 """A pool of ranks for tests of code that uses torch.distributed.
 
-Starting a rank costs seconds (a process that imports torch), so one pool serves many tests::
-
-    @pytest.fixture(scope="session")
-    def ranks():
-        with RankPool(2) as pool:
-            yield pool
-
-    def total(rank, world_size, start):          # module level, so that it can be pickled
-        x = torch.tensor([start + rank])
-        torch.distributed.all_reduce(x)
-        return x
-
-    def test_total(ranks):
-        assert [int(x) for x in ranks.run(total, 5)] == [11, 11]
+Starting a rank costs seconds (a process that imports torch), so one pool serves many tests.
 """
 
 from __future__ import annotations

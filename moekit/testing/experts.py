@@ -303,8 +303,7 @@ class ExpertsCalls(ExpertsInvariance):
             assert not said, f"{said}; state the rest in workspace() or transient_bytes()"
 
     def test_deterministic(self) -> None:
-        if not self._spec().deterministic:
-            self._skip("the spec does not declare deterministic")
+        self._needs("deterministic")
         twice = ((1, 2), (self._T, 2))
         often = ((1, 4), (self._T, 4), (self._many_tokens, 2))
         for index, problem in enumerate(self._one_of_each_kind()):
@@ -316,8 +315,7 @@ class ExpertsCalls(ExpertsInvariance):
 
     def test_graph_capture(self) -> None:
         """A graph is captured once, and replayed with other tokens and routings of the same T."""
-        if not self._spec().graph_safe:
-            self._skip("the spec does not declare graph_safe")
+        self._needs("graph_safe")
         if self._device().type != "cuda":
             self._skip("CUDA graphs need a CUDA device")
         problem = self._problem()

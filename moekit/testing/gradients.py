@@ -14,9 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from moekit.contract import Routing
 from moekit.contract.training import TrainableExperts
 from moekit.problem import DTYPES, MoEProblem, ParallelConfig
 from moekit.problem.activation import ACTIVATIONS, CLAMPABLE, Activation
@@ -37,6 +35,7 @@ from moekit.testing.cases import (
 )  # fmt: skip
 from moekit.testing.compare import errors, tolerance
 from moekit.testing.experts_base import ExpertsBase
+from moekit.testing.invariance import rows_of
 from moekit.testing.memory import beyond_stated, measure, most_memory, poisoned_allocations
 from moekit.training.kernel import TrainableKernel
 
@@ -270,13 +269,6 @@ def assert_right_gradients(
         )
 
 
-def assert_same_bits(found: Gradients, want: Gradients, what: str) -> None:
-    """Assert that two runs gave the same bits."""
-    assert found.keys() == want.keys(), f"{what}: gradients of {sorted(found)}, not {sorted(want)}"
-    other = [name for name, t in found.items() if not same_bits(t, want[name])]
-    assert not other, f"{what}: the gradients of {', '.join(other)} have other bits"
-
-
 # -- cases --------------------------------------------------------------------------------------
 
 
@@ -348,11 +340,15 @@ class GradientConformance(TrainingBase, ExpertsBase):
         return kernel
 
     def _check_case(self, case: Case, what: str = "the call") -> None:
-        """Compare a call with the oracle, and a second one with it in bits."""
+        """Compare a call with the oracle, and a second one, under autocast, with it in bits."""
         kernel, grad = self._trainable(case.problem), random_grad(case)
         found = gradients(kernel, leaves(case), grad)
         assert_right_gradients(found, right_gradients(case, grad), case, what)
-        assert_same_bits(gradients(kernel, leaves(case), grad), found, f"{what}, made twice")
+        other = torch.float16 if case.problem.dtype != torch.float16 else torch.bfloat16
+        with torch.autocast(case.x.device.type, other):
+            again = gradients(kernel, leaves(case), grad)
+        differ = [name for name, t in found.items() if not same_bits(t, again[name])]
+        assert not differ, f"{what}, made twice, once under autocast: {differ} have other bits"
 
     # -- calls ------------------------------------------------------------------------------------
 
@@ -461,31 +457,6 @@ class GradientConformance(TrainingBase, ExpertsBase):
             assert all(t.dtype == begun[n].dtype for n, t in found.items())
         assert_right_gradients(found, total, case, "three micro-batches")
 
-    @pytest.mark.parametrize("reentrant", [False, True])
-    def test_checkpointed(self, reentrant: bool) -> None:
-        """Calls that torch.utils.checkpoint repeats in the backward give the same bits."""
-        case = self._case()
-        kernel, grad = self._trainable(case.problem), random_grad(case)
-        plain, given = gradients(kernel, leaves(case), grad), leaves(case)
-
-        def layer(x: Tensor, topk_weights: Tensor) -> Tensor:
-            routing = replace(given.routing, topk_weights=topk_weights)
-            return call_of(kernel, replace(given, x=x, routing=routing))
-
-        out = checkpoint(layer, given.x, given.routing.topk_weights, use_reentrant=reentrant)
-        backward(out, grad)
-        assert_same_bits(found_gradients(given), plain, "checkpointed")
-
-    def test_double_backward(self) -> None:
-        """Gradients of gradients raise, and are not wrong."""
-        case = self._case()
-        given = leaves(case)
-        out = call_of(self._trainable(case.problem), given)
-        grad = random_grad(case).requires_grad_()
-        again = torch.autograd.grad(out, given.x, grad, create_graph=True)
-        with pytest.raises(RuntimeError):
-            backward(again[0].sum())
-
     def test_changed_in_place(self) -> None:
         """The backward raises if a parameter has changed, and never computes with a changed x."""
         case = self._case()
@@ -531,51 +502,20 @@ class GradientConformance(TrainingBase, ExpertsBase):
         if self._on_cpu:
             self._skip("takes tens of GB and the time of a GPU")
         problem, num_tokens = self._biased(**sizes_of(16, 8, 2048, 1024)), 140_000
-        needed = 16e9 + self._trainable(problem).memory(num_tokens).total  # with the oracle's
+        needed = 2 * self._trainable(problem).memory(num_tokens).total  # and what is returned
         with most_memory(device_of(problem)) as free:
             if free < needed:
                 self._skip(f"takes {needed / 1e9:.0f} GB, and {free / 1e9:.1f} GB are free")
-            self._check_some(make_case(problem, num_tokens))
+            self._check_halves(make_case(problem, num_tokens))
 
-    def _check_some(self, case: Case) -> None:
-        """Compare the gradients of 32 tokens, and of the experts whose rows are first and last."""
-        grad, ids = random_grad(case), case.routing.topk_ids
-        found = gradients(self._trainable(case.problem), leaves(case), grad)
-
-        def check(part: Case, rows: Tensor, at: Tensor, names: Sequence[str]) -> None:
-            right = right_gradients(part, grad[rows])
-            made = {name: found[name][at] for name in names}
-            assert_right_gradients(made, {n: right[n] for n in names}, part, f"at {at.tolist()}")
-
-        tokens = torch.arange(-16, 16, device=ids.device)
-        some = Routing(case.routing.topk_weights[tokens], ids[tokens])
-        part = replace(case, x=case.x[tokens], routing=some)
-        check(part, tokens, tokens, ("x", "topk_weights"))
-        alone = case.problem.replace(num_experts=1, top_k=1)
-        for expert in ids.new_tensor([[0], [case.problem.num_experts - 1]]).long():
-            rows, k = (ids == expert).nonzero(as_tuple=True)
-            weighted = case.routing.topk_weights[rows, k, None]
-            held = case.weights.select(expert.tolist())
-            chosen = Routing(weighted, torch.zeros_like(weighted, dtype=ids.dtype))
-            check(Case(alone, held, case.x[rows], chosen), rows, expert, list(held.tensors()))
-
-    def test_one_step_moves_every_expert(self) -> None:
-        """After a step, each parameter of each expert with tokens has moved, and no other."""
-        case = self._case("idle")
-        given, before = leaves(case), case.weights.tensors()
-        gradients(self._trainable(case.problem), given, random_grad(case))
-        torch.optim.SGD(given.weights.tensors().values(), lr=1.0).step()
-        ids = case.routing.topk_ids
-        used = [bool((ids == e).any()) for e in case.problem.local_experts]
-        for name, after in given.weights.tensors().items():
-            moved = (after != before[name]).flatten(1).any(dim=1).tolist()
-            assert moved == used, f"of {name} experts moved {moved}, and had tokens {used}"
-
-    def test_autocast_changes_nothing(self) -> None:
-        case = self._case()
-        kernel, grad = self._trainable(case.problem), random_grad(case)
-        plain, device = gradients(kernel, leaves(case), grad), device_of(case.problem).type
-        other = torch.float16 if case.problem.dtype != torch.float16 else torch.bfloat16
-        with torch.autocast(device, other):
-            found = gradients(kernel, leaves(case), grad)
-        assert_same_bits(found, plain, "under autocast")
+    def _check_halves(self, case: Case) -> None:
+        """Compare a call's gradients with the gradients of two calls of half its tokens each."""
+        kernel, grad, middle = self._trainable(case.problem), random_grad(case), len(case.x) // 2
+        halves = [
+            gradients(kernel, leaves(rows_of(case, rows)), grad[rows])
+            for rows in (slice(middle), slice(middle, None))
+        ]
+        want = {name: torch.cat([half[name] for half in halves]) for name in ("x", "topk_weights")}
+        for name in halves[0].keys() - want.keys():
+            want[name] = halves[0][name].float() + halves[1][name]
+        assert_right_gradients(gradients(kernel, leaves(case), grad), want, case, "the whole call")

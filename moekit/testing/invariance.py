@@ -202,8 +202,7 @@ class ExpertsInvariance(ExpertsBase):
 
     def _invariant(self, **changes: Any) -> MoEProblem:
         """Return a problem without quantization, unless ``changes`` have some, or skip."""
-        if not self._spec().batch_invariant:
-            self._skip("the spec does not declare batch_invariant")
+        self._needs("batch_invariant")
         plain = {"quant": "none"} if "none" in self._spec().schemes else {}
         return self._problem(**{"batch_invariant": True, **plain, **changes})
 

@@ -90,14 +90,6 @@ def test_every_broken_file_is_named(made: dict[str, files.Layer], tmp_path: Path
     assert f"{third}: no such file; download the whole model" in said
 
 
-def test_no_config(made: dict[str, files.Layer], tmp_path: Path) -> None:
-    path = tmp_path / "model"
-    shutil.copytree(made["bf16"].path, path)
-    (path / "config.json").unlink()
-    with pytest.raises(WeightsError, match="no config.json; describe the problem"):
-        detect(path)
-
-
 # -- tensors ---------------------------------------------------------------------------------------
 
 

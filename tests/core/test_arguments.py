@@ -228,46 +228,6 @@ def test_a_token_cannot_name_an_expert_twice(tokens, backends) -> None:
 # -- another default device ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "scheme",
-    ["none", "fp8_tensor_static", "fp8_block", "int8_channel_token", "int8_w8a16",
-     "int4_w4a16_g32_zp", "int4_w4a16_g64_act_order", "int4_w4a8_g128", "mxfp4_w4a8", "nvfp4"],
-)  # fmt: skip
-def test_everything_allocated_names_its_device(scheme) -> None:
-    """A default device of another type changes no result of a call on the CPU."""
-    torch.manual_seed(1)
-    sizes = dict(num_experts=E, top_k=K, hidden_size=128, intermediate_size=128)
-    asked = MoEProblem(**sizes, dtype=torch.float32, quant=scheme, device="cpu")
-    dense = ExpertWeights(torch.randn(E, 256, 128), torch.randn(E, 128, 128))
-    x, logits, one = torch.randn(40, 128), torch.randn(40, E), torch.ones(1)
-
-    def run() -> torch.Tensor:
-        quantized = dense.quantize(asked.quant)
-        if asked.quant.activation is not None and asked.quant.activation.static:
-            scales = dict.fromkeys(("w13_input_scale", "w2_input_scale"), one)
-            quantized = replace(quantized, **scales)
-        kernel = moekit.compose(asked)
-        packed = kernel.pack(quantized)
-        kernel.warmup(packed, 3)
-        return kernel(x, packed, route(logits, K, renormalize=True), shared=lambda x: x)
-
-    want = run()
-    torch.set_default_device("meta")
-    try:
-        got = run()
-    finally:
-        torch.set_default_device(None)
-    assert torch.equal(got, want)
-    for default in (torch.bfloat16, torch.float64):
-        torch.set_default_dtype(default)
-        try:
-            got = run()
-        finally:
-            torch.set_default_dtype(torch.float32)
-        assert got.dtype == torch.float32
-        assert torch.equal(got, want), f"default dtype {default}"
-
-
 def test_a_layer_and_its_replicas_name_their_device() -> None:
     held, logits = weights(), torch.cat([LOGITS, LOGITS[:, :1]], dim=1)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,8 +15,6 @@ import moekit
 from moekit.contract.specs import ExpertsSpec, importable
 from moekit.discovery.registry import Registry
 from moekit.errors import BackendBroken, NameClash, NoBackend, UnknownBackend, Unsupported
-from moekit.testing.calls import check_call
-from moekit.testing.cases import make_case
 
 
 @pytest.fixture
@@ -26,38 +23,6 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes]:
 
 
 # -- backends that fail after discovery ------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("target", "source", "reason"),
-    [
-        ("fake_late_dist.nowhere:X", None, "ModuleNotFoundError"),
-        ("moekit.backends.local:LocalDispatcher", None, "is no PermuteExpertsUnpermute"),
-        ("fake_late_dist.boom:X", "raise SystemExit(1)", "SystemExit: 1"),
-    ],
-)
-def test_targets_that_do_not_load(
-    fakes: Fakes, caplog: pytest.LogCaptureFixture, target: str, source: str | None, reason: str
-) -> None:
-    more = ", priority=1000, install_hint='pip install vendor'"
-    fakes.install("late", offers("late", target=target, more=more))
-    if source is not None:
-        (fakes.root / "fake_late_dist" / "boom.py").write_text(source)
-    found = fakes.discover(MOEKIT_PLUGINS="late")
-    assert state(found, "late").state == "ok"
-    with pytest.raises(BackendBroken) as caught:
-        moekit.compose(PROBLEM, experts="late", backends=found)
-    for text in ("'late'", target, reason, "pip install vendor"):
-        assert text in str(caught.value)
-
-    assert moekit.explain(PROBLEM, backends=found).chosen.experts == "late"
-    with caplog.at_level(logging.WARNING, "moekit"):
-        kernel = moekit.compose(PROBLEM, backends=found)
-    assert len(caplog.records) == 1 and reason in caplog.text
-    assert kernel.experts.spec.name != "late"
-    assert reason in kernel.explanation.rejected_experts["late"][0]
-    assert not [p for p in kernel.explanation.combinations if p.experts == "late"]
-    check_call(kernel, make_case(PROBLEM, 5))
 
 
 def test_no_backend_is_left_after_a_broken_one(

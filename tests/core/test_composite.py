@@ -17,9 +17,7 @@ from moekit.backends.torch_experts import TorchExperts
 from moekit.contract import PackedWeights
 from moekit.contract.specs import ExpertsSpec
 from moekit.discovery.registry import Registry, registry
-from moekit.eplb.migrate import migrate
 from moekit.errors import BackendBroken, UnknownBackend, Unsupported
-from moekit.layer.replicas import Placement
 from moekit.plugin import weight_and_reduce
 from moekit.problem import ActivationFormat
 from moekit.runtime.workspace import Workspace
@@ -246,16 +244,6 @@ def test_the_members_sum_is_that_of_the_dispatcher(name, monkeypatch) -> None:
     assert kernel.dispatcher.weight_and_reduce is faster
 
 
-@interpreted
-@pytest.mark.parametrize("dispatcher", ["local", "batched_reference"])
-@pytest.mark.parametrize("name", ["torch:5|triton_batched", "triton_batched:5|torch"])
-def test_formats_are_bridged_inside(dispatcher: str, name: str) -> None:
-    kernel = moekit.compose(PROBLEM, dispatcher, name, backends=backends())
-    assert kernel.explanation.chosen.bridged
-    first, second = (part.partition(":")[0] for part in name.split("|"))
-    assert served(kernel, 3, 5, 6) == [first, first, second]
-
-
 @pytest.mark.parametrize("dispatcher", ["local", "batched_reference", QUANTIZED_WIRE])
 @pytest.mark.parametrize("scheme", ["fp8_tensor", "int8_channel_token", "fp8_block"])
 def test_members_get_quantized_tokens_if_they_take_them(dispatcher: str, scheme: str) -> None:
@@ -305,23 +293,6 @@ def test_other_layouts_cost_memory_and_the_cost_is_logged(caplog) -> None:
         "activations stay exact (float32) in torch, which emulates int8_channel_token; turned "
         "quantizes activations to int8_channel_token; "
     )
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param("torch:4|triton", marks=interpreted), "torch:4|turned", "torch:4|halved",
-     "halved:4|torch", "halved:4|turned:8|torch"],
-)  # fmt: skip
-def test_experts_move_in_all_members(name: str) -> None:
-    """After a migration in place every member computes with the moved experts."""
-    kernel, both = packed(name)
-    order = (2, 0, 3, 1)
-    weights = random_weights(PROBLEM)
-    migrate(both, Placement((0, 1, 2, 3), 4, 1), Placement(order, 4, 1))
-    moved = weights.select(order)
-    for tokens in (3, 6, 12):
-        case = make_case(PROBLEM, tokens, weights=moved)
-        check_call(kernel, case, both)
 
 
 def test_weights_of_another_division_are_refused() -> None:

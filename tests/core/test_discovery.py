@@ -177,19 +177,3 @@ def test_two_forks_of_one_plugin(fakes: Fakes) -> None:
     only = fakes.discover(MOEKIT_BLOCK="acme-moe-fork")
     assert [s.state for s in only.plugins if s.name == "acme"] == ["ok", "blocked"]
     assert_usable(only, "acme")
-
-
-def test_the_core_keeps_its_names(fakes: Fakes, caplog: pytest.LogCaptureFixture) -> None:
-    for impostor in ("impostor", "another"):
-        fakes.install(impostor, offers("torch", "reference", f"{impostor}s_own"))
-    found = fakes.discover()
-    assert "plugin impostor is clash" in caplog.text
-    assert state(found, "core").state == "ok"
-    for impostor in ("impostor", "another"):
-        loser = state(found, impostor)
-        assert loser.state == "clash" and [s.name for s in loser.experts] == [f"{impostor}s_own"]
-        for name in ("torch", "reference"):
-            assert f"experts backend {name!r} is a name of moekit's own backend" in loser.reason
-        assert_usable(found, f"{impostor}s_own")
-    assert found.expert("torch") == fakes.discover(MOEKIT_PLUGINS="").expert("torch")
-    assert_usable(found, "torch")

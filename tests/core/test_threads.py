@@ -20,7 +20,7 @@ import moekit
 from moekit import Pending, Workspace
 from moekit.contract import BufferSpec
 from moekit.eplb.rebalancer import LoadWindow
-from moekit.errors import InvalidInput, MoekitError
+from moekit.errors import MoekitError
 from moekit.runtime import workspace
 from moekit.runtime.graphs import Graphed
 from moekit.runtime.workspace import Layout
@@ -168,18 +168,6 @@ def test_scratch_is_given_back_when_a_call_raises(monkeypatch: pytest.MonkeyPatc
     assert torch.equal(kernel(case.x, packed, case.routing), expected)
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_scratch_of_inference_mode_serves_calls_outside_of_it(first: bool) -> None:
-    kernel = moekit.compose(PROBLEM, experts="torch", workspace=Workspace())
-    case = make_case(PROBLEM, 33)
-    packed = kernel.pack(case.weights)
-    outs = []
-    for mode in (first, not first, first):
-        with torch.inference_mode(mode):
-            outs.append(kernel(case.x, packed, case.routing))
-    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[1], outs[2])
-
-
 class Streams:
     """A device's streams, which are numbers here."""
 
@@ -315,21 +303,3 @@ def test_load_is_counted_completely() -> None:
     at_once(run)
     window.step()
     assert window.total().tolist() == [[THREADS * 20 * 50_000] * 8]
-
-
-def test_a_refused_call_in_one_thread_leaves_the_others_right() -> None:
-    kernel = moekit.compose(PROBLEM, experts="torch")
-    case = make_case(PROBLEM, 17)
-    packed = kernel.pack(case.weights)
-    expected = kernel(case.x, packed, case.routing)
-
-    def run(thread: int) -> bool:
-        for _ in range(50):
-            if thread == 0:
-                with pytest.raises(InvalidInput):
-                    kernel(case.x[:, :-1], packed, case.routing)
-            elif not torch.equal(kernel(case.x, packed, case.routing), expected):
-                return False
-        return True
-
-    assert all(at_once(run))

@@ -67,6 +67,10 @@ def test_wrong_arguments_are_refused() -> None:
         kernel(x, parameters(torch.float32), routing)
     with pytest.raises(InvalidInput, match="x requires a gradient"):
         kernel.start(x, kernel.pack(weights.detach()), routing)
+    out = kernel(x, weights, routing)
+    (again,) = torch.autograd.grad(out, x, torch.ones_like(out).requires_grad_(), create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        again.sum().backward()
 
 
 def test_quantized_experts_pass_gradients_to_x_and_have_none() -> None:

@@ -48,7 +48,6 @@ def rank_in_expert():
 
 
 IDS, SCALES = CASE.routing.topk_ids, CASE.routing.topk_weights
-PLACE = torch.arange(3).expand_as(IDS)
 
 KNOWN = {
     "only tokens with these experts are wrong: 3": lambda: swap_gate_and_up([3]),
@@ -56,12 +55,6 @@ KNOWN = {
     "looks like: gate and up swapped": lambda: swap_gate_and_up(slice(None)),
     "looks like: gate and up taken for alternating rows": lambda: result(
         w13=torch.cat((CASE.weights.w13[:, 0::2], CASE.weights.w13[:, 1::2]), dim=1)
-    ),
-    "looks like: w2 read as if it were transposed": lambda: result(
-        w2=CASE.weights.w2.reshape(6, 80, 96).mT
-    ),
-    "looks like: w13 read as if it were transposed": lambda: result(
-        w13=CASE.weights.w13.reshape(6, 96, 160).mT
     ),
     "looks like: zeros": lambda: torch.zeros_like(RIGHT),
     "looks like: doubled": lambda: 2 * RIGHT,
@@ -77,7 +70,6 @@ KNOWN = {
     "looks like: the activation is gelu": lambda: result(
         problem=PROBLEM.replace(activation="gelu")
     ),
-    "top-k positions from 2 on": lambda: without(PLACE == 2),
     "only tokens with these experts are wrong: 4, 5": lambda: without(IDS >= 4),
     "only tokens with these rows of an expert are wrong: 5, 6, 7": lambda: without(
         rank_in_expert() > 5
@@ -96,31 +88,6 @@ def test_a_dropped_clamp_is_named():
     case = cases.make_case(problem, 17)
     out = oracle(case.x, case.weights, case.routing, PROBLEM).to(problem.dtype)
     assert diagnose(out, case) == "looks like: clamp dropped"
-
-
-def test_dropped_assignments_of_int32_ids_are_named():
-    ids = CASE.routing.topk_ids.int()
-    case = replace(CASE, routing=Routing(CASE.routing.topk_weights, ids))
-    assert "assignments dropped" in diagnose(without(PLACE == 2), case)
-
-
-def test_rows_that_are_not_finite_are_explained():
-    case = cases.make_case(PROBLEM, 17, "rows")
-    idle = (case.routing.topk_ids < 0).all(dim=1)
-    out = case.reference()
-    out[idle] = float("nan")
-    assert "tokens without an expert are not written" in diagnose(out, case)
-    masked = cases.make_case(PROBLEM, 17, "masked")
-    out = masked.reference()
-    out[(masked.routing.topk_ids < 0).any(dim=1)] = float("nan")
-    assert "an id of -1" in diagnose(out, masked)
-    not_finite = replace(CASE, x=CASE.x.clone())
-    not_finite.x[4] = float("nan")
-    out = RIGHT.clone()
-    out[[4, 5]] = float("nan")
-    assert "changes the output of other tokens" in diagnose(out, not_finite)
-    assert "every row holds NaN" in diagnose(torch.full_like(RIGHT, float("nan")), CASE)
-    assert "overflows" in diagnose(torch.full_like(RIGHT, float("inf")), CASE)
 
 
 def test_an_unknown_mistake_has_no_name():

@@ -313,7 +313,7 @@ class EmptyExpertsOverwritten(Trains):
         into[~self.used(tokens)] = 0
 
 
-@killed_by("test_one_step_moves_every_expert", says="experts moved")
+@gradients("random", "gradient of")
 class OneExpertStays(Trains):
     """Leaves out the gradient of expert 2."""
 

@@ -13,7 +13,7 @@ from layer_cases import check_logits, loaded_layer, logits_for
 from torch import Tensor, nn
 
 import moekit
-from moekit import MoEProblem, PackedWeights, ParallelConfig, Routing, to_physical
+from moekit import MoEProblem, PackedWeights, Routing, to_physical
 from moekit.eplb import LoadWindow, Placement, Rebalancer, migrate, rebalancer
 from moekit.eplb.migrate import MigrationInterrupted
 from moekit.errors import GroupMismatch, InvalidInput, Unsupported, WeightsError
@@ -260,16 +260,6 @@ def test_a_rebalancer_that_another_replaced_moves_nothing() -> None:
     with pytest.raises(InvalidInput, match="layer 0 routes by other replicas"):
         first.rebalance()
     check_logits(layer, weights, renormalize=True)
-
-
-def test_without_a_process_group_several_ranks_cannot_rebalance() -> None:
-    alone = problem(parallel=ParallelConfig(ep_size=2, dp_size=1))
-    kernel = moekit.compose(alone, experts="torch")
-    balancer = Rebalancer(kernel, [kernel.pack(random_weights(alone))])
-    balancer.route(routing(torch.tensor([[2, -1]] * 4)))
-    balancer.step()
-    with pytest.raises(GroupMismatch, match="pass the group"):
-        balancer.rebalance()
 
 
 # -- in a CUDA graph --------------------------------------------------------------------------

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
 
 import pytest
 import torch
-from rank_pools import rank_pool
 from torch import Tensor
 
 import moekit
 from moekit import FusedMoE
-from moekit.testing.cases import generator, random_weights, random_x, use_seed, whole
+from moekit.testing.cases import generator, random_weights, random_x
 
 E, K, H, INNER = 10, 4, 48, 32
 
@@ -75,55 +73,6 @@ def test_a_layer_gives_a_token_the_same_bits_in_every_call(knobs) -> None:
             rows = slice(start, start + tokens)
             assert torch.equal(made(x[rows], logits[rows]), every[rows])
     made.destroy()
-
-
-# -- ranks --------------------------------------------------------------------------------------
-
-SPREADS = {
-    "each rank its tokens": {"dp_size": 4, "enable_expert_parallel": True},
-    "sequence parallel": {
-        "tp_size": 4, "enable_expert_parallel": True, "is_sequence_parallel": True,
-    },
-    "two batches": {"parallel": moekit.ParallelConfig(ep_size=4, dp_size=2)},
-    "replicas": {
-        "dp_size": 4, "enable_expert_parallel": True, "num_redundant_experts": 2,
-    },
-}  # fmt: skip
-
-
-def outputs(rank: int, world_size: int, seed: int, spread: str) -> tuple[Tensor, Tensor]:
-    """Return a layer's outputs on all ranks and on one, for this rank's tokens."""
-    use_seed(seed)
-    torch.set_num_threads(1)
-    arguments = dict(SPREADS[spread])
-    if "parallel" in arguments:
-        arguments["parallel"] = replace(arguments["parallel"], ep_rank=rank)
-    one, many = layer(parallel=moekit.ParallelConfig()), layer(**arguments)
-    one.load_weights(random_weights(one.problem))
-    many.load_weights(random_weights(many.problem))
-    batch = 0 if many.ranks.splits else rank * many.problem.parallel.dp_size // world_size
-    tokens = (5, 0, 1, 9)[batch] if spread != "sequence parallel" else 11
-    x = random_x(whole(one.problem), tokens, batch)
-    logits = logits_for(20)[:tokens]
-    got = many(x, logits)
-    wanted = [one(x[at : at + 1], logits[at : at + 1]) for at in range(tokens)]
-    many.destroy()
-    one.destroy()
-    return got, torch.cat(wanted) if wanted else got
-
-
-ranks = rank_pool(4)
-
-
-@pytest.mark.parametrize(
-    "spread",
-    [pytest.param(s, marks=[pytest.mark.full] * (s.startswith(("two", "seq")))) for s in SPREADS],
-)
-def test_ranks_give_the_bits_of_one_rank(ranks, spread) -> None:
-    from moekit.testing.cases import seed
-
-    for got, wanted in ranks.run(outputs, seed(), spread):
-        assert torch.equal(got, wanted)
 
 
 # -- transformers -------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from layer_cases import (
 from torch import nn
 
 import moekit
-from moekit import Activation, ExpertWeights, ParallelConfig, Routing
+from moekit import Activation, ParallelConfig, Routing
 from moekit.testing import assert_close
 from moekit.testing.cases import random_routing, random_weights, random_x
 
@@ -267,43 +267,6 @@ def test_round_robin_gives_the_first_ranks_the_remainder() -> None:
     assert of(8, 2) == [(0, 2, 4, 6), (1, 3, 5, 7)]
     assert of(7, 3, expert_placement_strategy="linear") == [(0, 1, 2), (3, 4), (5, 6)]
     assert of(6, 1) == [tuple(range(6))]
-
-
-def cut(weights: ExpertWeights, tp_size: int, tp_rank: int) -> ExpertWeights:
-    """Return a tensor-parallel rank's slice of unquantized, gated weights."""
-    inner = weights.w2.shape[2] // tp_size
-    mine = slice(tp_rank * inner, (tp_rank + 1) * inner)
-    w13 = torch.cat([half[:, mine] for half in weights.w13.chunk(2, dim=1)], dim=1)
-    bias = weights.w13_bias
-    if bias is not None:
-        bias = torch.cat([half[:, mine] for half in bias.chunk(2, dim=1)], dim=1)
-    return replace(weights, w13=w13, w2=weights.w2[:, :, mine].contiguous(), w13_bias=bias)
-
-
-@pytest.mark.parametrize(("ep", "tp"), [(2, 1), (1, 2), (4, 1), (2, 3)])
-@pytest.mark.parametrize("placement", ["linear", "round_robin"])
-def test_partial_sums_add_up(ep, tp, placement) -> None:
-    """With reduce_results=False, every rank runs in this process without torch.distributed."""
-    weights = random_weights(make_layer(has_bias=True).problem)
-    layer, total = None, 0
-    for rank in range(ep * tp):
-        layer = make_layer(
-            parallel=ParallelConfig(
-                ep_size=ep, ep_rank=rank // tp, tp_size=tp, tp_rank=rank % tp, dp_size=1
-            ),
-            has_bias=True,
-            reduce_results=False,
-            zero_expert_num=2,
-            shared_experts=torch.sin,
-            expert_placement_strategy=placement,
-        )
-        assert layer.partial
-        layer.load_weights(cut(weights.select(layer.local_experts), tp, rank % tp))
-        x, logits = random_x(layer.problem, 20), logits_for(layer, 20)
-        total = total + layer(x, logits)
-    routing = moekit.route(logits, K, renormalize=True)
-    want = expected(layer.problem, weights, x, routing, torch.sin)
-    assert_close(total, want, layer.problem)
 
 
 def test_from_checkpoint(tmp_path) -> None:

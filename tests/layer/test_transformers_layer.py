@@ -331,16 +331,6 @@ def test_parameters_that_are_read_in_place_are_not_freed() -> None:
     assert all(p.device.type == "cpu" for p in model.parameters())
 
 
-def test_quantized_when_packed() -> None:
-    model = make(hfm.GPT_OSS)
-    want = logits(model)
-    integration.install(quant="int8_w8a16")
-    assert 1e-4 < errors(logits(model), want).median() < 5e-2
-    found = integration.memory(model)
-    assert found.packed < 0.35 * found.parameters
-    assert {k.problem.quant.name for k in integration.kernels(model).values()} == {"int8_w8a16"}
-
-
 # -- compilation -----------------------------------------------------------------------------
 
 

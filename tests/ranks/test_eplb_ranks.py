@@ -17,7 +17,6 @@ from eplb_on_ranks import (
 from rank_pools import rank_pool
 
 from moekit import registry
-from moekit.eplb import Balanced
 from moekit.testing.experts_base import sizes_of
 
 LAYERS = {
@@ -95,16 +94,6 @@ def test_rebalancer(pool):
         assert after < before and after < 1.1
         assert "max/mean load" in text and "MiB" in text and "layer 1" in text
     assert len({(before, after) for before, after, _ in results}) == 1
-
-
-def test_rebalancer_of_groups_on_nodes(pool):
-    options = {"policy": Balanced(num_groups=4, num_nodes=2)}
-    call = pool.run(rebalance_with, Layer(num_experts=12, replicas=4), options)
-    assert all(after < before for before, after, _ in call)
-
-
-def rebalance_with(rank, world_size, layer, options):
-    return rebalances(rank, world_size, layer, **options)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -18,7 +18,6 @@ from faults_on_ranks import (
     fault,
     job_for,
     leave,
-    mismatch,
     side_by_side,
     unwaiting,
 )
@@ -53,13 +52,6 @@ def pools():
     yield get
     for pool in made.values():
         pool.close()
-
-
-def test_gpus_are_tested_where_there_are_any() -> None:
-    assert any(device == "cpu" for device, _ in EACH) or not able("cpu")
-    if torch.cuda.device_count() < RANKS:
-        pytest.skip("needs 2 CUDA devices; gloo alone was tested")
-    assert any(device == "cuda" for device, _ in EACH)
 
 
 # -- a rank that dies, or raises where nobody expects it ------------------------------------------
@@ -132,25 +124,6 @@ def blames_the_culprit(error: RankError) -> None:
     assert not error.hung, error
     said = error.tracebacks[0]
     assert f"rank {CULPRIT} failed: RuntimeError: planted" in said and "PeerFailed" in said, said
-
-
-# -- ranks that differ ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("what", ["hidden_size", "max_num_tokens", "dtype"])
-@pytest.mark.parametrize(("device", "name"), EACH)
-def test_other_sizes_are_found_at_construction(pools, device: str, name: str, what: str) -> None:
-    job = job_for(name, device, RANKS)
-    changes = {
-        "hidden_size": 2 * job.problem.hidden_size,
-        "max_num_tokens": 32,
-        "dtype": torch.float16,
-    }
-    other = job.problem.replace(**{what: changes[what]})
-    if reasons := job.spec.unsupported(other):
-        pytest.skip("; ".join(reasons))
-    for said in pools(device).run(mismatch, job, {what: changes[what]}):
-        assert f"ranks disagree on {what}" in said and "ranks [1]" in said
 
 
 # -- the end --------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from group_faults_on_ranks import (
     no_tensor,
     one_group,
     serve,
-    two_threads,
     warmup_of_other_sizes,
 )
 from rank_events import GUARD
@@ -85,11 +84,6 @@ def test_a_rank_lost_in_its_dispatch_is_noticed_in_time(pool, stopped) -> None:
         elif not stopped:
             assert second == "ZeroDivisionError: planted"
         assert third.startswith("PeerFailed"), "ranks no longer agree on where they stand"
-
-
-def test_two_threads_with_a_group_each(pool) -> None:
-    for said in pool.run(two_threads, 20):
-        assert said == [["right"] * 20] * 2
 
 
 def test_two_threads_that_call_one_kernel(pool) -> None:

@@ -153,28 +153,6 @@ def _interrupt_agreement(waiting: threading.Thread) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def two_threads(rank: int, world_size: int, calls: int) -> list[list[str]]:
-    """Two threads with a group and a kernel each, which are composed in either order."""
-    groups = [dist.new_group() for _ in range(2)]
-    said: list[list[str]] = [[], []]
-
-    def work(number: int) -> None:
-        if number == rank % 2:
-            time.sleep(0.2)
-        try:
-            layer = Layer(groups[number], GUARD)
-            said[number] += [layer.call(10 * number + index) for index in range(calls)]
-        except Exception as error:
-            said[number].append(f"{type(error).__name__}: {error}")
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return said
-
-
 def one_group(rank: int, world_size: int, calls: int) -> list[str]:
     """Two threads call one kernel."""
     layer, said = Layer(dist.new_group(), 10.0), []

@@ -59,6 +59,8 @@ _KIND_INTERPRETED: Mapping[str, Callable[..., object]] = {
     "test_batch_invariant_neighbours": lambda **parameters: "any",
     "test_input_form": lambda scheme, wire: (_wire(scheme), wire),
     "test_activation": lambda name: _activation(name),
+    "test_gradient_of_activation": lambda name: _activation(name),
+    "test_gradients": lambda name: name if name in (*_OF_RANKS, "hot_expert") else _NOT_IN_CI,
     "test_routing": lambda kind: _NOT_IN_CI if kind in ("idle", "hot", "signed") else kind,
     "test_memory_is_stated": lambda dispatcher: "any",
     "test_magnitude": lambda factor: "any",

@@ -102,17 +102,6 @@ def test_scales_count_and_arithmetic_follows_the_activations():
     assert names == ["fp8", "bf16", "bf16"]
 
 
-def test_named_shapes_have_the_models_sizes():
-    sizes = {n: bench.SHAPES[n] for n in ("mixtral", "qwen3-30b", "dsv3-ep8")}
-    assert [
-        (s.num_experts, s.top_k, s.hidden_size, s.intermediate_size) for s in sizes.values()
-    ] == [(8, 2, 4096, 14336), (128, 8, 2048, 768), (32, 8, 7168, 2048)]
-    for shape in bench.SHAPES.values():
-        shape.problem(device="sm90")
-    with pytest.raises(moekit.MoekitError, match="8:2:4096:14336"):
-        bench.shape("mixtrall")
-
-
 # -- routings and weights -----------------------------------------------------------------------
 
 
@@ -342,22 +331,6 @@ def test_what_is_wrong_is_said_before_anything_is_measured(capsys, wrong, said):
     assert code == 2 and out == "" and err.startswith("error: ")
     assert said in err and "[1/" not in err
     assert not list(ROOT.parent.glob(f".{ROOT.name}.*")), "a partial file is left"
-
-
-@pytest.mark.parametrize(("option", "value"), [("--replays", "0"), ("--inputs", "²")])
-@pytest.mark.parametrize("command", [["bench"], ["bench", "--dispatch"]])
-def test_options_that_count(capsys, command, option, value):
-    with pytest.raises(SystemExit) as caught:
-        main([*command, option, value])
-    assert caught.value.code == 2
-    assert f"argument {option}: invalid positive value: {value!r}" in capsys.readouterr().err
-
-
-def test_the_command_is_named_where_modes_contradict(capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["bench", "--layers", "--dispatch"])
-    assert caught.value.code == 2
-    assert "python -m moekit bench: error: argument --dispatch: not" in capsys.readouterr().err
 
 
 def test_shapes_are_listed(capsys):

@@ -64,24 +64,6 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.float() - want.float()).norm() / want.float().norm())
 
 
-@pytest.mark.parametrize("name", ["silu", "relu2"])
-def test_what_a_call_saves(name):
-    """h in the order of experts, gate and up in turns, and three lists."""
-    step = Step(activation=name)
-    h, order, places, offsets = step.saved
-    w13, x, ids = step.weights["w13"].float(), step.tokens.x.float(), step.tokens.topk_ids.view(-1)
-    counts = torch.bincount(ids[ids >= 0], minlength=5)
-    assert offsets.tolist() == [0, *counts.cumsum(0).tolist()]
-    live = int(offsets[-1])
-    assert torch.equal(order[:live].long(), ids.where(ids >= 0, 5).argsort(stable=True)[:live])
-    assert not order[live:].any() and bool((places[ids < 0] == -1).all())
-    want = torch.stack([w13[ids[a]] @ x[a // 2] for a in order[:live].tolist()])
-    if name == "silu":
-        want = want.unflatten(1, (2, -1)).mT.flatten(1)
-    assert relative(h[:live], want) < 4e-3
-    assert step.experts.saved_bytes(40) == sum(t.nbytes for t in step.saved)
-
-
 def test_parameters_and_buffers_in_any_strides():
     """Transposed matrices are copied, and rows that do not begin at 16 bytes."""
     plain, other = Step(), Step(transposed=True)
@@ -97,34 +79,12 @@ def test_parameters_and_buffers_in_any_strides():
     assert all(torch.equal(again[name], t) for name, t in made.items())
 
 
-@pytest.mark.parametrize("into", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("transposed", [False, True])
-def test_gradients_are_added_to_buffers(into, transposed):
-    step = Step()
-    made = step.gradients()
-    begin = {n: torch.randn(t.shape).to(into) for n, t in made.items()}
-    if transposed:
-        begin = {n: t.mT.contiguous().mT for n, t in begin.items()}
-    found = step.gradients({n: t.clone() for n, t in begin.items()})
-    for name, t in found.items():
-        assert t.dtype is into and relative(t, begin[name].float() + made[name].float()) < 4e-3
-        assert torch.equal(t[0], begin[name][0]) and not made[name][0].any()
-
-
 def test_tiles_of_the_plan_arrive(monkeypatch):
     """Products without a gather may take their tiles from a counter."""
     want = Step().gradients()
     tile = Tile(128, 160, False, (1, 2), 4, dynamic=True)
     monkeypatch.setattr(training, "choose_tiles", lambda *_: Tiles(down=tile, back=tile))
     assert all(torch.equal(t, want[name]) for name, t in Step().gradients().items())
-
-
-def test_router_gradient_alone():
-    step = Step()
-    only = step.inputs(Wanted(False, True, frozenset()))
-    assert only.x is None and not only.kept
-    assert torch.equal(only.topk_weights, step.inputs().topk_weights)
-    assert step.inputs(Wanted(True, False, frozenset())).topk_weights is None
 
 
 def test_reasons(monkeypatch):

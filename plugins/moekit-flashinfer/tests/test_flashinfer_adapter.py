@@ -24,7 +24,6 @@ from rank_pools import rank_pool
 import moekit
 from moekit import MoEProblem, ParallelConfig, Routing
 from moekit.errors import BackendError, InvalidInput
-from moekit.plugin import quant
 from moekit.runtime.workspace import Workspace
 from moekit.testing import assert_close, cases
 from moekit.testing.cases import make_case, random_weights
@@ -72,20 +71,6 @@ def buffers_are_shared_and_freed(rank, ranks):
     assert first.buffer_bytes() == 0
 
 
-def layers_of_two_schemes_take_turns(rank, ranks):
-    """A fast rank's tokens of the next layer must not replace rows that a slow one still reads."""
-    layers = [made(rank, ranks, hidden_size=512, quant=quant) for quant in ("fp8_block", "none")]
-    assert layers[0].lease.value is layers[1].lease.value
-    for d in layers * 2:
-        p, x = d.problem, torch.randn(5, 512, dtype=torch.bfloat16)
-        sent = p.quant.activation and quant.quantize(x, p.quant.activation)
-        quantize = sent and (lambda rows, valid, sent=sent: sent)
-        tokens = d.prepare(x, routing(p, 5), quantize).result()
-        d.finalize(d.output(tokens).zero_(), tokens, torch.empty_like(x)).result()
-    for d in layers:
-        d.destroy()
-
-
 def views_outlive_the_memory(rank, ranks):
     d = made(rank, ranks)
     tensor = d.lease.value.calls.all[0].memory.tensor
@@ -116,7 +101,6 @@ def a_third_call_in_flight_is_refused(rank, ranks):
     "work",
     [
         buffers_are_shared_and_freed,
-        layers_of_two_schemes_take_turns,
         views_outlive_the_memory,
         a_third_call_in_flight_is_refused,
     ],

@@ -130,23 +130,6 @@ def fail_on_last_rank(rank, world_size, fault):
     return said, finite, again
 
 
-@pytest.mark.parametrize(
-    ("fault", "kind", "text"),
-    [
-        ("dtype", "InvalidInput", "x is torch.float32"),
-        ("capacity", "CapacityExceeded", "max_num_tokens=8"),
-        ("ids", "InvalidInput", "topk_ids span"),
-        ("prepare", "MoekitError", "planted"),
-    ],
-)
-def test_a_bad_call_on_one_rank_is_an_error_on_all(pool, fault, kind, text):
-    *others, bad = pool.run(fail_on_last_rank, fault)
-    assert bad[0].startswith(kind) and text in bad[0]
-    for said, _, _ in others:
-        assert said.startswith(f"PeerFailed: rank {RANKS - 1} failed") and text in said
-    assert all(finite and again == "ok" for _, finite, again in (*others, bad))
-
-
 def test_ranks_that_send_different_forms_all_raise(pool):
     for said, finite, again in pool.run(fail_on_last_rank, "form"):
         assert said.startswith("GroupMismatch: ranks send tokens in different forms")
@@ -195,20 +178,6 @@ def runs_out_of_memory(rank, world_size):
 
 def test_an_error_at_allocation_leaves_no_launch_begun(pool) -> None:
     assert all(pool.run(runs_out_of_memory))
-
-
-def fail_everywhere(rank, world_size):
-    kernel, packed = composed(problem_of(rank, world_size))
-    x, routing = given(kernel.problem, rank, rank)
-    bad = outcome(lambda: kernel(x[:, :-1], packed, routing))
-    kernel.destroy()
-    kernel.destroy()
-    return bad, outcome(lambda: kernel(x, packed, routing))
-
-
-def test_a_bad_call_on_all_ranks_is_each_rank_s_own_error(pool):
-    for bad, again in pool.run(fail_everywhere):
-        assert bad.startswith("InvalidInput: x has shape") and again == "ok"
 
 
 def unequal_copies(rank, world_size):

@@ -220,13 +220,6 @@ def check_any_layer(shape: Shape, data) -> None:
     run(shape, calls, kinds, seed=data.draw(st.integers(0, 2**20)))
 
 
-@settings(max_examples=3, **UNHURRIED)
-@given(shape=shapes(), data=st.data())
-def test_any_layer_and_routing(shape: Shape, data) -> None:
-    """An example takes seconds in the interpreter, so a run has few of them."""
-    check_any_layer(shape, data)
-
-
 @pytest.mark.full
 @settings(max_examples=30, **UNHURRIED)
 @given(shape=shapes(), data=st.data())
@@ -241,19 +234,6 @@ def test_many_tokens_take_wider_steps(batched, medium, monkeypatch) -> None:
     monkeypatch.setattr(transfer.Tile, "few", 0)
     monkeypatch.setattr(transfer.Tile, "medium", medium)
     run(Shape(batched, 2, hidden=80, capacity=21, programs=2), [(21, 17), (3, 20)], KINDS)
-
-
-@FORMATS
-def test_two_calls_in_flight(batched) -> None:
-    shape = Shape(batched, 2, capacity=9)
-    host, draw = shape.host(), torch.Generator().manual_seed(3)
-    for counts in ((9, 2), (0, 5), (7, 7)):
-        first = Call(shape, host, counts, "random", draw)
-        second = Call(shape, host, counts[::-1], "holes", draw)
-        first.dispatch(0)
-        second.dispatch(1)
-        first.combine()
-        second.combine()
 
 
 @FORMATS
@@ -297,17 +277,6 @@ def test_tokens_that_begin_within_a_word(batched) -> None:
         call.xs[b] = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
     call.dispatch()
     call.combine()
-
-
-@FORMATS
-def test_equal_inputs_give_equal_bits(batched) -> None:
-    shape, outs = Shape(batched, 3, dtype=torch.bfloat16), []
-    for order in (0, 1):  # of the ranks
-        host, draw = shape.host(seed=order), torch.Generator().manual_seed(5)
-        call = Call(shape, host, (8, 4, 7), "hot", draw)
-        call.dispatch()
-        outs.append(torch.cat(host.combine(call.flight, call.experts)))
-    assert torch.equal(*outs)
 
 
 @FORMATS

@@ -21,7 +21,8 @@ from moekit_nvlink.kernels.flags import (
 )
 from nvlink_races import Deadlock, Race, World
 from test_nvlink_kernels import FORMATS, KINDS, Call, Shape
-from test_nvlink_reduce import unreduced
+
+from moekit.plugin import Unreduced
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
 
@@ -86,7 +87,7 @@ class Layer:
                 nonlocal left
                 y.fill_(float("nan"))
                 if rank in self.leave[number % len(self.leave)]:
-                    left = unreduced(call, rank, arrived, in_order=False)
+                    left = unreduced(call, rank, arrived)
                 else:
                     call.experts(rank, arrived, y_here)
 
@@ -111,6 +112,21 @@ class Layer:
                 finish(*each)
 
         return flow
+
+
+def unreduced(call: Call, rank: int, tokens) -> Unreduced:
+    """Return rows of experts that return (e + 1) * x; NaN where no assignment has its row."""
+    problem, tp = call.host.layer[rank], call.shape.tp
+    slice_of = (2 * (rank % tp) + 1) / tp**2
+    ids = tokens.topk_ids
+    rows = tokens.x[:, None].float() * (ids + problem.local_experts.start + 1)[..., None]
+    rows = (rows * slice_of).to(call.shape.dtype)
+    rows[ids < 0] = float("nan")
+    rows = rows.flatten(0, 1)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(rank))
+    places = order.argsort().int().view(ids.shape)
+    places[ids < 0] = -(2**30)
+    return Unreduced(rows[order], places.contiguous())
 
 
 COUNTS = [(3, 0, 4), (0,), (4, 4, 4), (1, 3)]

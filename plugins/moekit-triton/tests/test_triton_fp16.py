@@ -61,18 +61,6 @@ def test_every_plan(device, monkeypatch, name, tokens):
     check(MoEProblem(**SMALL_SIZES, dtype=torch.float16, device=device.type), tokens)
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 40])
-@pytest.mark.parametrize("scheme", ["none", "fp8_block", "int8_channel_token", "int4_w4a16_g32"])
-@pytest.mark.parametrize(
-    "combination",
-    [("local", "triton"), ("local", "triton_batched"), ("batched_reference", "triton_batched")],
-)
-def test_schemes(device, combination, scheme, tokens):
-    problem = MoEProblem(**SMALL_SIZES, quant=scheme, dtype=torch.float16, device=device.type)
-    limits = {"none": 2e-3, "int4_w4a16_g32": 4e-3}  # of others: what quantizing x costs a token
-    check(problem, tokens, combination, limits.get(scheme, 0.2))
-
-
 def test_programs_that_share_k(device, monkeypatch):
     problem = MoEProblem(
         num_experts=2, top_k=2, hidden_size=64, intermediate_size=4096,

@@ -14,13 +14,12 @@ from moekit_kernels.align import align_capacity
 from moekit_triton import capabilities, tables
 from moekit_triton.capabilities import BLOCKS_M, fusable, operand_bits
 from moekit_triton.experts import BatchedTritonExperts, TritonExperts
-from moekit_triton.heuristics import dots_pay, heuristic, invariant_plans
+from moekit_triton.heuristics import heuristic, invariant_plans
 from moekit_triton.kernels.tiles import GemmTile, SortedTile, SpecializedTile, TokenTile
 from moekit_triton.plans import (
     Batched,
     Copied,
     CopiedAhead,
-    Direct,
     Gathered,
     Sorted,
     TilePlan,
@@ -220,30 +219,6 @@ def test_the_heuristic_fits_the_device(scheme, inner) -> None:
             assert not isinstance(chosen, Gathered) or max(shared_bytes(chosen, p)) <= limit
 
 
-@pytest.mark.parametrize("scheme", ["fp8_block", "fp8_channel_token", "int8_channel_token"])
-@pytest.mark.parametrize("capability", [(9, 0), (8, 9)])
-@pytest.mark.parametrize("rows", [4.0, 16.0, 64.0])
-def test_few_rows_of_fp8_use_swap_ab(scheme, capability, rows) -> None:
-    p = problem(quant=scheme, device=DeviceSpec("cuda", capability, "any"))
-    plan = heuristic(p, rows)
-    swapped = capability == (9, 0) and rows < 64 and scheme != "int8_channel_token"
-    assert plan.first.swapped == plan.second.swapped == swapped
-    assert not swapped or min(plan.first.block_n, plan.second.block_n) >= 64
-
-
-@pytest.mark.parametrize("scheme", ["none", "fp8_block"])
-@pytest.mark.parametrize("rows", [4.0, 16.0])
-def test_few_rows_read_weights_by_wide_tiles(scheme, rows) -> None:
-    many = problem(num_experts=128, hidden_size=2048, intermediate_size=768, quant=scheme)
-    plan = heuristic(many, rows)
-    assert 2 * plan.first.block_n == plan.second.block_n == 256
-    assert plan.first.num_stages == plan.second.num_stages == 3
-    few = heuristic(problem(quant=scheme), rows)  # 128 programs of 256 rows leave some of 132 idle
-    assert few.second.block_n == 128 and few.second.num_stages == 4
-    ada = heuristic(many.replace(device=DeviceSpec("cuda", (8, 9), "any")), rows)
-    assert max(ada.first.block_n, ada.second.block_n) <= 128
-
-
 @pytest.mark.parametrize("rows", [60.0, 300.0, 3000.0])
 def test_no_tiles_lie_across_groups_of_scales(rows) -> None:
     """I is padded to whole groups, and has the tiles of such an I, on one rank and on two."""
@@ -254,16 +229,6 @@ def test_no_tiles_lie_across_groups_of_scales(rows) -> None:
     assert plan.fused and plan.block_m == plan.first.block_n == 128
     assert plan == heuristic(p.replace(intermediate_size=2944), rows) == heuristic(halves, rows)
     assert heuristic(p.replace(quant="fp8_channel_token"), rows).block_m == 128
-
-
-def test_tiles_of_4_bit_weights() -> None:
-    sizes = {"num_experts": 128, "hidden_size": 2880, "intermediate_size": 2880}
-    int4, fp4 = (problem(quant=q, **sizes) for q in ("int4_w4a16_g32", "mxfp4_w4a16"))
-    warps = [(plan.first.num_warps, plan.second.num_warps)
-             for plan in (heuristic(p, 2.0) for p in (int4, fp4))]  # fmt: skip
-    assert warps == [(4, 2), (2, 2)]
-    assert heuristic(int4, 64.0).second.block_n == 128
-    assert heuristic(fp4, 64.0).second.block_n == 64
 
 
 def test_where_sorting_does_not_pay(monkeypatch) -> None:
@@ -277,14 +242,6 @@ def test_where_sorting_does_not_pay(monkeypatch) -> None:
     assert heuristic(biased, 2048.0).fused and heuristic(biased, 2048.0).second.wide
     plain = choose_plan(problem(), 8192, 2, batched=True)
     assert type(plain) is Batched and plain.first.block_m == 128
-
-
-def test_few_assignments_are_not_sorted() -> None:
-    p = problem(num_experts=128, top_k=8, quant="int4_w4a16_g128")
-    assert type(choose_plan(p, 1, 8)) is Direct
-    assert type(choose_plan(p.replace(top_k=2), 16, 2)) is Direct
-    assert type(choose_plan(p, 16, 8)) is Gathered
-    assert type(choose_plan(problem(), 1, 2, batched=True)) is Batched
 
 
 def test_a_gpu_that_is_not_here_can_be_planned_for() -> None:
@@ -381,32 +338,6 @@ def test_an_h100_streams_weights_by_small_tiles(monkeypatch, table) -> None:
     assert chosen(100) == WIDE
     assert isinstance(chosen(60), Gathered), "sorting does not pay"
     assert isinstance(chosen(100, batched=True), Batched)
-
-
-def test_few_rows_of_fp8_blocks_have_groups_of_four(monkeypatch, table) -> None:
-    choose_as_compiled(monkeypatch, triton_version="3.6.0")
-    table()
-    p = problem(quant="fp8_block")
-    for per_expert, groups in ((64, 4), (95, 4), (96, 8), (1024, 8)):
-        plan = choose_plan(p, tokens(per_expert, p), p.top_k)
-        assert isinstance(plan, Copied) and plan.first.group_m == plan.second.group_m == groups
-
-
-@pytest.mark.parametrize(
-    ("experts", "top_k", "rows", "on_h200", "on_h100"),  # each: 16 bits, 8 bits
-    [
-        (8, 2, 4, (False, True), (True, True)),
-        (160, 8, 16, (False, False), (False, False)),
-        (160, 8, 8, (True, True), (True, True)),
-        (8, 2, 8, (False, False), (False, False)),
-    ],
-)
-def test_how_many_assignments_dot_products_take(experts, top_k, rows, on_h200, on_h100) -> None:
-    """As measured on mixtral and GLM-4.5."""
-    for gpu, wanted in ((H200, on_h200), (H100, on_h100)):
-        p = problem(num_experts=experts, top_k=top_k, device=gpu)
-        both = (dots_pay(p, rows, top_k), dots_pay(p.replace(quant="fp8_block"), rows, top_k))
-        assert both == wanted, gpu
 
 
 def test_specialized_warps_by_version(monkeypatch, caplog) -> None:

@@ -9,8 +9,8 @@ from moekit_triton.kernels.tiles import GemmTile
 from moekit_triton.training import Tiles, TrainableTriton
 
 import moekit
-from moekit import Activation, ExpertWeights, MoEProblem, Routing
-from moekit.plugin import ACTIVATIONS, Dispatched, Wanted
+from moekit import ExpertWeights, MoEProblem, Routing
+from moekit.plugin import Dispatched, Wanted
 from moekit.testing import oracle
 
 ROWS = 16  # of a small tile
@@ -98,37 +98,6 @@ def check(p: MoEProblem, weights: ExpertWeights, x, ids, topk_weights) -> list[t
         error = relative(got, right)
         assert error < LIMIT[p.dtype], f"{name}: {error}"
     return list(made)
-
-
-def grid(*shape: int) -> torch.Tensor:
-    """Return multiples of 0.5 up to 3 in size, before `parameters` divides."""
-    return (torch.rand(shape) * 13 - 6.5).round() / 2 * shape[-1] ** 0.5
-
-
-@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
-def test_activations_at_and_beyond_the_limit(device, name):
-    """With h in steps of 0.5, and limits of 1.5 where the kind takes one."""
-    clamps = name in ("silu", "swigluoai", "situ", "swiglustep")
-    activation = Activation(name, limit=1.5 if clamps else None)
-    p = problem_of(device, activation=activation, has_bias=name != "silu", hidden_size=20)
-    x, ids, topk_weights = inputs(p)
-    x = torch.where(x.isnan(), x, 0.0)
-    x[torch.arange(len(x)), torch.arange(len(x)) % 20] += 1.0  # h is a column of w13, and its bias
-    check(p, parameters(p, grid), x, ids, topk_weights)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("top_k", [1, 3])
-def test_16_bits(device, dtype, top_k):
-    """With the tiles of the rule."""
-    p = problem_of(device, dtype=dtype, top_k=top_k, hidden_size=72)
-    check(p, parameters(p), *inputs(p))
-
-
-def test_a_hot_expert(device, small):
-    p = problem_of(device, has_bias=False)
-    made = check(p, parameters(p), *inputs(p, (0, 0, 3 * ROWS + 5, 0, 0)))
-    assert [bool(made[2][i].any()) for i in range(5)] == [False, False, True, False, False]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -225,29 +194,6 @@ def test_steps(device, small):
     assert step.experts.saved_bytes(len(step.grad)) == held
 
 
-@pytest.mark.parametrize("into", [torch.bfloat16, torch.float32])
-def test_gradients_are_added_to_buffers(device, into):
-    step = Step(problem_of(device, dtype=torch.bfloat16))
-    made = step.gradients()
-    begin = {n: torch.randn(t.shape).to(device, into) for n, t in made.items()}
-    found = step.gradients(**{n: t.clone() for n, t in begin.items()})
-    for name, t in found.items():
-        error = relative(t, begin[name].float() + made[name].float())
-        assert t.dtype is into and error < 4e-3, f"{name}: {error}"
-        assert torch.equal(t[0], begin[name][0]), "an expert without rows"
-
-
-def test_no_tokens(device):
-    p = problem_of(device)
-    kernel, weights = moekit.compose(p, "local", "triton"), parameters(p)
-    tracked = {n: t.requires_grad_() for n, t in weights.tensors().items()}
-    x = torch.empty(0, p.hidden_size, device=device, requires_grad=True)
-    ids = torch.empty(0, p.top_k, device=device, dtype=torch.int64)
-    y = kernel(x, ExpertWeights(**tracked), Routing(ids.float(), ids))
-    made = torch.autograd.grad(y, [x, *tracked.values()], torch.empty_like(y))
-    assert all(not t.any() for t in made)
-
-
 def test_weights_through_descriptors(device, monkeypatch):
     """Sizes in rows of whole 16 bytes, tiles that do not divide them, matrices in both orders."""
     tile = GemmTile(ROWS, 16, 16, tma=True)
@@ -256,12 +202,6 @@ def test_weights_through_descriptors(device, monkeypatch):
         pytest.skip("tensor descriptors need compute capability 9.0")
     p = problem_of(device)
     check(p, parameters(p), *inputs(p))
-
-
-def test_quantized_experts_are_refused(device):
-    p = problem_of(device, dtype=torch.bfloat16, has_bias=False, quant="int8_w8a16")
-    with pytest.raises(moekit.MoekitError, match="takes unquantized experts, not int8_w8a16"):
-        moekit.compose(p, "local", "triton")
 
 
 def test_the_rule_fits_shared_memory():

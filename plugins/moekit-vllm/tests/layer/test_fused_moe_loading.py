@@ -4,54 +4,18 @@ from __future__ import annotations
 
 import gc
 import weakref
-from pathlib import Path
 from typing import Any
 
-import checkpoint_files as files
 import pytest
 import torch
-from checkpoint_cases import CASES
-from fused_moe_cases import SIZES, load_files, loaded, make, push, stacks
+from fused_moe_cases import SIZES, loaded, make, push, stacks
 from layer_cases import E, H, I
 from moekit_vllm import FusedMoE, SharedFusedMoE
 from torch import Tensor, nn
 
-import moekit
-from moekit import ParallelConfig
 from moekit.errors import WeightsError
 from moekit.layer.replicas import Placement
 from moekit.testing.cases import random_weights
-
-
-@pytest.mark.parametrize(
-    "name", ["bf16", "fp8-tensor-static", "awq", "gptq", "ct-mxfp4", "ct-int8"]
-)
-@pytest.mark.parametrize("parallel", [(1, 1), (1, 2), (2, 1)], ids=["whole", "tp", "ep"])
-def test_the_same_output_as_with_load_checkpoint(
-    name: str, parallel: tuple[int, int], tmp_path: Path
-) -> None:
-    """Packed from pushed tensors or from files: the same layer, to the last bit."""
-    ep, tp = parallel
-    case = CASES[name]
-    config = case.config
-    if name.startswith("ct-"):
-        config = config | dict(format="int-quantized" if name == "ct-int8" else "pack-quantized")
-    made = files.write(tmp_path, case.packer, config, E=4)
-    arguments = dict(
-        num_experts=4, top_k=2, hidden_size=128, intermediate_size=256,
-        params_dtype=torch.bfloat16, device="cpu", experts="torch",
-    )  # fmt: skip
-    x, logits = torch.randn(7, 128).bfloat16(), torch.randn(7, 4)
-    for rank in range(ep * tp):
-        config_of_rank = ParallelConfig(
-            ep_size=ep, ep_rank=rank % ep, tp_size=tp, tp_rank=rank % tp, dp_size=1
-        )
-        spread = dict(parallel=config_of_rank, reduce_results=False)
-        layer = FusedMoE(**arguments, quant_config=config, **spread)
-        other = moekit.FusedMoE(**arguments, quant=layer.problem.quant, **spread)
-        other.load_checkpoint(tmp_path, None, 0)
-        load_files(layer, made.tensors, 4)
-        assert torch.equal(layer(x, logits), other(x, logits))
 
 
 def test_a_dropped_layer_frees_its_memory_at_once() -> None:
