@@ -45,8 +45,9 @@ from moekit.problem import (
     quant,
 )
 from moekit.problem.activation import ACTIVATIONS, apply_activation
+from moekit.problem.codes import INT4_ZERO, Codes, unpack_int4
 from moekit.problem.problem import summary
-from moekit.problem.quant import INT4_ZERO, WIRE_SCHEMES, unpack_int4
+from moekit.problem.quant import WIRE_SCHEMES
 from moekit.runtime.agreement import Agreement, Transfers, exchange
 from moekit.runtime.environment import ProcessVariables
 from moekit.runtime.group import has_backend, resolve
@@ -58,9 +59,10 @@ from moekit.untrusted.code import describe as reason_of
 from moekit.untrusted.writing import check_writable, replace_file
 
 __all__ = [
-    "ACTIVATIONS", "INT4_ZERO", "SCHEMES", "WIRE_SCHEMES", "Activation", "ActivationFormat",
-    "Agreement", "BufferSpec", "CallBuffers", "DeviceSpec", "Dispatched", "DispatcherSpec",
-    "ExpertWeights", "ExpertsSpec", "InputGradients", "Lease", "MoEProblem",
+    "ACTIVATIONS", "INT4_ZERO", "SCHEMES", "WIRE_SCHEMES", "Activation",
+    "ActivationFormat", "Agreement", "BufferSpec", "CallBuffers", "Codes", "DeviceSpec",
+    "Dispatched", "DispatcherSpec", "ExpertWeights", "ExpertsSpec", "InputGradients", "Lease",
+    "MoEProblem",
     "OperandQuant", "PackedWeights", "ParallelConfig", "Pending", "PermuteExpertsUnpermute",
     "PrepareAndFinalize", "ProcessVariables", "QuantScheme", "Quantizer", "Routing",
     "SharedBuffers", "TableFiles", "TrainableDispatcher", "TrainableExperts", "Transfers",

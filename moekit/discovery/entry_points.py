@@ -16,12 +16,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pluggy
 
-from moekit.contract.specs import DispatcherSpec, ExpertsSpec, SpecT
+from moekit.contract.specs import DispatcherSpec, ExpertsSpec
 from moekit.discovery.hooks import GROUP, MoekitSpecs
 from moekit.errors import BackendError
+from moekit.problem.quant import QuantScheme
 from moekit.untrusted.arguments import shown
 from moekit.untrusted.code import Fault, contained, printable
 from moekit.version import __version__
@@ -33,7 +35,9 @@ _BUILTIN = "moekit.backends.builtin"
 _MOST_BACKENDS = 1000
 _VALUE = re.compile(r"[\w.]+\s*(:\s*[\w.]+\s*)?(\[.*\]\s*)?")
 
-Offer = tuple[str, str]  # kind and name of a backend
+Offer = tuple[str, str]  # kind and name
+
+RecordT = TypeVar("RecordT", DispatcherSpec, ExpertsSpec, QuantScheme)
 
 _this_thread = threading.local()
 
@@ -42,7 +46,7 @@ _this_thread = threading.local()
 class PluginState:
     """The result of loading one entry point: its state is ok, blocked, broken or clash.
 
-    dispatchers, experts: the specs that it offers, without names of the core's own backends.
+    dispatchers, experts, schemes: what it offers, without names of the core's own.
     """
 
     name: str
@@ -52,6 +56,7 @@ class PluginState:
     reason: str = ""
     dispatchers: tuple[DispatcherSpec, ...] = ()
     experts: tuple[ExpertsSpec, ...] = ()
+    schemes: tuple[QuantScheme, ...] = ()
 
     @property
     def backends(self) -> tuple[DispatcherSpec | ExpertsSpec, ...]:
@@ -64,7 +69,7 @@ class PluginState:
 
     @property
     def offers(self) -> tuple[Offer, ...]:
-        return tuple((spec.kind, spec.name) for spec in self.backends)
+        return tuple((each.kind, each.name) for each in (*self.backends, *self.schemes))
 
 
 @dataclass(frozen=True)
@@ -222,16 +227,18 @@ def probe(source: Source, strict: bool = False) -> PluginState:
             plugin = manager.get_plugin(source.name)
             if not manager.get_hookcallers(plugin):
                 raise TypeError(
-                    "it implements no moekit hook; decorate moekit_dispatchers or moekit_experts "
-                    "with moekit.hookimpl"
+                    "it implements no moekit hook; decorate moekit_dispatchers, moekit_experts or "
+                    "moekit_schemes with moekit.hookimpl"
                 )
             dispatchers = _records(manager.hook.moekit_dispatchers, DispatcherSpec)
             experts = _records(manager.hook.moekit_experts, ExpertsSpec)
+            schemes = _records(manager.hook.moekit_schemes, QuantScheme)
     except Fault as fault:
         return source.state("broken", str(fault))
     finally:
         _this_thread.probing = False
-    return replace(source.state("ok", ""), dispatchers=dispatchers, experts=experts)
+    offered: Any = {"dispatchers": dispatchers, "experts": experts, "schemes": schemes}
+    return replace(source.state("ok", ""), **offered)
 
 
 def probing() -> bool:
@@ -239,11 +246,11 @@ def probing() -> bool:
     return getattr(_this_thread, "probing", False)
 
 
-def _records(hook: pluggy.HookCaller, kind: type[SpecT]) -> tuple[SpecT, ...]:
+def _records(hook: pluggy.HookCaller, kind: type[RecordT]) -> tuple[RecordT, ...]:
     results = hook()  # without the Nones
     if len(results) < len(hook.get_hookimpls()):
         raise TypeError(f"{hook.name} returned None, expected a list of {kind.__name__}")
-    records: dict[str, SpecT] = {}
+    records: dict[str, RecordT] = {}
     for record in chain.from_iterable(results):
         if type(record) is not kind:
             raise TypeError(
@@ -252,8 +259,8 @@ def _records(hook: pluggy.HookCaller, kind: type[SpecT]) -> tuple[SpecT, ...]:
         if record.name in records:
             raise ValueError(f"{hook.name} offers {shown(record.name)} twice")
         if len(records) == _MOST_BACKENDS:
-            raise ValueError(f"{hook.name} offers more than {_MOST_BACKENDS} backends")
-        records[record.name] = replace(record)  # validates changes since the spec was made
+            raise ValueError(f"{hook.name} offers more than {_MOST_BACKENDS}")
+        records[record.name] = replace(record)  # validates changes since it was made
     return tuple(records.values())
 
 
@@ -270,11 +277,16 @@ def mark_clashes(states: Sequence[PluginState]) -> list[PluginState]:
                 state,
                 state="clash",
                 reason=reason,
-                dispatchers=tuple(s for s in state.dispatchers if (s.kind, s.name) not in lost),
-                experts=tuple(s for s in state.experts if (s.kind, s.name) not in lost),
+                dispatchers=_kept(state.dispatchers, lost),
+                experts=_kept(state.experts, lost),
+                schemes=_kept(state.schemes, lost),
             )
         marked.append(state)
     return marked
+
+
+def _kept(records: tuple[RecordT, ...], lost: Collection[Offer]) -> tuple[RecordT, ...]:
+    return tuple(each for each in records if (each.kind, each.name) not in lost)
 
 
 def clashes(owners: Sequence[tuple[str, Collection[Offer]]]) -> list[tuple[str, set[Offer]]]:
@@ -288,13 +300,13 @@ def clashes(owners: Sequence[tuple[str, Collection[Offer]]]) -> list[tuple[str, 
     for place, (_, offers) in enumerate(owners[1:], 1):
         reasons, lost = [], core.intersection(offers)
         for offer in offers:
-            what = f"{offer[0]} {offer[1]!r}"
+            what, own = f"{offer[0]} {offer[1]!r}", offer[0].split()[-1]
             rivals = [
                 who for i, (who, theirs) in enumerate(owners) if i != place and offer in theirs
             ]
             if offer in lost:
                 reasons.append(
-                    f"{what} is a name of moekit's own backend, which stays in use: rename it"
+                    f"{what} is a name of moekit's own {own}, which stays in use: rename it"
                 )
             elif rivals:
                 reasons.append(f"{what} is also offered by {', '.join(rivals)}")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pluggy
 
 from moekit.contract.specs import DispatcherSpec, ExpertsSpec
+from moekit.problem.quant import QuantScheme
 
 GROUP = "moekit"
 hookimpl = pluggy.HookimplMarker(GROUP)
-"""Decorates the functions `moekit_dispatchers` and `moekit_experts` of a plugin."""
+"""Decorates the functions of a plugin: `moekit_dispatchers`, `moekit_experts`, `moekit_schemes`."""
 _hookspec = pluggy.HookspecMarker(GROUP)
 
 
@@ -36,3 +37,7 @@ class MoekitSpecs:
             def moekit_experts():
                 return [moekit.ExpertsSpec(name="acme", target="acme_moe.experts:Acme", ...)]
         """
+
+    @_hookspec
+    def moekit_schemes(self) -> list[QuantScheme]:  # type: ignore[empty-body]
+        """Return the quantization schemes that this plugin adds, as in docs/backends.md."""

@@ -52,7 +52,7 @@ def check_quantized(x: Tensor, scale: Tensor | None, problem: MoEProblem) -> Non
     """Assert that quantized tokens (..., R, H) and their scale have the forms of `Dispatched`."""
     activation = problem.quant.activation
     assert activation is not None
-    columns = problem.hidden_size // (2 if activation.packed else 1)
+    columns = problem.hidden_size // activation.codes.per_byte
     assert x.dtype == activation.torch_dtype, f"x is {x.dtype}, expected {activation.torch_dtype}"
     assert x.shape[-1] == columns, f"x has {x.shape[-1]} columns, expected {columns}"
     assert scale is not None and scale.dtype == torch.float32, "expected x_scale in float32"

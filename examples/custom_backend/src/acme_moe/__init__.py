@@ -4,7 +4,13 @@ This module imports only `moekit.plugin`, so that listing backends stays cheap a
 refuses everything that a spec does not declare, with a reason; the classes need no checks.
 """
 
-from moekit.plugin import ActivationFormat, DispatcherSpec, ExpertsSpec, hookimpl
+from acme_moe import nf4
+from moekit.plugin import ActivationFormat, DispatcherSpec, ExpertsSpec, QuantScheme, hookimpl
+
+
+@hookimpl
+def moekit_schemes() -> list[QuantScheme]:
+    return [nf4.SCHEME]
 
 
 @hookimpl
@@ -15,6 +21,7 @@ def moekit_experts() -> list[ExpertsSpec]:
             target="acme_moe.experts:AcmeExperts",
             format=ActivationFormat.BATCHED,
             reduces=False,
+            schemes=frozenset({"none", nf4.SCHEME.name}),
             activations=frozenset({"silu", "gelu", "gelu_tanh"}),
             silu_clamp=False,
             bias=False,
