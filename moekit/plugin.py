@@ -16,6 +16,7 @@ from moekit.contract import (
     Routing,
     Unreduced,
 )
+from moekit.contract.fused import FusedKernel, FusedSpec, RouterLogits
 from moekit.contract.pending import Pending
 from moekit.contract.shared_buffers import CallBuffers, Lease, SharedBuffers
 from moekit.contract.sizes import round_up
@@ -61,10 +62,10 @@ from moekit.untrusted.writing import check_writable, replace_file
 __all__ = [
     "ACTIVATIONS", "INT4_ZERO", "SCHEMES", "WIRE_SCHEMES", "Activation",
     "ActivationFormat", "Agreement", "BufferSpec", "CallBuffers", "Codes", "DeviceSpec",
-    "Dispatched", "DispatcherSpec", "ExpertWeights", "ExpertsSpec", "InputGradients", "Lease",
-    "MoEProblem",
+    "Dispatched", "DispatcherSpec", "ExpertWeights", "ExpertsSpec", "FusedKernel", "FusedSpec",
+    "InputGradients", "Lease", "MoEProblem",
     "OperandQuant", "PackedWeights", "ParallelConfig", "Pending", "PermuteExpertsUnpermute",
-    "PrepareAndFinalize", "ProcessVariables", "QuantScheme", "Quantizer", "Routing",
+    "PrepareAndFinalize", "ProcessVariables", "QuantScheme", "Quantizer", "RouterLogits", "Routing",
     "SharedBuffers", "TableFiles", "TrainableDispatcher", "TrainableExperts", "Transfers",
     "Unreduced", "VendorLibrary", "Wanted", "Workspace", "apply_activation", "check_writable",
     "device_file", "exchange", "has_backend", "hookimpl", "importable", "int4", "local_ids",

@@ -52,6 +52,7 @@ def _as_dict(states: Sequence[PluginState]) -> dict[str, Any]:
                 "dispatchers": [_backend_dict(spec) for spec in state.dispatchers],
                 "experts": [_backend_dict(spec) for spec in state.experts],
                 "schemes": [scheme.name for scheme in state.schemes],
+                "fused": [_backend_dict(spec) for spec in state.fused],
             }
             for state in states
         ],
@@ -104,6 +105,7 @@ def _details(state: PluginState) -> list[str]:
         "dispatchers": [spec.name for spec in state.dispatchers],
         "experts": [spec.name for spec in state.experts],
         "schemes": [scheme.name for scheme in state.schemes],
+        "fused kernels": [spec.name for spec in state.fused],
     }
     for kind, named in offered.items():
         if named and not (kind == "schemes" and state.name == CORE):

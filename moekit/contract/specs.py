@@ -183,6 +183,7 @@ class BackendSpec:
 
     kind: ClassVar[str]
     interface: ClassVar[str]
+    fused: ClassVar[bool] = False  # one backend is dispatcher and experts (`FusedSpec`)
 
     def __post_init__(self) -> None:
         try:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import pluggy
 
+from moekit.contract.fused import FusedSpec
 from moekit.contract.specs import DispatcherSpec, ExpertsSpec
 from moekit.discovery.hooks import GROUP, MoekitSpecs
 from moekit.errors import BackendError
@@ -37,7 +38,7 @@ _VALUE = re.compile(r"[\w.]+\s*(:\s*[\w.]+\s*)?(\[.*\]\s*)?")
 
 Offer = tuple[str, str]  # kind and name
 
-RecordT = TypeVar("RecordT", DispatcherSpec, ExpertsSpec, QuantScheme)
+RecordT = TypeVar("RecordT", DispatcherSpec, ExpertsSpec, QuantScheme, FusedSpec)
 
 _this_thread = threading.local()
 
@@ -46,7 +47,7 @@ _this_thread = threading.local()
 class PluginState:
     """The result of loading one entry point: its state is ok, blocked, broken or clash.
 
-    dispatchers, experts, schemes: what it offers, without names of the core's own.
+    dispatchers, experts, schemes, fused: what it offers, without names of the core's own.
     """
 
     name: str
@@ -57,10 +58,11 @@ class PluginState:
     dispatchers: tuple[DispatcherSpec, ...] = ()
     experts: tuple[ExpertsSpec, ...] = ()
     schemes: tuple[QuantScheme, ...] = ()
+    fused: tuple[FusedSpec, ...] = ()
 
     @property
     def backends(self) -> tuple[DispatcherSpec | ExpertsSpec, ...]:
-        return (*self.dispatchers, *self.experts)
+        return (*self.dispatchers, *self.experts, *self.fused)
 
     @property
     def owner(self) -> str:
@@ -69,7 +71,10 @@ class PluginState:
 
     @property
     def offers(self) -> tuple[Offer, ...]:
-        return tuple((each.kind, each.name) for each in (*self.backends, *self.schemes))
+        backends = [(each.kind, each.name) for each in (*self.dispatchers, *self.experts)]
+        kinds = DispatcherSpec.kind, ExpertsSpec.kind  # a fused kernel is named as either
+        backends += [(kind, each.name) for each in self.fused for kind in kinds]
+        return (*backends, *((each.kind, each.name) for each in self.schemes))
 
 
 @dataclass(frozen=True)
@@ -227,17 +232,18 @@ def probe(source: Source, strict: bool = False) -> PluginState:
             plugin = manager.get_plugin(source.name)
             if not manager.get_hookcallers(plugin):
                 raise TypeError(
-                    "it implements no moekit hook; decorate moekit_dispatchers, moekit_experts or "
-                    "moekit_schemes with moekit.hookimpl"
+                    "it implements no moekit hook; decorate its hooks with moekit.hookimpl"
                 )
             dispatchers = _records(manager.hook.moekit_dispatchers, DispatcherSpec)
             experts = _records(manager.hook.moekit_experts, ExpertsSpec)
             schemes = _records(manager.hook.moekit_schemes, QuantScheme)
+            fused = _records(manager.hook.moekit_fused, FusedSpec)
     except Fault as fault:
         return source.state("broken", str(fault))
     finally:
         _this_thread.probing = False
     offered: Any = {"dispatchers": dispatchers, "experts": experts, "schemes": schemes}
+    offered["fused"] = fused
     return replace(source.state("ok", ""), **offered)
 
 
@@ -280,6 +286,7 @@ def mark_clashes(states: Sequence[PluginState]) -> list[PluginState]:
                 dispatchers=_kept(state.dispatchers, lost),
                 experts=_kept(state.experts, lost),
                 schemes=_kept(state.schemes, lost),
+                fused=tuple(s for s in state.fused if s.name not in {name for _, name in lost}),
             )
         marked.append(state)
     return marked

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pluggy
 
+from moekit.contract.fused import FusedSpec
 from moekit.contract.specs import DispatcherSpec, ExpertsSpec
 from moekit.problem.quant import QuantScheme
 
 GROUP = "moekit"
 hookimpl = pluggy.HookimplMarker(GROUP)
-"""Decorates the functions of a plugin: `moekit_dispatchers`, `moekit_experts`, `moekit_schemes`."""
+"""Decorates the functions of a plugin: `moekit_dispatchers`, `moekit_experts` and so on."""
 _hookspec = pluggy.HookspecMarker(GROUP)
 
 
@@ -41,3 +42,7 @@ class MoekitSpecs:
     @_hookspec
     def moekit_schemes(self) -> list[QuantScheme]:  # type: ignore[empty-body]
         """Return the quantization schemes that this plugin adds, as in docs/backends.md."""
+
+    @_hookspec
+    def moekit_fused(self) -> list[FusedSpec]:  # type: ignore[empty-body]
+        """Return the kernels that are dispatcher and experts at once, as in docs/backends.md."""

@@ -80,10 +80,11 @@ class Registry:
         """
         if not isinstance(spec, (DispatcherSpec, ExpertsSpec, QuantScheme)):
             raise BackendError(f"register() needs a spec or a QuantScheme, but got {shown(spec)}")
-        if self._owners(type(spec), spec.name):
+        kinds = [k for k in (DispatcherSpec, ExpertsSpec, QuantScheme) if isinstance(spec, k)]
+        if owners := [who for kind in kinds for who in self._owners(kind, spec.name)]:
             raise NameClash(
                 f"{spec.kind} {spec.name!r} is already offered by "
-                f"{' and '.join(self._owners(type(spec), spec.name))}; choose another name"
+                f"{' and '.join(dict.fromkeys(owners))}; choose another name"
             )
         self._added.append(spec)
 
@@ -152,7 +153,7 @@ class Registry:
             plugins = [
                 state.distribution
                 for state in self.plugins
-                if any(type(s) is kind and s.name == name for s in state.backends)
+                if any(isinstance(s, kind) and s.name == name for s in state.backends)
             ]
             raise NameClash(
                 f"{kind.kind} {name!r} is offered by {' and '.join(owners)}; uninstall one, or "

@@ -147,6 +147,8 @@ def composite(name: str, find: Callable[[str], SpecT]) -> SpecT:
     """
     buckets = _parse(name)
     members: Any = tuple(find(member) for member in dict.fromkeys(name for _, name in buckets))
+    if fused := [member.name for member in members if member.fused]:
+        raise UnknownBackend(f"{name!r} is not a composite: {fused[0]} is a fused kernel")
     facts = _common(members) | {"name": name, "members": members, "buckets": buckets}
     made: Any
     if isinstance(members[0], DispatcherSpec):

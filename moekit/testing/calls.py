@@ -282,8 +282,9 @@ def kit_registry(
     leaves = _of_kit(copy.expert("torch"), LEAVES_SUMS, LeavesSums, batch_invariant=False)
     known = {"dispatcher": set(copy.dispatchers), "experts backend": set(copy.experts)}
     for spec in (*_dispatchers(local, batched), leaves, *extra):
-        if spec.name not in known[spec.kind]:
-            known[spec.kind].add(spec.name)
+        kind = ExpertsSpec.kind if spec.fused else spec.kind
+        if spec.name not in known[kind]:
+            known[kind].add(spec.name)
             copy.register(spec)
     return copy
 

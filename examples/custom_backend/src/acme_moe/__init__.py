@@ -5,7 +5,14 @@ refuses everything that a spec does not declare, with a reason; the classes need
 """
 
 from acme_moe import nf4
-from moekit.plugin import ActivationFormat, DispatcherSpec, ExpertsSpec, QuantScheme, hookimpl
+from moekit.plugin import (
+    ActivationFormat,
+    DispatcherSpec,
+    ExpertsSpec,
+    FusedSpec,
+    QuantScheme,
+    hookimpl,
+)
 
 
 @hookimpl
@@ -52,4 +59,26 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             deterministic=True,
             priority=-10,
         ),
+    ]
+
+
+def _routes(how: object) -> list[str]:
+    softmax = str(how) in ("softmax", "softmax, renormalized")
+    return [] if softmax else [f"chooses experts by softmax alone, not by {how}"]
+
+
+@hookimpl
+def moekit_fused() -> list[FusedSpec]:
+    return [
+        FusedSpec(
+            name="acme_fused",
+            target="acme_moe.fused:AcmeFused",
+            moves_tokens=True,
+            spans_hosts=True,
+            shared_tokens=False,
+            bias=False,
+            deterministic=True,
+            routes=_routes,
+            priority=-20,
+        )
     ]
