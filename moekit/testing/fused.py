@@ -77,6 +77,11 @@ class FusedRanksConformance(DispatcherConformance):
             self._skip("the spec does not declare weights_in_fp32")
         super().test_outputs_beyond_float16(ends)
 
+    def test_failure_after_dispatch(self, world: int) -> None:
+        if world > 1:
+            self._skip("ranks notice one that fails within a kernel by the kernel's own timeout")
+        super().test_failure_after_dispatch(world)
+
     def test_each_assignment_is_delivered_once(self) -> None:  # type: ignore[override]
         _not_apart()
 
