@@ -28,7 +28,7 @@ from moekit.problem import ActivationFormat, MoEProblem
 
 @dataclass(frozen=True, kw_only=True)
 class FusedSpec(DispatcherSpec, ExpertsSpec):
-    """The facts that a FusedKernel declares: a dispatcher's, and those of experts.
+    """The facts that a FusedKernel declares: a dispatcher's and the experts'.
 
     moves_tokens: it exchanges tokens where they must move. It also serves problems in which every
         token stays on its rank.

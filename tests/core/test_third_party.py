@@ -44,6 +44,9 @@ nf4 = problem.replace(quant="nf4_w4a16_g64")
 for experts in ("acme", "torch", "reference"):
     check_call(moekit.compose(nf4, experts=experts), make_case(nf4, 33, "masked"))
 used.append(str(moekit.explain(nf4, experts="acme").chosen))
+kernel = moekit.compose(problem, experts="acme_fused")
+check_call(kernel, make_case(problem, 33, "masked"))
+used.append(str(kernel.explanation.chosen))
 try:
     moekit.compose(problem.replace(has_bias=True), experts="acme")
 except moekit.MoekitError as error:
@@ -109,6 +112,7 @@ def test_it_is_listed_composes_and_can_be_blocked(stranger: Stranger) -> None:
         "acme_sorted + torch",
         "acme_sorted + reference",
         "local + acme (bridged)",
+        "acme_fused (fused)",
     ]
     assert "experts 'acme' cannot do this problem: has no bias support" in refused
     offered = ["acme", "acme_sorted", "acme_all_to_all", "nf4_w4a16_g64"]

@@ -71,7 +71,7 @@ class ScalesTheTokens(Fused):
 
 @killed_by("test_tokens_per_rank", "uneven", 2)
 class KeepsItsTokens(FusedOnRanks):
-    """Runs the experts of its own rank only."""
+    """Runs this rank's experts only, on this rank's tokens."""
 
     def _exchange(self, rows, sent, arrived):
         return rows
