@@ -21,9 +21,10 @@ from moekit.contract.interfaces import (
     Routing,
 )
 from moekit.contract.pending import Pending
-from moekit.contract.specs import DispatcherSpec, ExpertsSpec
+from moekit.contract.specs import CHECK_FAILED, REASONS, DispatcherSpec, ExpertsSpec
 from moekit.errors import InvalidInput
 from moekit.problem import ActivationFormat, MoEProblem
+from moekit.untrusted.code import Fault
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,15 @@ class FusedSpec(DispatcherSpec, ExpertsSpec):
         for name, value in fixed.items():
             if (given := getattr(self, name)) != value:
                 raise InvalidInput(f"{self.name}: {name}={given!r}: a fused kernel has {value!r}")
+
+    def unsupported_routing(self, how: Any) -> list[str]:
+        """Return every reason why the kernel does not choose experts as a RoutingConfig says."""
+        if self.routes is None:
+            return ["it takes ids, and chooses no experts"]
+        try:
+            return list(self._asked("routes", how, REASONS))
+        except Fault as fault:
+            return [f"{CHECK_FAILED}: {fault}"]
 
     def _unsupported_features(self, problem: MoEProblem) -> list[str]:
         specs = DispatcherSpec, ExpertsSpec

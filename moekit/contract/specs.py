@@ -100,11 +100,11 @@ _TARGET = _pattern("'package.module:Class'", rf"{_DOTTED}:[^\W\d]\w*")
 _TEXT = matching("a string", lambda value: type(value) is str)
 _PRIORITY = size(-1_000_000, 1_000_000)
 # What the functions of a spec return.
-_REASONS = Kind("a list of reasons", _reasons)
+REASONS = Kind("a list of reasons", _reasons)
 _MULTIPLES = matching(f"two ints of 1 to {sizes.MOST}", _two_multiples)
 
 # The kinds of the fields, by name or else by type; the other fields are functions.
-_BYNAME = {
+_BY_NAME = {
     "name": NAME,
     "target": _TARGET,
     "training": optional(_TARGET),
@@ -139,10 +139,9 @@ class BackendSpec:
     name: what users type.
     target: ``"package.module:Class"``, imported on creation.
     format: the layout of dispatched tokens that it produces or consumes.
-    dtypes, schemes, devices: what it supports. Schemes may be a plugin's, and `SCHEMES` means
-        all. A device is ``"cpu"`` or another of torch's types
-        (``"cuda"`` includes AMD's GPUs), ``"cuda>=9.0"`` or ``"cuda==9.0"`` (compute capability),
-        ``"gfx942"`` (AMD's), or ``"any"``.
+    dtypes, schemes, devices: what it supports. Schemes may be a plugin's, and `SCHEMES` means all.
+        A device is ``"cpu"`` or another of torch's types (``"cuda"`` includes AMD's GPUs),
+        ``"cuda>=9.0"`` or ``"cuda==9.0"`` (compute capability), ``"gfx942"`` (AMD's), or ``"any"``.
     requires: importable names that it needs. They are looked up, but not imported, to list it.
     install_hint: the command that provides them.
     priority: without a measurement, the supported backend of the highest priority is chosen.
@@ -188,7 +187,7 @@ class BackendSpec:
     def __post_init__(self) -> None:
         try:
             kinds = {
-                fact.name: _BYNAME.get(fact.name)
+                fact.name: _BY_NAME.get(fact.name)
                 or _BY_TYPE.get(str(fact.type), optional(FUNCTION))
                 for fact in fields(self)
             }
@@ -221,7 +220,7 @@ class BackendSpec:
         reasons += self._unsupported_features(problem)
         try:
             self.priority_for(problem)
-            return reasons + (self._asked("check", problem, _REASONS) if self.check else [])
+            return reasons + (self._asked("check", problem, REASONS) if self.check else [])
         except Fault as fault:
             return [*reasons, f"{CHECK_FAILED}: {fault}"]
 

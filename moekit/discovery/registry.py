@@ -201,4 +201,10 @@ def registry() -> Registry:
         return _registry
 
 
-Schemes.installed = staticmethod(lambda: None if probing() else registry())
+def _installed(discover: bool) -> Registry | None:
+    if probing():
+        return None
+    return registry() if discover else _registry
+
+
+Schemes.installed = staticmethod(_installed)

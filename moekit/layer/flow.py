@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moekit.contract import PackedWeights, Routing
-from moekit.contract.fused import RouterLogits
+from moekit.contract.fused import FusedSpec, RouterLogits
 from moekit.errors import InvalidInput, WeightsError
 from moekit.kernel import ModularKernel
 from moekit.layer.ranks import LayerRanks
@@ -48,9 +48,12 @@ class LayerFlow:
     ) -> None:
         self.name, self.router, self.ranks = name, router, ranks
         self.kernel, self.shared = kernel, shared
-        routes = getattr(kernel.experts.spec, "routes", None)
-        ids = kernel.problem.apply_router_weight_on_input or router.config.zero_expert_num
-        self._kernel_routes = routes is not None and not ids and not routes(router.config)
+        how, spec = router.config, kernel.experts.spec
+        foreign = how.custom_routing_function is not None or how.hash_table is not None
+        ids = foreign or how.zero_expert_num or kernel.problem.apply_router_weight_on_input
+        self._kernel_routes = (
+            isinstance(spec, FusedSpec) and not ids and not spec.unsupported_routing(how)
+        )
         self.to_physical: Callable[[Routing], Routing] | None = None
         # Says what to do for a call without weights.
         self.advice: Callable[[], str] = lambda: "call load_weights() first"

@@ -79,16 +79,14 @@ class OperandQuant:
 
     def __post_init__(self) -> None:
         if self.codes is None or self.codes in CODES.values():  # dtype may be another, replaced
-            codes = CODES.get(self.dtype) or codes_of(self.dtype) or self.codes
+            codes = CODES.get(self.dtype) or self.codes or codes_of(self.dtype)
             object.__setattr__(self, "codes", codes)
 
     def check(self) -> None:
         """Raise InvalidProblem if the facts contradict each other."""
         accept_fields(self, _OPERAND)
-        if self.codes != CODES.get(self.dtype, self.codes):
-            raise InvalidProblem(
-                f"dtype={shown(self.dtype)} has moekit's codes: name others otherwise"
-            )
+        if (self.dtype in CODES) != (self.codes in CODES.values()):
+            raise InvalidProblem(f"dtype={shown(self.dtype)}: moekit's codes go by moekit's names")
         if (self.zero_points or self.act_order) and not self.codes.integers:
             raise InvalidProblem(f"{self.dtype}: only unsigned integers have zero points and g_idx")
 
@@ -239,18 +237,19 @@ BUILTIN: Mapping[str, QuantScheme] = MappingProxyType({scheme.name: scheme for s
 class Schemes(Set[str], Mapping[str, QuantScheme]):
     """Quantization schemes by name: moekit's, and what the installed plugins add.
 
-    It is also the set of the names, with the operators of a frozenset.
+    It is also the set of the names, with the operators of a frozenset. A name that moekit does not
+    have makes it look for plugins; to list it does not, as plugins list it when they are imported.
 
-    installed: returns the Registry, or None while it is made; the registry's module sets it.
+    installed: returns the Registry, after discovery or as it is, or None; the registry sets it.
     """
 
-    installed: Callable[[], Any] = staticmethod(lambda: None)
+    installed: Callable[[bool], Any] = staticmethod(lambda discover: None)
 
     def __init__(self, whose: Callable[[QuantScheme], bool]) -> None:
         self._whose = whose
 
     def __getitem__(self, name: str) -> QuantScheme:
-        if name not in BUILTIN and (known := self.installed()) is not None:
+        if name not in BUILTIN and (known := self.installed(True)) is not None:
             found: QuantScheme = known.schemes[name]
         else:
             found = BUILTIN[name]
@@ -259,7 +258,7 @@ class Schemes(Set[str], Mapping[str, QuantScheme]):
         return found
 
     def __iter__(self) -> Iterator[str]:
-        known = self.installed()
+        known = self.installed(False)
         every = {**BUILTIN, **({} if known is None else known.schemes)}
         return (name for name, scheme in every.items() if self._whose(scheme))
 
@@ -289,7 +288,7 @@ WIRE_SCHEMES = Schemes(_on_wires)
 def scheme(name: str) -> QuantScheme:
     """Return the named scheme. Raises InvalidProblem listing the known names."""
     if not isinstance(name, str) or name not in SCHEMES:
-        known = SCHEMES.installed()
+        known = SCHEMES.installed(True)
         text = f"quant scheme {shown(name)} is unknown; choose one of: {', '.join(SCHEMES)}"
         raise InvalidProblem("\n  ".join([text, *(known.faults() if known else ())]))
     return SCHEMES[name]
@@ -297,8 +296,8 @@ def scheme(name: str) -> QuantScheme:
 
 def codes_of(dtype: str) -> Codes | None:
     """Return the codes of an operand's ``dtype``, or None if no known scheme has it."""
-    if dtype in CODES:
-        return CODES[dtype]
+    if dtype in CODES or SCHEMES.installed(True) is None:
+        return CODES.get(dtype)
     operands = (each for known in SCHEMES.values() for each in (known.weight, known.activation))
     return next((each.codes for each in operands if each and each.dtype == dtype), None)
 

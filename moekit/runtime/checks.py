@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moekit.contract import PackedWeights, PermuteExpertsUnpermute, PrepareAndFinalize, Routing
-from moekit.contract.fused import RouterLogits
+from moekit.contract.fused import FusedSpec, RouterLogits
 from moekit.errors import CapacityExceeded, InvalidInput, InvalidProblem, WeightsError
 from moekit.problem import MoEProblem
 from moekit.problem.weights import ExpertWeights
@@ -224,7 +224,7 @@ def check_parts(
 def _check_logits(logits: Tensor, x: Tensor, experts: PermuteExpertsUnpermute) -> None:
     """Raise InvalidInput if the kernel does not route, or the logits do not fit."""
     spec, p = experts.spec, experts.problem
-    if getattr(spec, "routes", None) is None or p.apply_router_weight_on_input:
+    if not isinstance(spec, FusedSpec) or spec.routes is None or p.apply_router_weight_on_input:
         raise InvalidInput(f"{spec.name} takes no router logits here: pass moekit.route(logits, K)")
     check_tensor("logits", logits)
     if logits.shape != (x.shape[0], p.num_experts) or logits.device != x.device:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moekit.contract.fused import FusedKernel, RouterLogits
+from moekit.contract.fused import FusedKernel, FusedSpec, RouterLogits
 from moekit.layer.router import Router, RoutingConfig
 from moekit.testing import cases
 from moekit.testing.calls import call, pack
@@ -42,9 +42,10 @@ class FusedConformance(ExpertsConformance):
 
     def test_router_logits(self) -> None:
         """The kernel chooses the experts as `moekit.route` does, in every way that it declares."""
-        routes = getattr(self._spec(), "routes", None) or (lambda how: [f"not by {how}"])
-        problem, ways = self._problem(), [RoutingConfig(**way) for way in _WAYS]
-        if not (ways := [way for way in ways if not routes(way)]):
+        spec, problem = self._spec(), self._problem()
+        assert isinstance(spec, FusedSpec)
+        ways = [RoutingConfig(**way) for way in _WAYS]
+        if not (ways := [way for way in ways if not spec.unsupported_routing(way)]):
             self._skip("the spec's `routes` takes none of the kit's ways of choosing experts")
         kernel = self._compose(problem)
         weights = cases.random_weights(problem)

@@ -158,6 +158,21 @@ def test_wrong_facts(facts: dict[str, object], says: str) -> None:
         FusedSpec(name="x", target="a.b:C", **facts)
 
 
+@pytest.mark.parametrize(
+    ("routes", "says"),
+    [
+        (None, "it takes ids, and chooses no experts"),
+        (lambda how: 1 / 0, "its check failed: ZeroDivisionError: division by zero"),
+        (lambda how: None, "its check failed: TypeError: routes returned None, expected a list"),
+    ],
+)
+def test_routes_that_do_not_answer(routes, says: str) -> None:
+    how = FusedMoE(4, 2, 64, 48, device="cpu").router.config
+    (why,) = replace(SPEC, routes=routes).unsupported_routing(how)
+    assert why.startswith(says)
+    assert replace(SPEC).unsupported_routing(how) == []
+
+
 # -- the kernel ------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import re
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from moekit.errors import InvalidProblem
 from moekit.formats.methods import format_of_scheme
 from moekit.plugin import SCHEMES, WIRE_SCHEMES, Codes
 from moekit.problem.quant import dequantize, quantize
+from moekit.selection.composite import composite
 from moekit.testing.calls import check_call
 from moekit.testing.cases import make_case
 from moekit.testing.experts_base import sizes_of
@@ -116,6 +118,25 @@ def test_quantized_activations_of_a_plugin_travel() -> None:
     assert {"log8", "fp8_block"} <= WIRE_SCHEMES & registry().expert("torch").schemes
 
 
+def test_composites_do_what_all_members_do() -> None:
+    made = composite("torch:8|reference", registry().expert)
+    assert made.schemes == set(SCHEMES) >= set(ADDED)
+    wires = composite("naive:8|naive", registry().dispatcher)
+    assert wires.wire_schemes == set(WIRE_SCHEMES)
+
+
+def test_a_plugin_may_list_schemes_when_it_is_imported(fakes: Fakes, monkeypatch) -> None:
+    """Although somebody imports it before the plugins are discovered."""
+    lists = "from moekit.plugin import SCHEMES, WIRE_SCHEMES\nALL = {*SCHEMES} | WIRE_SCHEMES\n"
+    fakes.install("early", lists + source("early"))
+    monkeypatch.setattr(plugins, "_registry", None)
+    monkeypatch.setenv("MOEKIT_PLUGINS", "early")
+    importlib.invalidate_caches()
+    assert "fp8_block" in importlib.import_module("fake_early_dist").ALL
+    assert problem("early").quant.name == "early"
+    assert state(registry(), "early").state == "ok" and "early" in {*SCHEMES}
+
+
 def test_rounding_is_to_the_nearest_and_ties_go_to_even_codes() -> None:
     x = torch.tensor([[0.5, -0.5, 0.51, -0.51, 1.0, -1.0, 0.1, 0.0] * 4])
     q, scale = quantize(x, TERNARY)
@@ -175,7 +196,7 @@ def test_a_plugin_offers_a_scheme(fakes: Fakes, monkeypatch: pytest.MonkeyPatch)
         (source("Bad Name"), "name='Bad Name': it must be lower-case"),
         (source("x", more=", activation=weight"), "its codes declare no error"),
         (source("x").replace("(1, 32)", "(0, 32)"), "group=(0, 32): it must be"),
-        (source("x").replace('"two_bits"', '"int4"'), "dtype='int4' has moekit's codes"),
+        (source("x").replace('"two_bits"', '"int4"'), "moekit's codes go by moekit's names"),
         (source("x").replace(f", codes=Codes({BOOK})", ""), "codes=None: it must be Codes"),
         (source("x").replace("return [", "return ['x'] or ["), "returned 'x'"),
         (source("x"), ""),

@@ -68,7 +68,7 @@ def _examine_plugin(source: discovery.Source, device: DeviceSpec, tell: isolate.
     """Tell what `examine` reads, in the plugin's process."""
     state = discovery.probe(source)
     Schemes.installed = staticmethod(
-        lambda: Registry((state,))
+        lambda _: Registry((state,))
     )  # this process loads no other plugin
     if state.state != "ok":
         tell("broken", state.reason)
