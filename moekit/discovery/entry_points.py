@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import pluggy
 
 from moekit.contract.fused import FusedSpec
-from moekit.contract.specs import DispatcherSpec, ExpertsSpec
+from moekit.contract.specs import BackendSpec, DispatcherSpec, ExpertsSpec
 from moekit.discovery.hooks import GROUP, MoekitSpecs
 from moekit.errors import BackendError
 from moekit.problem.quant import QuantScheme
@@ -39,6 +39,12 @@ _VALUE = re.compile(r"[\w.]+\s*(:\s*[\w.]+\s*)?(\[.*\]\s*)?")
 Offer = tuple[str, str]  # kind and name
 
 RecordT = TypeVar("RecordT", DispatcherSpec, ExpertsSpec, QuantScheme, FusedSpec)
+
+# What the hooks return, by their names without ``moekit_``.
+_KINDS: Mapping[str, Any] = {
+    "dispatchers": DispatcherSpec, "experts": ExpertsSpec, "schemes": QuantScheme,
+    "fused": FusedSpec,
+}  # fmt: skip
 
 _this_thread = threading.local()
 
@@ -71,10 +77,7 @@ class PluginState:
 
     @property
     def offers(self) -> tuple[Offer, ...]:
-        backends = [(each.kind, each.name) for each in (*self.dispatchers, *self.experts)]
-        kinds = DispatcherSpec.kind, ExpertsSpec.kind  # a fused kernel is named as either
-        backends += [(kind, each.name) for each in self.fused for kind in kinds]
-        return (*backends, *((each.kind, each.name) for each in self.schemes))
+        return tuple(chain.from_iterable(map(_offers, (*self.backends, *self.schemes))))
 
 
 @dataclass(frozen=True)
@@ -234,17 +237,18 @@ def probe(source: Source, strict: bool = False) -> PluginState:
                 raise TypeError(
                     "it implements no moekit hook; decorate its hooks with moekit.hookimpl"
                 )
-            dispatchers = _records(manager.hook.moekit_dispatchers, DispatcherSpec)
-            experts = _records(manager.hook.moekit_experts, ExpertsSpec)
-            schemes = _records(manager.hook.moekit_schemes, QuantScheme)
-            fused = _records(manager.hook.moekit_fused, FusedSpec)
+            offered: Any = {
+                name: _records(getattr(manager.hook, f"moekit_{name}"), kind)
+                for name, kind in _KINDS.items()
+            }
+            found = replace(source.state("ok", ""), **offered)
+            if twice := [offer for offer in found.offers if found.offers.count(offer) > 1]:
+                raise ValueError(f"it offers the {twice[0][0]} {twice[0][1]!r} twice")
     except Fault as fault:
         return source.state("broken", str(fault))
     finally:
         _this_thread.probing = False
-    offered: Any = {"dispatchers": dispatchers, "experts": experts, "schemes": schemes}
-    offered["fused"] = fused
-    return replace(source.state("ok", ""), **offered)
+    return found
 
 
 def probing() -> bool:
@@ -279,21 +283,20 @@ def mark_clashes(states: Sequence[PluginState]) -> list[PluginState]:
     shared = clashes([(state.owner, state.offers) for state in states])
     for state, (reason, lost) in zip(states, shared, strict=True):
         if reason:
-            state = replace(
-                state,
-                state="clash",
-                reason=reason,
-                dispatchers=_kept(state.dispatchers, lost),
-                experts=_kept(state.experts, lost),
-                schemes=_kept(state.schemes, lost),
-                fused=tuple(s for s in state.fused if s.name not in {name for _, name in lost}),
-            )
+            kept: Any = {
+                name: tuple(s for s in getattr(state, name) if lost.isdisjoint(_offers(s)))
+                for name in _KINDS
+            }
+            state = replace(state, state="clash", reason=reason, **kept)
         marked.append(state)
     return marked
 
 
-def _kept(records: tuple[RecordT, ...], lost: Collection[Offer]) -> tuple[RecordT, ...]:
-    return tuple(each for each in records if (each.kind, each.name) not in lost)
+def _offers(record: BackendSpec | QuantScheme) -> list[Offer]:
+    """Return the kinds and names that a record takes: a fused kernel's is either part's."""
+    fused = isinstance(record, FusedSpec)
+    kinds = [DispatcherSpec.kind, ExpertsSpec.kind] if fused else [record.kind]
+    return [(kind, record.name) for kind in kinds]
 
 
 def clashes(owners: Sequence[tuple[str, Collection[Offer]]]) -> list[tuple[str, set[Offer]]]:

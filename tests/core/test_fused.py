@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_plugins import Fakes, installed, state
+from fake_plugins import Fakes, installed, offers, state
 from right_fused import acme_moe
 from tuned_tables import make_table, no_tables, write_table
 
@@ -139,6 +139,15 @@ def moekit_fused():
     assert "own" in found.experts and "own" in found.dispatchers and "shared" not in found.experts
     with pytest.raises(NameClash, match="'shared' is offered by alpha-dist 1.0 and beta-dist 1.0"):
         moekit.compose(PROBLEM, experts="shared", backends=found)
+
+
+def test_a_plugin_names_it_once(fakes: Fakes) -> None:
+    fused = "\n@moekit.hookimpl\ndef moekit_fused():\n    import moekit.plugin\n"
+    made = f"    return [moekit.plugin.FusedSpec(name='mine', target={SPEC.target!r})]\n"
+    fakes.install("twice", offers("mine") + fused + made)
+    found = state(fakes.discover(), "twice")
+    assert (found.state, found.experts) == ("broken", ())
+    assert "it offers the experts backend 'mine' twice" in found.reason
 
 
 @pytest.mark.parametrize(
