@@ -105,7 +105,8 @@ class ModularKernel:
         self._layout = lru_cache(_MAX_LAYOUTS)(lambda rows: Layout(experts.workspace(rows)))
         taken = dispatcher.spec.ids_dtype
         self._ids_dtype = None if taken == "any" else getattr(torch, taken)
-        self._moves = dispatcher.spec.moves_tokens
+        self._fused = experts.spec.fused
+        self._moves = dispatcher.spec.moves_tokens and not self._fused
         self._on_accelerator = self.problem.device.type != "cpu"
         self._output_dtype = output_dtype(self.problem, experts.spec, dispatcher.spec)
         quantizes = quantized_by(self.problem, dispatcher.spec, experts.spec)
@@ -114,7 +115,8 @@ class ModularKernel:
         self._quantizes_arrivals = activation is not None and not experts.spec.takes_unquantized
 
     def __repr__(self) -> str:
-        names = f"{self.dispatcher.spec.name} + {self.experts.spec.name}"
+        names = self.experts.spec.name
+        names = f"{names} (fused)" if self._fused else f"{self.dispatcher.spec.name} + {names}"
         checked = ", checked" * self.checked
         return (
             f"ModularKernel({names}: {summary(self.problem)}, summed by {self.sums.value}{checked})"
@@ -307,7 +309,7 @@ class ModularKernel:
                 tokens = replace(tokens, x=tokens.x.clone())
             if self._quantizes_arrivals and tokens.x_scale is None:
                 tokens = quantize_dispatched(self.experts, tokens, weights)
-            if tokens.x.numel():
+            if tokens.x.numel() or self._fused:  # another rank may have tokens for this one
                 layout = self._layout(tokens.x.shape[-2])
                 scratch = self.workspace.take(layout, tokens.x.device)
             y = self._output(tokens, weights, scratch, out)
@@ -352,7 +354,7 @@ class ModularKernel:
         x, ids, offered = tokens.x, tokens.topk_ids, None
         if self._moves:
             offered = self.dispatcher.output(tokens)
-        elif ids is not None and out is not None and out.size(0) == x.size(0):
+        elif (ids is not None or self._fused) and out is not None and len(out) == len(x):
             # Without transfer, the experts write the caller's output directly.
             offered = out if out.is_contiguous() and not out.data_ptr() % ALIGNMENT else None
         if offered is not None:

@@ -16,6 +16,7 @@ from moekit.contract import (
     Routing,
     Unreduced,
 )
+from moekit.contract.fused import FusedKernel, FusedSpec, RouterLogits
 from moekit.contract.pending import Pending
 from moekit.contract.shared_buffers import CallBuffers, Lease, SharedBuffers
 from moekit.contract.sizes import round_up
@@ -45,8 +46,9 @@ from moekit.problem import (
     quant,
 )
 from moekit.problem.activation import ACTIVATIONS, apply_activation
+from moekit.problem.codes import INT4_ZERO, Codes, unpack_int4
 from moekit.problem.problem import summary
-from moekit.problem.quant import INT4_ZERO, WIRE_SCHEMES, unpack_int4
+from moekit.problem.quant import WIRE_SCHEMES
 from moekit.runtime.agreement import Agreement, Transfers, exchange
 from moekit.runtime.environment import ProcessVariables
 from moekit.runtime.group import has_backend, resolve
@@ -58,11 +60,12 @@ from moekit.untrusted.code import describe as reason_of
 from moekit.untrusted.writing import check_writable, replace_file
 
 __all__ = [
-    "ACTIVATIONS", "INT4_ZERO", "SCHEMES", "WIRE_SCHEMES", "Activation", "ActivationFormat",
-    "Agreement", "BufferSpec", "CallBuffers", "DeviceSpec", "Dispatched", "DispatcherSpec",
-    "ExpertWeights", "ExpertsSpec", "InputGradients", "Lease", "MoEProblem",
+    "ACTIVATIONS", "INT4_ZERO", "SCHEMES", "WIRE_SCHEMES", "Activation",
+    "ActivationFormat", "Agreement", "BufferSpec", "CallBuffers", "Codes", "DeviceSpec",
+    "Dispatched", "DispatcherSpec", "ExpertWeights", "ExpertsSpec", "FusedKernel", "FusedSpec",
+    "InputGradients", "Lease", "MoEProblem",
     "OperandQuant", "PackedWeights", "ParallelConfig", "Pending", "PermuteExpertsUnpermute",
-    "PrepareAndFinalize", "ProcessVariables", "QuantScheme", "Quantizer", "Routing",
+    "PrepareAndFinalize", "ProcessVariables", "QuantScheme", "Quantizer", "RouterLogits", "Routing",
     "SharedBuffers", "TableFiles", "TrainableDispatcher", "TrainableExperts", "Transfers",
     "Unreduced", "VendorLibrary", "Wanted", "Workspace", "apply_activation", "check_writable",
     "device_file", "exchange", "has_backend", "hookimpl", "importable", "int4", "local_ids",

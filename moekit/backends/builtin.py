@@ -8,7 +8,7 @@ from moekit.contract.specs import DispatcherSpec, ExpertsSpec
 from moekit.discovery.entry_points import hookimpl
 from moekit.problem import ActivationFormat, MoEProblem
 from moekit.problem.activation import ACTIVATIONS
-from moekit.problem.quant import SCHEMES
+from moekit.problem.quant import BUILTIN, SCHEMES, QuantScheme
 
 
 def _describe_torch(problem: MoEProblem) -> str:
@@ -52,7 +52,7 @@ def moekit_experts() -> list[ExpertsSpec]:
         training="moekit.backends.torch_training:TrainableTorch",
         format=ActivationFormat.STANDARD,
         devices=("any",),
-        schemes=frozenset(SCHEMES),
+        schemes=SCHEMES,
         activations=ACTIVATIONS,
         emulates=True,
         describe=_describe_torch,
@@ -71,3 +71,8 @@ def moekit_experts() -> list[ExpertsSpec]:
         priority=-100,
     )
     return [torch, reference]
+
+
+@hookimpl
+def moekit_schemes() -> list[QuantScheme]:
+    return list(BUILTIN.values())

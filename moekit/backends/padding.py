@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from moekit.problem import MoEProblem
-from moekit.problem.quant import INT4_ZERO, OperandQuant, pack_int4, unpack_int4
+from moekit.problem.codes import pack, unpack
+from moekit.problem.quant import OperandQuant
 from moekit.problem.weights import ExpertWeights
 
 
@@ -33,7 +34,7 @@ def pad_weights(weights: ExpertWeights, problem: MoEProblem, made: MoEProblem) -
 
 _FIELDS = ("scale", "zero_points", "g_idx")
 Part = dict[str, Tensor]
-"""A matrix of every expert: "" (L, N, K or K / 2), and of `_FIELDS` those that it has."""
+"""A matrix of every expert: "" (L, N, K or fewer), and of `_FIELDS` those that it has."""
 
 
 def _part(weights: ExpertWeights, name: str) -> Part:
@@ -68,8 +69,7 @@ def _pad(
     if "zero_points" in part:
         made[""] = _pad_around_zeros(part[""], made, operand, columns, halves)
         return made
-    byte = INT4_ZERO * 0x11 if operand.dtype == "int4" else 0
-    stored = columns // 2 if operand.packed else columns
+    byte, stored = operand.codes.zero_byte, columns // operand.codes.per_byte
     q = part[""].view(torch.uint8)
     grown = _grow(_grow_rows(q, rows, halves, byte), 2, stored, byte)
     return {**made, "": grown.view(part[""].dtype)}
@@ -78,16 +78,16 @@ def _pad(
 def _pad_around_zeros(
     packed: Tensor, made: Part, operand: OperandQuant, columns: int, halves: int
 ) -> Tensor:
-    """Return packed int4 whose added elements are their groups' zero points, expert by expert."""
+    """Return packed codes whose added elements are their groups' zero points, expert by expert."""
     position = torch.arange(columns, device=packed.device)
     run = position // operand.group[1] if operand.group[1] > 0 else position * 0
     grown = []
     for expert, stored in enumerate(packed):
         groups = made["g_idx"][expert].long() if "g_idx" in made else run
         q = made["zero_points"][expert][:, groups]
-        old = torch.unflatten(unpack_int4(stored), 0, (halves, -1))
+        old = torch.unflatten(unpack(stored, operand.codes.bits), 0, (halves, -1))
         torch.unflatten(q, 0, (halves, -1))[:, : old.shape[1], : old.shape[2]] = old
-        grown.append(pack_int4(q))
+        grown.append(pack(q, operand.codes.bits))
     return torch.stack(grown)
 
 

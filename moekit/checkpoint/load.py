@@ -127,18 +127,19 @@ def _destination(share: Share) -> dict[str, Tensor]:
         )
     out = {name: torch.empty(each, dtype=dtype, device="cpu") for name, each in shapes.items()}
     if share.padded:
+        byte = 0 if p.quant.weight is None else p.quant.weight.codes.zero_byte
         for tensor in out.values():
-            tensor.zero_()
+            tensor.view(torch.uint8).fill_(byte)
     return out
 
 
 def loaded_shapes(problem: MoEProblem) -> dict[str, tuple[int, int, int]]:
     """Return the shapes of w13 and w2 of this rank's experts."""
     L, H, weight = problem.num_local_experts, problem.hidden_size, problem.quant.weight
-    halved = 1 if weight is None or not weight.packed else 2
+    per_byte = 1 if weight is None else weight.codes.per_byte
     return {
-        "w13": (L, problem.w13_rows, H // halved),
-        "w2": (L, H, problem.local_intermediate_size // halved),
+        "w13": (L, problem.w13_rows, H // per_byte),
+        "w2": (L, H, problem.local_intermediate_size // per_byte),
     }
 
 

@@ -75,8 +75,8 @@ class Reader:
         if not piece.neurons:
             return
         expert, matrix = self.share.experts[slot], self.out[which][slot]
-        halved = 2 if matrix.dtype == torch.uint8 else 1
-        left, width = piece.left // halved, len(piece.columns) // halved
+        n = 1 if self.share.dequantize else self.format.per_byte
+        left, width = piece.left // n, len(piece.columns) // n
         out = matrix[piece.at : piece.at + len(piece.rows), left : left + width]
         if self.share.dequantize:
             self._dequantize(piece, expert, out)
@@ -125,8 +125,8 @@ class Reader:
         core = format.core_weight(self._entries(piece, "weight", expert, rows, columns))
         top = rows.start - part.cells("N", rows).start * part.grid[0]
         left = columns.start - part.cells("K", columns).start * part.grid[1]
-        halved = 2 if format.packed else 1
-        core = core[top : top + len(rows), left // halved : (left + len(columns)) // halved]
+        n = format.per_byte
+        core = core[top : top + len(rows), left // n : (left + len(columns)) // n]
         if format.biased:
             core = (core.view(torch.uint8) ^ 128).view(core.dtype)
         if not is_finite(core):

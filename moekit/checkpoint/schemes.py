@@ -101,7 +101,7 @@ def mismatch(format: Format, scheme: QuantScheme) -> str:
     weight = scheme.weight
     if weight is None:
         return "" if not format.dtype else "the scheme has unquantized weights"
-    if weight.dtype != format.dtype:
+    if weight.dtype != format.dtype or weight.codes != format.codes:
         return f"the scheme has {weight.dtype} weights"
     if weight.zero_points != format.zero_points:
         return f"the scheme has {'' if weight.zero_points else 'no '}zero points"

@@ -26,7 +26,7 @@ from moekit.errors import InvalidProblem, MoekitError
 from moekit.problem import DTYPES
 from moekit.problem.activation import ACTIVATIONS, Activation
 from moekit.problem.problem import summary
-from moekit.problem.quant import SCHEMES
+from moekit.problem.quant import BUILTIN
 
 _SIZES = ("num_experts", "top_k", "hidden_size", "intermediate_size")
 
@@ -87,7 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for size in _SIZES:
         field(_OPTIONS[size], **number)
     field("--dtype", choices=DTYPES, help="default: the model's, else bfloat16")
-    schemes = f"default: the model's, else none; {', '.join(SCHEMES)}"
+    # Not SCHEMES: other commands, which also come here, load no plugins.
+    schemes = f"default: the model's, else none; {', '.join(BUILTIN)}, or a plugin's"
     field("--quant", metavar="SCHEME", help=schemes)
     kinds = ", ".join(sorted(ACTIVATIONS))
     field("--activation", metavar="KIND", help=f"default: silu; {kinds}")

@@ -12,7 +12,7 @@ from typing import Any
 import moekit
 from moekit.contract.specs import BackendSpec, importable
 from moekit.discovery import registry as discovery
-from moekit.discovery.entry_points import SWITCHES, PluginState
+from moekit.discovery.entry_points import CORE, SWITCHES, PluginState
 from moekit.selection import select
 
 WIDTH = 100
@@ -51,6 +51,8 @@ def _as_dict(states: Sequence[PluginState]) -> dict[str, Any]:
                 "reason": state.reason,
                 "dispatchers": [_backend_dict(spec) for spec in state.dispatchers],
                 "experts": [_backend_dict(spec) for spec in state.experts],
+                "schemes": [scheme.name for scheme in state.schemes],
+                "fused": [_backend_dict(spec) for spec in state.fused],
             }
             for state in states
         ],
@@ -94,9 +96,15 @@ def _text(states: Sequence[PluginState]) -> str:
 
 def _details(state: PluginState) -> list[str]:
     lines = [state.reason] if state.reason else []
-    for kind, specs in (("dispatchers", state.dispatchers), ("experts", state.experts)):
-        if specs:
-            lines.append(f"{kind}: {', '.join(spec.name for spec in specs)}")
+    offered = {
+        "dispatchers": [spec.name for spec in state.dispatchers],
+        "experts": [spec.name for spec in state.experts],
+        "schemes": [scheme.name for scheme in state.schemes],
+        "fused kernels": [spec.name for spec in state.fused],
+    }
+    for kind, named in offered.items():
+        if named and not (kind == "schemes" and state.name == CORE):
+            lines.append(f"{kind}: {', '.join(named)}")
     found = dict.fromkeys(n for spec in state.backends for n in spec.requires if importable(n))
     missing: dict[str, dict[str, None]] = {}  # names by the command that installs them
     for spec in state.backends:

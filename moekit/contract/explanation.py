@@ -20,14 +20,18 @@ class Combination:
     experts: a backend or a composite (`moekit.selection.composite`).
     bridged: their formats differ, so moekit converts between them.
     sums: who weights the experts' rows and sums them over K.
+    fused: one kernel is both (`moekit.plugin.FusedSpec`).
     """
 
     dispatcher: str
     experts: str
     bridged: bool
     sums: Sums
+    fused: bool = False
 
     def __str__(self) -> str:
+        if self.fused:
+            return f"{self.experts} (fused)"
         return f"{self.dispatcher} + {self.experts}" + (" (bridged)" if self.bridged else "")
 
     def as_dict(self) -> dict[str, Any]:

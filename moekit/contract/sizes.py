@@ -57,8 +57,11 @@ def faults(problem: MoEProblem, made: MoEProblem, multiples: Multiples) -> list[
         ]
     if weight is None or made == problem:
         return []
-    if weight.packed and (problem.hidden_size % 2 or inner % 2):
-        return [f"H={problem.hidden_size} and I={inner} must be even: 4 bits pack two in a byte"]
+    if weight.codes.zero is None:
+        return [f"{weight.dtype} has no code of 0, so H={problem.hidden_size} and I={inner} stay"]
+    if problem.hidden_size % (per_byte := weight.codes.per_byte) or inner % per_byte:
+        sizes = f"H={problem.hidden_size} and I={inner}"
+        return [f"{sizes} must be multiples of {per_byte}: a byte packs so many columns"]
     return []
 
 

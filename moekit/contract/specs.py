@@ -12,7 +12,7 @@ import importlib.util
 import re
 import sys
 from abc import ABC
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, ClassVar, TypeVar
@@ -21,7 +21,7 @@ from moekit.contract import sizes
 from moekit.errors import BackendBroken, InvalidInput, InvalidProblem
 from moekit.problem import DEVICE_PATTERN, DTYPES, ActivationFormat, MoEProblem
 from moekit.problem.activation import ACTIVATIONS, DEFAULT_ACTIVATIONS
-from moekit.problem.quant import SCHEMES
+from moekit.problem.quant import NAME, SCHEMES, Schemes
 from moekit.untrusted.arguments import (
     FLAG,
     FUNCTION,
@@ -38,6 +38,19 @@ from moekit.untrusted.code import Fault, contained, printable
 
 # A backend's reason begins with this if its `check` raises or returns no list of reasons.
 CHECK_FAILED = "its check failed"
+
+
+def _some_schemes(least: int = 1) -> Kind:
+    """Plugins name schemes, which may be another plugin's: which exist is known later."""
+
+    def keep(value: Any) -> Set[str]:
+        if isinstance(value, Schemes):
+            return value
+        if type(value) not in (frozenset, set) or len(value) < least:
+            raise ValueError
+        return frozenset(map(NAME.keep, value))
+
+    return Kind(f"a frozenset of at least {least} names of quant schemes", keep)
 
 
 def _some_of(known: Collection[str], least: int = 1) -> Kind:
@@ -87,20 +100,18 @@ _TARGET = _pattern("'package.module:Class'", rf"{_DOTTED}:[^\W\d]\w*")
 _TEXT = matching("a string", lambda value: type(value) is str)
 _PRIORITY = size(-1_000_000, 1_000_000)
 # What the functions of a spec return.
-_REASONS = Kind("a list of reasons", _reasons)
+REASONS = Kind("a list of reasons", _reasons)
 _MULTIPLES = matching(f"two ints of 1 to {sizes.MOST}", _two_multiples)
 
 # The kinds of the fields, by name or else by type; the other fields are functions.
 _BY_NAME = {
-    "name": _pattern(
-        "lower-case letters, digits and _, at most 64 with a letter first", r"[a-z][a-z0-9_]{0,63}"
-    ),
+    "name": NAME,
     "target": _TARGET,
     "training": optional(_TARGET),
     "format": instance("an ActivationFormat", ActivationFormat),
     "dtypes": _some_of(DTYPES),
-    "schemes": _some_of(SCHEMES),
-    "wire_schemes": _some_of(SCHEMES, least=0),
+    "schemes": _some_schemes(),
+    "wire_schemes": _some_schemes(least=0),
     "activations": _some_of(ACTIVATIONS),
     "devices": _tuple_of(
         "strings such as 'cpu' or 'cuda>=9.0'",
@@ -128,9 +139,9 @@ class BackendSpec:
     name: what users type.
     target: ``"package.module:Class"``, imported on creation.
     format: the layout of dispatched tokens that it produces or consumes.
-    dtypes, schemes, devices: what it supports. A device is ``"cpu"`` or another of torch's types
-        (``"cuda"`` includes AMD's GPUs), ``"cuda>=9.0"`` or ``"cuda==9.0"`` (compute capability),
-        ``"gfx942"`` (AMD's), or ``"any"``.
+    dtypes, schemes, devices: what it supports. Schemes may be a plugin's, and `SCHEMES` means all.
+        A device is ``"cpu"`` or another of torch's types (``"cuda"`` includes AMD's GPUs),
+        ``"cuda>=9.0"`` or ``"cuda==9.0"`` (compute capability), ``"gfx942"`` (AMD's), or ``"any"``.
     requires: importable names that it needs. They are looked up, but not imported, to list it.
     install_hint: the command that provides them.
     priority: without a measurement, the supported backend of the highest priority is chosen.
@@ -155,7 +166,7 @@ class BackendSpec:
     target: str
     format: ActivationFormat
     dtypes: frozenset[str] = frozenset(DTYPES)
-    schemes: frozenset[str] = frozenset({"none"})
+    schemes: Set[str] = frozenset({"none"})
     devices: tuple[str, ...] = ("cpu", "cuda")
     requires: tuple[str, ...] = ()
     install_hint: str = ""
@@ -171,6 +182,7 @@ class BackendSpec:
 
     kind: ClassVar[str]
     interface: ClassVar[str]
+    fused: ClassVar[bool] = False  # one backend is dispatcher and experts (`FusedSpec`)
 
     def __post_init__(self) -> None:
         try:
@@ -208,7 +220,7 @@ class BackendSpec:
         reasons += self._unsupported_features(problem)
         try:
             self.priority_for(problem)
-            return reasons + (self._asked("check", problem, _REASONS) if self.check else [])
+            return reasons + (self._asked("check", problem, REASONS) if self.check else [])
         except Fault as fault:
             return [*reasons, f"{CHECK_FAILED}: {fault}"]
 
@@ -297,7 +309,7 @@ class DispatcherSpec(BackendSpec):
     interface = "PrepareAndFinalize"
 
     moves_tokens: bool
-    wire_schemes: frozenset[str] = frozenset()
+    wire_schemes: Set[str] = frozenset()
     needs_capacity: bool = False
     ids_dtype: str = "int64"
     spans_hosts: bool = False
@@ -307,7 +319,7 @@ class DispatcherSpec(BackendSpec):
     uneven_experts: bool = True
     most_top_k: int | None = None
     most_ranks: int | None = None
-    schemes: frozenset[str] = frozenset(SCHEMES)
+    schemes: Set[str] = SCHEMES
 
     def _unsupported_features(self, problem: MoEProblem) -> list[str]:
         reasons, parallel = [], problem.parallel

@@ -35,6 +35,8 @@ class Sums(Enum):
             experts: as the dispatcher sees them, a bridge included.
             offered: the dispatcher has `takes_unreduced`.
         """
+        if experts.fused:
+            return cls.BY_EXPERTS
         if experts.format is ActivationFormat.BATCHED or problem.batch_invariant:
             return cls.BY_DISPATCHER
         if not experts.reduces:

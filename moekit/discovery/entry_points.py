@@ -16,18 +16,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pluggy
 
-from moekit.contract.specs import DispatcherSpec, ExpertsSpec, SpecT
+from moekit.contract.fused import FusedSpec
+from moekit.contract.specs import BackendSpec, DispatcherSpec, ExpertsSpec
 from moekit.errors import BackendError
+from moekit.problem.quant import QuantScheme
 from moekit.untrusted.arguments import shown
 from moekit.untrusted.code import Fault, contained, printable
 from moekit.version import __version__
 
 GROUP = "moekit"
 hookimpl = pluggy.HookimplMarker(GROUP)
-"""Decorates the functions `moekit_dispatchers` and `moekit_experts` of a plugin."""
+"""Decorates the functions of a plugin: `moekit_dispatchers`, `moekit_experts` and so on."""
 _hookspec = pluggy.HookspecMarker(GROUP)
 SWITCHES = ("MOEKIT_PLUGINS", "MOEKIT_BLOCK", "MOEKIT_STRICT")
 CORE = "core"
@@ -36,7 +39,15 @@ _BUILTIN = "moekit.backends.builtin"
 _MOST_BACKENDS = 1000
 _VALUE = re.compile(r"[\w.]+\s*(:\s*[\w.]+\s*)?(\[.*\]\s*)?")
 
-Offer = tuple[str, str]  # kind and name of a backend
+Offer = tuple[str, str]  # kind and name
+
+RecordT = TypeVar("RecordT", DispatcherSpec, ExpertsSpec, QuantScheme, FusedSpec)
+
+# What the hooks return, by their names without ``moekit_``.
+_KINDS: Mapping[str, Any] = {
+    "dispatchers": DispatcherSpec, "experts": ExpertsSpec, "schemes": QuantScheme,
+    "fused": FusedSpec,
+}  # fmt: skip
 
 _this_thread = threading.local()
 
@@ -66,12 +77,20 @@ class MoekitSpecs:
                 return [moekit.ExpertsSpec(name="acme", target="acme_moe.experts:Acme", ...)]
         """
 
+    @_hookspec
+    def moekit_schemes(self) -> list[QuantScheme]:  # type: ignore[empty-body]
+        """Return the quantization schemes that this plugin adds, as in docs/backends.md."""
+
+    @_hookspec
+    def moekit_fused(self) -> list[FusedSpec]:  # type: ignore[empty-body]
+        """Return the kernels that are dispatcher and experts at once, as in docs/backends.md."""
+
 
 @dataclass(frozen=True)
 class PluginState:
     """The result of loading one entry point: its state is ok, blocked, broken or clash.
 
-    dispatchers, experts: the specs that it offers, without names of the core's own backends.
+    dispatchers, experts, schemes, fused: what it offers, without names of the core's own.
     """
 
     name: str
@@ -81,10 +100,12 @@ class PluginState:
     reason: str = ""
     dispatchers: tuple[DispatcherSpec, ...] = ()
     experts: tuple[ExpertsSpec, ...] = ()
+    schemes: tuple[QuantScheme, ...] = ()
+    fused: tuple[FusedSpec, ...] = ()
 
     @property
     def backends(self) -> tuple[DispatcherSpec | ExpertsSpec, ...]:
-        return (*self.dispatchers, *self.experts)
+        return (*self.dispatchers, *self.experts, *self.fused)
 
     @property
     def owner(self) -> str:
@@ -93,7 +114,7 @@ class PluginState:
 
     @property
     def offers(self) -> tuple[Offer, ...]:
-        return tuple((spec.kind, spec.name) for spec in self.backends)
+        return tuple(chain.from_iterable(map(_offers, (*self.backends, *self.schemes))))
 
 
 @dataclass(frozen=True)
@@ -241,16 +262,20 @@ def probe(source: Source, strict: bool = False) -> PluginState:
             plugin = manager.get_plugin(source.name)
             if not manager.get_hookcallers(plugin):
                 raise TypeError(
-                    "it implements no moekit hook; decorate moekit_dispatchers or moekit_experts "
-                    "with moekit.hookimpl"
+                    "it implements no moekit hook; decorate its hooks with moekit.hookimpl"
                 )
-            dispatchers = _records(manager.hook.moekit_dispatchers, DispatcherSpec)
-            experts = _records(manager.hook.moekit_experts, ExpertsSpec)
+            offered: Any = {
+                name: _records(getattr(manager.hook, f"moekit_{name}"), kind)
+                for name, kind in _KINDS.items()
+            }
+            found = replace(source.state("ok", ""), **offered)
+            if twice := [offer for offer in found.offers if found.offers.count(offer) > 1]:
+                raise ValueError(f"it offers the {twice[0][0]} {twice[0][1]!r} twice")
     except Fault as fault:
         return source.state("broken", str(fault))
     finally:
         _this_thread.probing = False
-    return replace(source.state("ok", ""), dispatchers=dispatchers, experts=experts)
+    return found
 
 
 def probing() -> bool:
@@ -258,11 +283,11 @@ def probing() -> bool:
     return getattr(_this_thread, "probing", False)
 
 
-def _records(hook: pluggy.HookCaller, kind: type[SpecT]) -> tuple[SpecT, ...]:
+def _records(hook: pluggy.HookCaller, kind: type[RecordT]) -> tuple[RecordT, ...]:
     results = hook()  # without the Nones
     if len(results) < len(hook.get_hookimpls()):
         raise TypeError(f"{hook.name} returned None, expected a list of {kind.__name__}")
-    records: dict[str, SpecT] = {}
+    records: dict[str, RecordT] = {}
     for record in chain.from_iterable(results):
         if type(record) is not kind:
             raise TypeError(
@@ -271,8 +296,8 @@ def _records(hook: pluggy.HookCaller, kind: type[SpecT]) -> tuple[SpecT, ...]:
         if record.name in records:
             raise ValueError(f"{hook.name} offers {shown(record.name)} twice")
         if len(records) == _MOST_BACKENDS:
-            raise ValueError(f"{hook.name} offers more than {_MOST_BACKENDS} backends")
-        records[record.name] = replace(record)  # validates changes since the spec was made
+            raise ValueError(f"{hook.name} offers more than {_MOST_BACKENDS}")
+        records[record.name] = replace(record)  # validates changes since it was made
     return tuple(records.values())
 
 
@@ -285,15 +310,20 @@ def mark_clashes(states: Sequence[PluginState]) -> list[PluginState]:
     shared = clashes([(state.owner, state.offers) for state in states])
     for state, (reason, lost) in zip(states, shared, strict=True):
         if reason:
-            state = replace(
-                state,
-                state="clash",
-                reason=reason,
-                dispatchers=tuple(s for s in state.dispatchers if (s.kind, s.name) not in lost),
-                experts=tuple(s for s in state.experts if (s.kind, s.name) not in lost),
-            )
+            kept: Any = {
+                name: tuple(s for s in getattr(state, name) if lost.isdisjoint(_offers(s)))
+                for name in _KINDS
+            }
+            state = replace(state, state="clash", reason=reason, **kept)
         marked.append(state)
     return marked
+
+
+def _offers(record: BackendSpec | QuantScheme) -> list[Offer]:
+    """Return the kinds and names that a record takes: a fused kernel's is either part's."""
+    fused = isinstance(record, FusedSpec)
+    kinds = [DispatcherSpec.kind, ExpertsSpec.kind] if fused else [record.kind]
+    return [(kind, record.name) for kind in kinds]
 
 
 def clashes(owners: Sequence[tuple[str, Collection[Offer]]]) -> list[tuple[str, set[Offer]]]:
@@ -307,13 +337,13 @@ def clashes(owners: Sequence[tuple[str, Collection[Offer]]]) -> list[tuple[str, 
     for place, (_, offers) in enumerate(owners[1:], 1):
         reasons, lost = [], core.intersection(offers)
         for offer in offers:
-            what = f"{offer[0]} {offer[1]!r}"
+            what, own = f"{offer[0]} {offer[1]!r}", offer[0].split()[-1]
             rivals = [
                 who for i, (who, theirs) in enumerate(owners) if i != place and offer in theirs
             ]
             if offer in lost:
                 reasons.append(
-                    f"{what} is a name of moekit's own backend, which stays in use: rename it"
+                    f"{what} is a name of moekit's own {own}, which stays in use: rename it"
                 )
             elif rivals:
                 reasons.append(f"{what} is also offered by {', '.join(rivals)}")

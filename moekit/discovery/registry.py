@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from types import MappingProxyType
+from typing import TypeVar
 
 from moekit.contract.specs import BackendSpec, DispatcherSpec, ExpertsSpec, SpecT
 from moekit.discovery.entry_points import (
@@ -24,8 +25,11 @@ from moekit.discovery.entry_points import (
     sources,
 )
 from moekit.errors import BackendError, NameClash, UnknownBackend
-from moekit.problem import MoEProblem
+from moekit.problem import MoEProblem, QuantScheme
+from moekit.problem.quant import Schemes
 from moekit.untrusted.arguments import shown, switch
+
+OfferT = TypeVar("OfferT", bound=BackendSpec | QuantScheme)
 
 logger = logging.getLogger("moekit")
 
@@ -45,7 +49,7 @@ class Registry:
     """
 
     plugins: tuple[PluginState, ...] = ()
-    _added: list[BackendSpec] = field(default_factory=list)
+    _added: list[BackendSpec | QuantScheme] = field(default_factory=list)
 
     @classmethod
     def discover(cls, environ: Mapping[str, str] | None = None) -> Registry:
@@ -69,21 +73,23 @@ class Registry:
         """Return a registry with the same backends; what one registers, the other lacks."""
         return Registry(self.plugins, list(self._added))
 
-    def register(self, spec: DispatcherSpec | ExpertsSpec) -> None:
-        """Add a backend at run time. Raises NameClash if its name is taken."""
-        if not isinstance(spec, (DispatcherSpec, ExpertsSpec)):
-            raise BackendError(
-                f"register() needs a DispatcherSpec or an ExpertsSpec, but got {shown(spec)}"
-            )
-        if self._owners(type(spec), spec.name):
+    def register(self, spec: DispatcherSpec | ExpertsSpec | QuantScheme) -> None:
+        """Add a backend or a scheme at run time. Raises NameClash if its name is taken.
+
+        Problems take the schemes of the process-wide registry.
+        """
+        if not isinstance(spec, (DispatcherSpec, ExpertsSpec, QuantScheme)):
+            raise BackendError(f"register() needs a spec or a QuantScheme, but got {shown(spec)}")
+        kinds = [k for k in (DispatcherSpec, ExpertsSpec, QuantScheme) if isinstance(spec, k)]
+        if owners := [who for kind in kinds for who in self._owners(kind, spec.name)]:
             raise NameClash(
                 f"{spec.kind} {spec.name!r} is already offered by "
-                f"{' and '.join(self._owners(type(spec), spec.name))}; choose another name"
+                f"{' and '.join(dict.fromkeys(owners))}; choose another name"
             )
         self._added.append(spec)
 
-    def unregister(self, spec: DispatcherSpec | ExpertsSpec) -> None:
-        """Remove a backend that `register` added. Raises UnknownBackend for any other."""
+    def unregister(self, spec: DispatcherSpec | ExpertsSpec | QuantScheme) -> None:
+        """Remove what `register` added. Raises UnknownBackend for any other."""
         if spec not in self._added:
             raise UnknownBackend(
                 f"{spec.kind} {spec.name!r} was not registered in this process; "
@@ -109,6 +115,11 @@ class Registry:
         """Usable experts by name, sorted."""
         return self._usable(ExpertsSpec)
 
+    @property
+    def schemes(self) -> Mapping[str, QuantScheme]:
+        """Usable quantization schemes by name, sorted."""
+        return self._usable(QuantScheme)
+
     def dispatcher(self, name: str) -> DispatcherSpec:
         """Return the named dispatcher; raise UnknownBackend or NameClash if there is none."""
         return self._find(DispatcherSpec, name)
@@ -117,19 +128,19 @@ class Registry:
         """Return the named experts backend; raise UnknownBackend or NameClash if there is none."""
         return self._find(ExpertsSpec, name)
 
-    def _specs(self, kind: type[SpecT]) -> Iterable[tuple[str, SpecT]]:
+    def _specs(self, kind: type[OfferT]) -> Iterable[tuple[str, OfferT]]:
         for state in self.plugins:
-            for spec in state.backends:
+            for spec in (*state.backends, *state.schemes):
                 if isinstance(spec, kind):
                     yield state.owner, spec
         for added in self._added:
             if isinstance(added, kind):
                 yield "this process (registry().register)", added
 
-    def _owners(self, kind: type[SpecT], name: str) -> list[str]:
+    def _owners(self, kind: type[OfferT], name: str) -> list[str]:
         return [owner for owner, spec in self._specs(kind) if spec.name == name]
 
-    def _usable(self, kind: type[SpecT]) -> Mapping[str, SpecT]:
+    def _usable(self, kind: type[OfferT]) -> Mapping[str, OfferT]:
         specs = sorted((spec for _, spec in self._specs(kind)), key=lambda s: s.name)
         names = [s.name for s in specs]
         return MappingProxyType({s.name: s for s in specs if names.count(s.name) == 1})
@@ -142,7 +153,7 @@ class Registry:
             plugins = [
                 state.distribution
                 for state in self.plugins
-                if any(type(s) is kind and s.name == name for s in state.backends)
+                if any(isinstance(s, kind) and s.name == name for s in state.backends)
             ]
             raise NameClash(
                 f"{kind.kind} {name!r} is offered by {' and '.join(owners)}; uninstall one, or "
@@ -188,3 +199,12 @@ def registry() -> Registry:
         if _registry is None:
             _registry = Registry.discover()
         return _registry
+
+
+def _installed(discover: bool) -> Registry | None:
+    if probing():
+        return None
+    return registry() if discover else _registry
+
+
+Schemes.installed = staticmethod(_installed)

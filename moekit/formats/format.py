@@ -12,8 +12,10 @@ from math import ceil
 import torch
 from torch import Tensor
 
+from moekit.errors import WeightsError
+from moekit.problem.codes import Codes, numbers
 from moekit.problem.int4 import IN_ORDER, repack_rows, unpack_rows
-from moekit.problem.quant import INT4_ZERO, OperandQuant, numbers
+from moekit.problem.quant import OperandQuant, codes_of
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 SCALES = (*FLOATS, torch.float8_e8m0fnu, torch.uint8)
@@ -114,9 +116,17 @@ class Format:
         return self.dtype == "int8" and self.weight.dtypes == WORDS
 
     @property
-    def packed(self) -> bool:
-        """Return whether a byte of the core's tensor holds two columns."""
-        return self.dtype in ("int4", "float4_e2m1")
+    def codes(self) -> Codes:
+        """How the core's tensor stores the weights."""
+        found = codes_of(self.dtype)
+        if found is None:
+            raise WeightsError(f"{self.name}: no quant scheme has {self.dtype} weights")
+        return found
+
+    @property
+    def per_byte(self) -> int:
+        """Columns in an element of the core's tensor."""
+        return self.codes.per_byte if self.dtype else 1
 
     @property
     def packs_rows(self) -> bool:
@@ -147,7 +157,7 @@ class Format:
         if self.packs_rows:
             return repack_rows(stored.contiguous(), self.order)
         flat = stored.flatten(1)
-        if not self.packed and flat.dtype != torch.int32:
+        if self.per_byte == 1 and flat.dtype != torch.int32:
             return flat
         flat = flat if flat.stride(1) == 1 else flat.contiguous()
         return flat.view(torch.int8 if self.dtype == "int8" else torch.uint8)
@@ -167,10 +177,7 @@ class Format:
 
     def values(self, weight: Tensor, zeros: Tensor | None) -> Tensor:
         """Return the core's ``weight`` (n, k) as fp32, before scaling. zeros: (n, k) or None."""
-        values = numbers(weight, self.dtype)
-        if self.dtype == "int4":
-            values -= float(INT4_ZERO) if zeros is None else zeros
-        return values
+        return numbers(weight, self.codes, zeros) if self.dtype else weight.float()
 
 
 def filled(template: str, layer: int, expert: int) -> str:

@@ -16,7 +16,7 @@ from moekit.errors import WeightsError
 from moekit.formats import compressed_tensors, fp4
 from moekit.formats.compressed_tensors import CompressedTensors, nearest_group
 from moekit.formats.eight_bits import Fp8, eight_bits
-from moekit.formats.format import Format
+from moekit.formats.format import FLOATS, Format, Part
 from moekit.formats.fp4 import Mxfp4
 from moekit.formats.gguf import Gguf
 from moekit.formats.gptq import AutoRound, Awq, Gptq
@@ -181,10 +181,17 @@ def format_of_scheme(scheme: QuantScheme) -> Format:
         return compressed_tensors.integers(
             4, columns, activation, zero_points=weight.zero_points, act_order=weight.act_order
         )
-    if weight.packed:
+    if weight.dtype == "float4_e2m1":
         name, scale = ("nvfp4", "weight_global_scale") if columns == 16 else ("mxfp4", "")
         name = f"compressed-tensors {name}"
         return fp4.pairs(name, "weight_packed", columns, scale, activation)
+    if weight.codes.bits < 8 or weight.torch_dtype == torch.uint8:  # a plugin's
+        stored = Part("weight_packed", (weight.torch_dtype,), (1, weight.codes.per_byte))
+        parts = {"weight": stored, "scale": Part("weight_scale", FLOATS, weight.group)}
+        return Format(
+            name=scheme.name, dtype=weight.dtype, scale_dtype=weight.scale_dtype,
+            activation=activation, parts=parts,
+        )  # fmt: skip
     label = "int8" if weight.dtype == "int8" else "fp8"
     blocks = rows > 1 and activation is not None
     return eight_bits(

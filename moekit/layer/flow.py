@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moekit.contract import PackedWeights, Routing
+from moekit.contract.fused import FusedSpec, RouterLogits
 from moekit.errors import InvalidInput, WeightsError
 from moekit.kernel import ModularKernel
 from moekit.layer.ranks import LayerRanks
@@ -47,6 +48,12 @@ class LayerFlow:
     ) -> None:
         self.name, self.router, self.ranks = name, router, ranks
         self.kernel, self.shared = kernel, shared
+        how, spec = router.config, kernel.experts.spec
+        foreign = how.custom_routing_function is not None or how.hash_table is not None
+        ids = foreign or how.zero_expert_num or kernel.problem.apply_router_weight_on_input
+        self._kernel_routes = (
+            isinstance(spec, FusedSpec) and not ids and not spec.unsupported_routing(how)
+        )
         self.to_physical: Callable[[Routing], Routing] | None = None
         # Says what to do for a call without weights.
         self.advice: Callable[[], str] = lambda: "call load_weights() first"
@@ -85,6 +92,10 @@ class LayerFlow:
             if topk_weights is not None or topk_ids is not None:
                 raise InvalidInput("give router_logits, or topk_weights and topk_ids, not both")
             logits = rows.take("router_logits", router_logits, self.router.width)
+            ids_needed = (padding, token_ids, self.to_physical) != (None, None, None)
+            if self._kernel_routes and not ids_needed:
+                how, top_k = self.router.config, self.router.top_k
+                return RouterLogits.of(logits.contiguous(), how, top_k), None
             tokens = None if token_ids is None else rows.take("token_ids", token_ids)
             routing = self.router(rows.x_TH, logits, padding, checked, tokens)
         else:
@@ -164,8 +175,7 @@ def _parts(
     for chunk in range(chunks):
         span = partition(x_TH.shape[0], chunks, chunk)
         rows = slice(span.start, span.stop)
-        part = Routing(routing.topk_weights[rows], routing.topk_ids[rows], max_tokens=most)
-        yield rows, x_TH[rows], part
+        yield rows, x_TH[rows], routing.part(rows, most)
 
 
 class TokenRows:

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moekit.problem.codes import pack
 from moekit.problem.quant import (
     SMALLEST_AMAX,
     OperandQuant,
     dequantize,
     expand,
-    pack_int4,
     quantize,
 )
 
@@ -45,9 +45,9 @@ def dequantized(
 
 
 def quantize_with_zeros(x: Tensor, quant: OperandQuant) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize ``x`` (..., rows, columns) to (packed int4, scale, zero points).
+    """Quantize ``x`` (..., rows, columns) to (packed codes, scale, zero points).
 
-    Each group's range, extended to include zero, is spread over 0..15.
+    Each group's range, extended to include zero, is spread over all codes.
     """
     rows, columns = x.shape[-2:]
     group = columns if quant.group[1] < 0 else quant.group[1]
@@ -55,11 +55,12 @@ def quantize_with_zeros(x: Tensor, quant: OperandQuant) -> tuple[Tensor, Tensor,
     # Padding with zeros does not change a group's range, which includes zero.
     grouped = torch.unflatten(F.pad(x, (0, -columns % group)), -1, (-1, group))
     low, high = grouped.amin(-1).clamp(max=0.0), grouped.amax(-1).clamp(min=0.0)
-    scale = (high - low).clamp(min=SMALLEST_AMAX) / 15
-    zeros = (-low / scale).round().clamp(0, 15)
+    most = 2**quant.codes.bits - 1
+    scale = (high - low).clamp(min=SMALLEST_AMAX) / most
+    zeros = (-low / scale).round().clamp(0, most)
     q = x / expand(scale, quant.group, rows, columns)
-    q = (q.round() + expand(zeros, quant.group, rows, columns)).clamp(0, 15)
-    return pack_int4(q.to(torch.uint8)), scale, zeros.to(torch.uint8)
+    q = (q.round() + expand(zeros, quant.group, rows, columns)).clamp(0, most)
+    return pack(q.to(torch.uint8), quant.codes.bits), scale, zeros.to(torch.uint8)
 
 
 def _few_experts_at_a_time(

@@ -24,43 +24,49 @@ activations of a call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from moekit.errors import InvalidProblem
-from moekit.untrusted.arguments import shown
+from moekit.problem.codes import CODES, Codes, numbers, stored
+from moekit.problem.codes import E2M1 as E2M1
+from moekit.problem.codes import INT4_ZERO as INT4_ZERO
+from moekit.problem.codes import pack_int4 as pack_int4
+from moekit.problem.codes import unpack_int4 as unpack_int4
+from moekit.untrusted.arguments import (
+    FLAG,
+    MAX_WIDTH,
+    accept_fields,
+    choice,
+    instance,
+    matching,
+    optional,
+    shown,
+)
 
-_QMAX = {"float8_e4m3fn": 448.0, "int8": 127.0, "int4": 7.0, "float4_e2m1": 6.0}
-_TORCH_DTYPE = {
-    "float8_e4m3fn": torch.float8_e4m3fn,
-    "int8": torch.int8,
-    "int4": torch.uint8,
-    "float4_e2m1": torch.uint8,
-}
-INT4_ZERO = 8
-"""The stored integer of value 0 in int4 weights without zero points."""
-# Values of the codes 0..7; code + 8 is the negative value.
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 SMALLEST_AMAX = 1e-12
-_SMALLEST_E4M3 = 2.0**-9
+_SMALLEST_E4M3, _LARGEST_E4M3 = 2.0**-9, 448.0
 
 
 @dataclass(frozen=True)
 class OperandQuant:
     """The quantization of one operand.
 
-    ``dtype``: float8_e4m3fn, int8, int4 or float4_e2m1.
+    ``dtype``: float8_e4m3fn, int8, int4 or float4_e2m1, or the name of ``codes``.
     ``group`` (rows, columns) share one scale; -1 means the whole extent: (-1, -1) per tensor,
     (1, -1) per row (a weight's output channel, an activation's token), (128, 128) per block.
     ``static``: the checkpoint has the scale; otherwise it is computed from the data.
-    ``zero_points``: int4 only, each group has a stored zero point.
+    ``zero_points``: int4 and other unsigned integers, each group has a stored zero point.
     ``act_order``: int4 only, the columns of each group are stored (``g_idx``).
     ``scale_dtype``: float32, float8_e8m0fnu (powers of two), or float8_e4m3fn (times one fp32).
+    ``codes``: how values are stored; a dtype of moekit's, or of a known scheme, implies them.
     """
 
     dtype: str
@@ -69,20 +75,34 @@ class OperandQuant:
     zero_points: bool = False
     act_order: bool = False
     scale_dtype: str = "float32"
+    codes: Codes = field(default=None, repr=False, hash=False)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.codes is None or self.codes in CODES.values():  # dtype may be another, replaced
+            codes = CODES.get(self.dtype) or self.codes or codes_of(self.dtype)
+            object.__setattr__(self, "codes", codes)
+
+    def check(self) -> None:
+        """Raise InvalidProblem if the facts contradict each other."""
+        accept_fields(self, _OPERAND)
+        if (self.dtype in CODES) != (self.codes in CODES.values()):
+            raise InvalidProblem(f"dtype={shown(self.dtype)}: moekit's codes go by moekit's names")
+        if (self.zero_points or self.act_order) and not self.codes.integers:
+            raise InvalidProblem(f"{self.dtype}: only unsigned integers have zero points and g_idx")
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return _TORCH_DTYPE[self.dtype]
+        return self.codes.torch_dtype
 
     @property
     def qmax(self) -> float:
         """Largest representable magnitude used."""
-        return _QMAX[self.dtype]
+        return self.codes.largest
 
     @property
     def packed(self) -> bool:
-        """Return whether a byte holds two values."""
-        return self.dtype in ("int4", "float4_e2m1")
+        """Return whether a byte holds several values."""
+        return self.codes.bits < 8
 
     @property
     def microscaled(self) -> bool:
@@ -99,6 +119,28 @@ class OperandQuant:
         return (1 if gr < 0 else -(-rows // gr), 1 if gc < 0 else -(-columns // gc))
 
 
+NAME = matching(
+    "lower-case letters, digits and _, at most 64 with a letter first",
+    lambda name: type(name) is str and re.fullmatch("[a-z][a-z0-9_]{0,63}", name),
+)
+_OPERAND = {
+    "dtype": NAME,
+    "group": matching(
+        "a tuple (rows, columns) of positive integers or -1",
+        lambda group: (
+            type(group) is tuple
+            and len(group) == 2
+            and all(type(n) is int and (n == -1 or 0 < n <= MAX_WIDTH) for n in group)
+        ),
+    ),
+    **dict.fromkeys(("static", "zero_points", "act_order"), FLAG),
+    "scale_dtype": choice(("float32", "float8_e8m0fnu", "float8_e4m3fn")),
+    "codes": instance("Codes, which a dtype of no known scheme needs", Codes),
+}
+_QUANTIZED = optional(instance("an OperandQuant", OperandQuant))
+_SCHEME = {"name": NAME, "weight": _QUANTIZED, "activation": _QUANTIZED}
+
+
 @dataclass(frozen=True, kw_only=True)
 class QuantScheme:
     """Weights x activations. ``activation`` None means 16-bit (or fp32) activations."""
@@ -106,6 +148,18 @@ class QuantScheme:
     name: str
     weight: OperandQuant | None = None
     activation: OperandQuant | None = None
+
+    kind: ClassVar[str] = "quantization scheme"
+
+    def __post_init__(self) -> None:
+        accept_fields(self, _SCHEME)
+        for operand in (self.weight, self.activation):
+            if operand is not None:
+                operand.check()
+        if self.weight is not None and not self.weight.static:  # weights come with their scales
+            object.__setattr__(self, "weight", replace(self.weight, static=True))
+        if (operand := self.activation) is not None and operand.codes.error is None:
+            raise InvalidProblem(f"activations of {operand.dtype}: its codes declare no error")
 
     @property
     def weight_only(self) -> QuantScheme:
@@ -141,8 +195,7 @@ _NVFP4 = OperandQuant(_FP4, (1, 16), scale_dtype="float8_e4m3fn")
 def _scheme(
     name: str, weight: OperandQuant | None = None, activation: OperandQuant | None = None
 ) -> QuantScheme:
-    stored = None if weight is None else replace(weight, static=True)  # with its scales
-    return QuantScheme(name=name, weight=stored, activation=activation)
+    return QuantScheme(name=name, weight=weight, activation=activation)
 
 
 def _int4(columns: int, zero_points: bool, act_order: bool) -> QuantScheme:
@@ -178,23 +231,75 @@ _ALL = (
     _scheme("nvfp4_w4a16", _NVFP4),
     _scheme("nvfp4", _NVFP4, _NVFP4),
 )
-SCHEMES: Mapping[str, QuantScheme] = MappingProxyType({scheme.name: scheme for scheme in _ALL})
-"""The quantization schemes by name."""
+BUILTIN: Mapping[str, QuantScheme] = MappingProxyType({scheme.name: scheme for scheme in _ALL})
 
-WIRE_SCHEMES = frozenset(
-    name
-    for name, scheme in SCHEMES.items()
-    if scheme.activation is not None and scheme.activation.scale_dtype == "float32"
-)
-"""Names of schemes whose activations are one byte each with fp32 scales, as transfers need them."""
+
+class Schemes(Set[str], Mapping[str, QuantScheme]):
+    """Quantization schemes by name: moekit's, and what the installed plugins add.
+
+    It is also the set of the names, with the operators of a frozenset. A name that moekit does not
+    have makes it look for plugins; to list it does not, as plugins list it when they are imported.
+
+    installed: returns the Registry, after discovery or as it is, or None; the registry sets it.
+    """
+
+    installed: Callable[[bool], Any] = staticmethod(lambda discover: None)
+
+    def __init__(self, whose: Callable[[QuantScheme], bool]) -> None:
+        self._whose = whose
+
+    def __getitem__(self, name: str) -> QuantScheme:
+        if name not in BUILTIN and (known := self.installed(True)) is not None:
+            found: QuantScheme = known.schemes[name]
+        else:
+            found = BUILTIN[name]
+        if not self._whose(found):
+            raise KeyError(name)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        known = self.installed(False)
+        every = {**BUILTIN, **({} if known is None else known.schemes)}
+        return (name for name, scheme in every.items() if self._whose(scheme))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, name: object) -> bool:
+        return Mapping.__contains__(self, name)
+
+    def __hash__(self) -> int:
+        return hash(self._whose)
+
+    _from_iterable = frozenset
+
+
+def _on_wires(scheme: QuantScheme) -> bool:
+    operand = scheme.activation
+    return operand is not None and operand.scale_dtype == "float32" and not operand.packed
+
+
+SCHEMES = Schemes(bool)  # each is true
+"""The quantization schemes by name."""
+WIRE_SCHEMES = Schemes(_on_wires)
+"""Schemes whose activations are one byte each with fp32 scales, as transfers need them."""
 
 
 def scheme(name: str) -> QuantScheme:
     """Return the named scheme. Raises InvalidProblem listing the known names."""
     if not isinstance(name, str) or name not in SCHEMES:
-        known = ", ".join(SCHEMES)
-        raise InvalidProblem(f"quant scheme {shown(name)} is unknown; choose one of: {known}")
+        known = SCHEMES.installed(True)
+        text = f"quant scheme {shown(name)} is unknown; choose one of: {', '.join(SCHEMES)}"
+        raise InvalidProblem("\n  ".join([text, *(known.faults() if known else ())]))
     return SCHEMES[name]
+
+
+def codes_of(dtype: str) -> Codes | None:
+    """Return the codes of an operand's ``dtype``, or None if no known scheme has it."""
+    if dtype in CODES or SCHEMES.installed(True) is None:
+        return CODES.get(dtype)
+    operands = (each for known in SCHEMES.values() for each in (known.weight, known.activation))
+    return next((each.codes for each in operands if each and each.dtype == dtype), None)
 
 
 def expand(scale: Tensor, group: tuple[int, int], rows: int, columns: int) -> Tensor:
@@ -233,8 +338,8 @@ def compute_scale(x: Tensor, quant: OperandQuant, valid_rows: Tensor | None = No
         return torch.where(magnitude.isfinite(), torch.exp2(power.float()), magnitude)
     scale = magnitude / quant.qmax
     if quant.scale_dtype == "float8_e4m3fn":
-        whole = scale.amax((-2, -1), keepdim=True) / _QMAX[_FP8] if scale.numel() else scale
-        small = (scale / whole).clamp(_SMALLEST_E4M3, _QMAX[_FP8])
+        whole = scale.amax((-2, -1), keepdim=True) / _LARGEST_E4M3 if scale.numel() else scale
+        small = (scale / whole).clamp(_SMALLEST_E4M3, _LARGEST_E4M3)
         return small.to(torch.float8_e4m3fn).float() * whole
     return scale
 
@@ -260,47 +365,9 @@ def quantize(
     assert not quant.zero_points
     if scale is None:
         scale = compute_scale(x, quant, valid_rows)
-    q = x.float() / expand(scale.float(), quant.group, *x.shape[-2:])
-    q = q.clamp(-quant.qmax, quant.qmax)
-    if quant.dtype == _FP4:
-        return pack_int4(_to_e2m1(q)), scale
-    if quant.dtype in ("int8", "int4"):
-        q = q.round()
-    if quant.packed:
-        return pack_int4((q + INT4_ZERO).to(torch.uint8)), scale
-    return q.to(quant.torch_dtype), scale
-
-
-def _to_e2m1(x: Tensor) -> Tensor:
-    """Convert fp32 within +-6 to uint8 codes, rounded to nearest, ties to the even code."""
-    # The midpoints between values: a tie at 0.25, 1.25, 2.5 or 5 rounds down, at the others up.
-    up = torch.tensor([0.75, 1.75, 3.5], dtype=x.dtype, device=x.device)
-    down = torch.tensor([0.25, 1.25, 2.5, 5.0], dtype=x.dtype, device=x.device)
-    magnitude = x.abs()
-    code = torch.bucketize(magnitude, up, right=True, out_int32=True)
-    code += torch.bucketize(magnitude, down, out_int32=True)
-    return (code + 8 * (x < 0)).to(torch.uint8)
-
-
-def pack_int4(values: Tensor) -> Tensor:
-    """Pack uint8 values below 16 (..., columns), columns even, to uint8 (..., columns / 2)."""
-    return values[..., 0::2] | (values[..., 1::2] << 4)
-
-
-def unpack_int4(packed: Tensor) -> Tensor:
-    """Unpack (..., C/2) uint8 to (..., C) uint8 of 0..15; the lower half of a byte comes first."""
-    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
-
-
-def numbers(q: Tensor, dtype: str) -> Tensor:
-    """Return stored values (..., columns) as fp32: without zero point and scale."""
-    if dtype != _FP4:
-        return (unpack_int4(q) if dtype == "int4" else q).float()
-    code = torch.tensor([*E2M1, *(-v for v in E2M1)], dtype=torch.float32, device=q.device)
-    byte = torch.arange(256, device=q.device)
-    pairs = torch.stack((code[byte & 15], code[byte >> 4]), dim=1)
-    # An index in brackets would be converted to int64.
-    return pairs.index_select(0, q.int().flatten()).view(*q.shape, 2).flatten(-2)
+    codes, q = quant.codes, x.float() / expand(scale.float(), quant.group, *x.shape[-2:])
+    q = q.clamp(-codes.largest, codes.largest)
+    return stored(q, codes), scale
 
 
 def dequantize(
@@ -318,13 +385,12 @@ def dequantize(
         zero_points: uint8, shaped as scale.
         g_idx: (..., columns), the group of each column.
     """
-    values = numbers(q, quant.dtype)
+    shape = (*q.shape[:-1], q.shape[-1] * quant.codes.per_byte)
 
     def each(x: Tensor) -> Tensor:
         if g_idx is None:
-            return expand(x.float(), quant.group, *values.shape[-2:])
-        return x.float().gather(-1, g_idx.long().unsqueeze(-2).expand(values.shape))
+            return expand(x.float(), quant.group, *shape[-2:])
+        return x.float().gather(-1, g_idx.long().unsqueeze(-2).expand(shape))
 
-    if quant.dtype == "int4":
-        values -= INT4_ZERO if zero_points is None else each(zero_points)
+    values = numbers(q, quant.codes, None if zero_points is None else each(zero_points))
     return (values * each(scale)).to(dtype)

@@ -18,17 +18,8 @@ from moekit.problem import MoEProblem
 # float32   1e-6 from the order of summation. TF32 (4e-4) is not fp32 and does not pass.
 _DTYPES = {torch.bfloat16: 8e-3, torch.float16: 1.2e-3, torch.float32: 1e-5}
 
-# Schemes that quantize activations lose bits twice, before each GEMM. Quantized weights cost
-# nothing here, since the oracle sees the dequantized ones. The larger of this bound and the
-# dtype's holds.
-#
-# float8_e4m3fn  4 significant bits: 2.6e-2 for one rounding, 4e-2 to 6.3e-2 for the two and what
-#                the activation makes of the first. How many values share a scale hardly matters,
-#                because fp8 is a floating-point format.
-# int8           a token's largest value sets its step, and grows against the RMS with I: 1.5e-2
-#                at I = 100, 3e-2 at I = 2048.
-# float4_e2m1    in groups of 16: 9.5e-2 for one rounding, 1.5e-1 for the two.
-_QUANTIZED_ACTIVATIONS = {"float8_e4m3fn": 9e-2, "int8": 4e-2, "float4_e2m1": 0.22}
+# Of schemes that quantize activations, the larger of this bound and their codes' error holds.
+# Quantized weights cost nothing here, since the oracle sees the dequantized ones.
 
 # Weight-only kernels may keep scales in the activations' 16 bits (Marlin's operator takes no
 # others). That rounds all weights of a group at once, 1.7e-3 in each GEMM, and does not average
@@ -47,17 +38,21 @@ def rms_bound(problem: MoEProblem, *, rounds_activations: bool = True) -> float:
         rounds_activations: whether the error includes the rounding of activations to the scheme.
     """
     bound = _DTYPES[problem.dtype]
-    if problem.quant.activation is not None and rounds_activations:
-        return max(bound, _QUANTIZED_ACTIVATIONS[problem.quant.activation.dtype])
+    if rounds_activations:
+        bound = max(bound, _of_activations(problem))
     if problem.quant.weight is not None and problem.dtype != torch.float32:
-        return bound * _WEIGHT_ONLY
+        return max(bound, _DTYPES[problem.dtype] * _WEIGHT_ONLY)
     return bound
+
+
+def _of_activations(problem: MoEProblem) -> float:
+    """Return the error that quantized activations cause, 0 if they are not quantized."""
+    activation = problem.quant.activation
+    return 0.0 if activation is None else activation.codes.error or 0.0
 
 
 def benchmark_bound(problem: MoEProblem) -> float:
     """Return the relative RMS error above which a benchmark calls an output wrong."""
     of_dtype, of_activations = _BENCHMARKS
     bound = max(_BENCHMARKS_AT_LEAST, of_dtype * _DTYPES[problem.dtype])
-    if problem.quant.activation is None:
-        return bound
-    return max(bound, of_activations * _QUANTIZED_ACTIVATIONS[problem.quant.activation.dtype])
+    return max(bound, of_activations * _of_activations(problem))

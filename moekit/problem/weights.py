@@ -227,9 +227,10 @@ def _static(scheme: QuantScheme) -> bool:
 
 
 def _odd_columns(name: str, columns: int, operand: OperandQuant) -> list[str]:
-    if not operand.packed or columns % 2 == 0:
+    bits, per_byte = operand.codes.bits, operand.codes.per_byte
+    if columns % per_byte == 0:
         return []
-    return [f"{name} has {columns} columns, and 4 bits pack two in a byte"]
+    return [f"{name} has {columns} columns, and a byte packs {per_byte} of {bits} bits"]
 
 
 def _matrix_faults(
@@ -240,7 +241,7 @@ def _matrix_faults(
     found, stored, dtype = [], want, problem.dtype
     if (operand := scheme.weight) is not None:
         dtype = operand.torch_dtype
-        stored = (*want[:2], -(-want[2] // 2)) if operand.packed else want
+        stored = (*want[:2], -(-want[2] // operand.codes.per_byte))
         found += _odd_columns(name, want[2], operand)
     found += _int4_faults(weights, name, want, scheme)
     if tuple(tensor.shape) != stored:
@@ -296,8 +297,8 @@ def _int4_faults(
         if tuple(zeros.shape) != full or zeros.dtype != torch.uint8:
             state = f"{tuple(zeros.shape)} {zeros.dtype}"
             found.append(f"{name}_zero_points are {state}, expected {full} torch.uint8")
-        elif int(zeros.max()) > 15:
-            found.append(f"{name}_zero_points reach {int(zeros.max())}, expected at most 15")
+        elif int(zeros.max()) > (most := 2**operand.codes.bits - 1):
+            found.append(f"{name}_zero_points reach {int(zeros.max())}, expected at most {most}")
     if g_idx is not None:
         if operand is None or not operand.act_order:
             ordered = f"{scheme.name}_act_order"
@@ -329,7 +330,7 @@ def in_order(g_idx: Tensor, group: int) -> bool:
 def _three_dims(scale: Tensor | None, weight: Tensor, operand: OperandQuant) -> Tensor:
     assert scale is not None
     L, rows, columns = weight.shape
-    shape = operand.scale_shape(rows, 2 * columns if operand.packed else columns)
+    shape = operand.scale_shape(rows, columns * operand.codes.per_byte)
     return scale.float().reshape(L, *shape)
 
 

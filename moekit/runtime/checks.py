@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moekit.contract import PackedWeights, PermuteExpertsUnpermute, PrepareAndFinalize, Routing
+from moekit.contract.fused import FusedSpec, RouterLogits
 from moekit.errors import CapacityExceeded, InvalidInput, InvalidProblem, WeightsError
 from moekit.problem import MoEProblem
 from moekit.problem.weights import ExpertWeights
@@ -107,7 +108,9 @@ def check_call(
         )
     if out is not None:
         _check_out(out, x, weights, routing)
-    if by_value and ids.numel():
+    if isinstance(routing, RouterLogits):
+        _check_logits(routing.logits, x, experts)
+    elif by_value and ids.numel():
         _check_values(ids, topk_weights, problem.num_physical_experts)
 
 
@@ -208,8 +211,22 @@ def check_parts(
             f"the dispatcher gives {dispatcher.spec.format.value} tokens, but the experts take "
             f"{experts.spec.format.value} ones: call moekit.compose, which converts between them"
         )
-    if experts.spec.reduces and dispatcher.problem.batch_invariant:
+    if dispatcher.spec.fused or experts.spec.fused:
+        if id(dispatcher) != id(experts):
+            raise InvalidProblem("a fused kernel is dispatcher and experts: pass it for both")
+    elif experts.spec.reduces and dispatcher.problem.batch_invariant:
         raise InvalidProblem("the dispatcher and the experts both apply the router weights")
+
+
+def _check_logits(logits: Tensor, x: Tensor, experts: PermuteExpertsUnpermute) -> None:
+    """Raise InvalidInput if the kernel does not route, or the logits do not fit."""
+    spec, p = experts.spec, experts.problem
+    if not isinstance(spec, FusedSpec) or spec.routes is None or p.apply_router_weight_on_input:
+        raise InvalidInput(f"{spec.name} takes no router logits here: pass moekit.route(logits, K)")
+    check_tensor("logits", logits)
+    if logits.shape != (x.shape[0], p.num_experts) or logits.device != x.device:
+        wanted = f"({x.shape[0]}, {p.num_experts}) on {x.device}"
+        raise InvalidInput(f"logits are {shown(logits)}, expected {wanted}")
 
 
 def check_ids(ids: Tensor, end: int) -> None:

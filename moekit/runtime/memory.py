@@ -53,7 +53,7 @@ class MemoryReport:
         by_assignment = not batched and sums not in BY_EXPERTS
         # The experts write to the dispatcher's memory if it offers some, or to the caller's output
         # where nothing moves and rows are tokens.
-        if dispatcher.spec.moves_tokens:
+        if dispatcher.spec.moves_tokens and not experts.spec.fused:
             offered = type(dispatcher).output is not PrepareAndFinalize.output
         else:
             offered = not batched and rows == num_tokens
@@ -72,8 +72,8 @@ class MemoryReport:
             num_tokens=num_tokens,
             workspace=Workspace.nbytes_for(experts.workspace(rows)),
             intermediate=intermediate
-            + dispatcher.transient_bytes(num_tokens)
-            + experts.transient_bytes(rows),
+            + experts.transient_bytes(rows)
+            + (0 if experts.spec.fused else dispatcher.transient_bytes(num_tokens)),
             buffers=dispatcher.buffer_bytes(),
         )
 

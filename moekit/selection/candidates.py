@@ -26,11 +26,13 @@ class Candidate:
     def combination(self, problem: MoEProblem) -> Combination:
         sums = Sums.of(problem, self.experts.bridged_to(self.dispatcher.format))
         bridged = self.experts.needs_bridge(self.dispatcher.format)
-        return Combination(self.dispatcher.name, self.experts.name, bridged, sums)
+        names = self.dispatcher.name, self.experts.name
+        return Combination(*names, bridged, sums, self.experts.fused)
 
     def preference(self, problem: MoEProblem) -> tuple[int, str, str]:
         """Return what sorts candidates, best first: priorities, then names."""
-        priority = self.dispatcher.priority_for(problem) + self.experts.priority_for(problem)
+        priority = self.experts.priority_for(problem)
+        priority += 0 if self.experts.fused else self.dispatcher.priority_for(problem)
         priority -= _BRIDGE_COST if self.experts.needs_bridge(self.dispatcher.format) else 0
         priority -= _PADDING_COST if self.experts.padding(problem) else 0
         return -priority, self.dispatcher.name, self.experts.name

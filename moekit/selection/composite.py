@@ -16,10 +16,11 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import pairwise
+from operator import and_
 from typing import Any
 
 from moekit.contract.specs import BackendSpec, DispatcherSpec, ExpertsSpec, SpecT
@@ -147,6 +148,8 @@ def composite(name: str, find: Callable[[str], SpecT]) -> SpecT:
     """
     buckets = _parse(name)
     members: Any = tuple(find(member) for member in dict.fromkeys(name for _, name in buckets))
+    if fused := [member.name for member in members if member.fused]:
+        raise UnknownBackend(f"{name!r} is not a composite: {fused[0]} is a fused kernel")
     facts = _common(members) | {"name": name, "members": members, "buckets": buckets}
     made: Any
     if isinstance(members[0], DispatcherSpec):
@@ -187,6 +190,6 @@ def _common(members: Sequence[BackendSpec]) -> dict[str, Any]:
             facts[field.name] = any(values)
         elif type(values[0]) is bool:
             facts[field.name] = all(values)
-        elif type(values[0]) is frozenset:
-            facts[field.name] = frozenset.intersection(*values)
+        elif isinstance(values[0], Set):
+            facts[field.name] = reduce(and_, values)
     return facts | {"batch_invariant": False}  # members differ in bits

@@ -11,7 +11,8 @@ from itertools import chain
 from typing import NamedTuple
 
 from moekit.contract.explanation import Explanation
-from moekit.contract.specs import CHECK_FAILED, BackendSpec, DispatcherSpec, SpecT
+from moekit.contract.fused import FusedSpec
+from moekit.contract.specs import CHECK_FAILED, BackendSpec, DispatcherSpec, ExpertsSpec, SpecT
 from moekit.discovery.registry import Registry, not_installed
 from moekit.errors import NameClash, UnknownBackend
 from moekit.problem import MoEProblem
@@ -104,12 +105,17 @@ def judge(
     Raises UnknownBackend or NameClash for a name of no backend, or of more than one.
     """
     asked = Asked.of(dispatcher, "MOEKIT_DISPATCHER"), Asked.of(experts, "MOEKIT_EXPERTS")
+    alone = asked[1].name is None and backends.dispatchers.get(asked[0].name or "")
+    if alone and alone.fused:
+        asked = asked[0], asked[0]
     dispatchers = asked[0].specs(backends.dispatchers, backends.dispatcher)
     every = [s.made_for(problem) for s in asked[1].specs(backends.experts, backends.expert)]
+    fused = {spec.name: spec for spec in every if isinstance(spec, FusedSpec)}
+    dispatchers = [fused.get(spec.name, spec) for spec in dispatchers]
     rejected: dict[tuple[str, str], tuple[str, ...]] = {}
     for spec in (*dispatchers, *every):
         reasons = spec.unsupported(problem)
-        if not asked[0].name and isinstance(spec, DispatcherSpec):
+        if not (asked[0].name or spec.fused) and isinstance(spec, DispatcherSpec):
             reasons = [*_nothing_to_move(spec, problem), *reasons]
         if reasons:
             rejected[spec.kind, spec.name] = tuple(reasons)
@@ -118,11 +124,20 @@ def judge(
     for spec in every:
         if (spec.kind, spec.name) in rejected:
             continue
-        behind = {each.name: spec.unsupported_behind(each.format) for each in able}
+        behind = {each.name: _apart(each, spec) for each in able}
         candidates += [Candidate(each, spec) for each in able if not behind[each.name]]
         if behind and all(behind.values()):
             rejected[spec.kind, spec.name] = tuple(dict.fromkeys(chain(*behind.values())))
     return Selection(problem, backends, *asked, rank(problem, candidates), rejected)
+
+
+def _apart(dispatcher: DispatcherSpec, experts: ExpertsSpec) -> list[str]:
+    """Return why these two do not go together: a fused kernel is both, and the only one."""
+    if dispatcher.fused or experts.fused:
+        one = (experts if experts.fused else dispatcher).name
+        together = dispatcher.fused and dispatcher.name == experts.name
+        return [] if together else [f"{one} is a fused kernel, which is dispatcher and experts"]
+    return experts.unsupported_behind(dispatcher.format)
 
 
 def named(name: str, find: Callable[[str], SpecT]) -> SpecT:

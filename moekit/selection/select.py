@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from moekit.backends.bridge import bridge, local_spec
-from moekit.contract import PermuteExpertsUnpermute, PrepareAndFinalize
+from moekit.contract import PrepareAndFinalize
 from moekit.contract.explanation import Explanation
 from moekit.contract.specs import BackendSpec, DispatcherSpec
 from moekit.discovery.answers import check_dispatcher, check_experts, create
@@ -116,12 +116,13 @@ def compose(
     tokens = made.dispatcher
     if tokens is None:
         tokens = create(made.dispatcher_class, made.dispatcher_spec, problem, group)
+    gemms: Any = made.experts or tokens
     try:
         if moves:
-            check_experts(made.experts, check_dispatcher(tokens))
+            check_experts(gemms, check_dispatcher(tokens))
         return _kernel_class(problem)(
             tokens,
-            made.experts,
+            gemms,
             workspace=workspace,
             explanation=made.explanation,
             checked=checked,
@@ -146,14 +147,14 @@ def _kernel_class(problem: MoEProblem) -> type[ModularKernel]:
 class _Made(NamedTuple):
     """The best combination whose classes load and whose experts could be made.
 
-    dispatcher: None if all ranks must make it together.
+    dispatcher: None if all ranks must make it together. experts: None if the dispatcher is fused.
     """
 
     explanation: Explanation
     dispatcher_spec: DispatcherSpec
     dispatcher_class: type[PrepareAndFinalize]
     dispatcher: PrepareAndFinalize | None
-    experts: PermuteExpertsUnpermute
+    experts: Any
 
 
 class _Failed(Exception):
@@ -202,27 +203,29 @@ def _make_best(selection: Selection, group: dist.ProcessGroup | None) -> _Made:
 
 def _make(candidate: Candidate, selection: Selection, group: dist.ProcessGroup | None) -> _Made:
     problem, tokens = selection.problem, None
+    gemms: Any = None
     dispatcher, experts = candidate.dispatcher, candidate.experts
     moves = problem.parallel.moves_tokens
+    if not moves and group is not None and (dispatcher.moves_tokens or dispatcher.fused):
+        from moekit.runtime.group import resolve
+
+        group = resolve(problem, group)
     if dispatcher.moves_tokens and not moves:
         dispatcher = local_spec(dispatcher)
-        if group is not None:
-            from moekit.runtime.group import resolve
-
-            group = resolve(problem, group)
     if problem.training:
         dispatcher, experts = dispatcher.for_training(), experts.for_training()
     with _blaming(dispatcher):
         dispatcher_class = dispatcher.load()
     # Experts first: they hold nothing that would have to be freed if the dispatcher fails.
-    with _blaming(experts):
-        gemms = bridge(experts.load(), experts, problem, dispatcher.format)
+    if not experts.fused:
+        with _blaming(experts):
+            gemms = bridge(experts.load(), experts, problem, dispatcher.format)
     if not moves:
         with _blaming(dispatcher):
             tokens = create(dispatcher_class, dispatcher, problem, group)
             rows = check_dispatcher(tokens)
         with _blaming(experts):
-            check_experts(gemms, rows)
+            check_experts(gemms or tokens, rows)
     return _Made(selection.explanation(), dispatcher, dispatcher_class, tokens, gemms)
 
 

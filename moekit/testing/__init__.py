@@ -32,6 +32,7 @@ from moekit.testing.compare import Tolerance, relative_error, tolerance  # noqa:
 from moekit.testing.diagnose import assert_close  # noqa: E402
 from moekit.testing.dispatchers import DispatcherConformance  # noqa: E402
 from moekit.testing.experts import ExpertsConformance  # noqa: E402
+from moekit.testing.fused import FusedConformance, FusedRanksConformance  # noqa: E402
 from moekit.testing.gradient_ranks import DispatcherGradientConformance  # noqa: E402
 from moekit.testing.gradients import GradientConformance  # noqa: E402
 from moekit.testing.runner import run  # noqa: E402
@@ -41,6 +42,8 @@ __all__ = [
     "DispatcherConformance",
     "DispatcherGradientConformance",
     "ExpertsConformance",
+    "FusedConformance",
+    "FusedRanksConformance",
     "GradientConformance",
     "Tolerance",
     "assert_close",

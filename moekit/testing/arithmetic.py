@@ -42,17 +42,27 @@ _MOST_16_BITS = 65536
 _EXPERTS_OF_A_RANK = 32  # of any model, whose weights fit on a GPU in fp32, 16 bits and packed
 _LARGE_CALL = 20e9  # bytes for T * K * H beyond 2 ** 31
 
-_QUANTIZED_INPUT = sorted(n for n, s in SCHEMES.items() if s.activation is not None)
-_PER_TENSOR_INPUT = {n for n, s in SCHEMES.items() if s.activation and s.activation.per_tensor}
 _BRIDGED = "other_format"  # than the backend's own
-_INPUT_FORMS = [
-    (name, wire)
-    for name in _QUANTIZED_INPUT
-    for wire in (QUANTIZED_WIRE, ROW_SCALES, _BRIDGED)
-    if wire != QUANTIZED_WIRE or name in WIRE_SCHEMES
-    if wire != ROW_SCALES or name in _PER_TENSOR_INPUT  # others always have them
-]
-_ACT_ORDER = [n for n, s in SCHEMES.items() if s.weight is not None and s.weight.act_order]
+
+
+def _input_forms() -> list[tuple[str, str]]:
+    return [
+        (name, wire)
+        for name, scheme in sorted(SCHEMES.items())
+        for wire in (QUANTIZED_WIRE, ROW_SCALES, _BRIDGED)
+        if scheme.activation is not None
+        if wire != QUANTIZED_WIRE or name in WIRE_SCHEMES
+        if wire != ROW_SCALES or scheme.activation.per_tensor  # others always have them
+    ]
+
+
+def _act_order(scheme: str) -> bool:
+    weight = SCHEMES[scheme].weight
+    return weight is not None and weight.act_order
+
+
+def _blocks() -> list[str]:
+    return [name for name, s in SCHEMES.items() if s.weight and s.weight.group[0] > 1]
 
 
 # A model's experts, top-k, H and I, and arguments of `MoEProblem` that only this model needs.
@@ -230,7 +240,7 @@ class ExpertsNumbers(ExpertsBase):
         case.x[4:8] = case.x[4]
         check_call(self._compose(case.problem, self._native), case)
 
-    @over("scheme", [name for name, s in SCHEMES.items() if s.weight and s.weight.group[0] > 1])
+    @over("scheme", _blocks)
     def test_padded_slices(self, scheme: str) -> None:
         """Three blocks on two ranks: blocks are not cut, so the second rank's share is padded."""
         sizes = [sizes_of(4, 2, hidden, 384) for hidden in (128, 256, 512)]
@@ -242,7 +252,7 @@ class ExpertsNumbers(ExpertsBase):
 
     def test_columns_in_order(self) -> None:
         """Act-order without g_idx for w2 (as tensor parallelism cuts it), for w13, or for both."""
-        declared = [name for name in _ACT_ORDER if name in self._spec().schemes]
+        declared = [n for n in self._declared_schemes() if _act_order(n)]
         if not declared:
             self._skip("declares no scheme in act-order")
         problem = self._problem(quant=declared[0])
@@ -260,7 +270,7 @@ class ExpertsNumbers(ExpertsBase):
             for num_tokens in (self._T, 1, 0):
                 self._check(problem, num_tokens, "masked", SPARE_ROWS)
 
-    @over("scheme,wire", _INPUT_FORMS)
+    @over("scheme,wire", _input_forms)
     def test_input_form(self, scheme: str, wire: str) -> None:
         """Tokens quantized before the transfer, or after a bridge, and scales per row.
 

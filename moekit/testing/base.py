@@ -36,6 +36,7 @@ WITHOUT_DEVICE = frozenset({
     "test_backend_runs_here",
     "test_class_fits_the_spec",
     "test_declared_is_reachable",
+    "test_schemes_are_known",
     "test_undeclared",
     "test_undeclared_raises",
     "test_unsupported_answers_for_any_device",
@@ -75,17 +76,18 @@ class Capability(NamedTuple):
     declared: bool | None
 
 
-def over(name: str, values: Iterable[Any]) -> Callable[[Test], Test]:
+def over(name: str, values: Iterable[Any] | Callable[[], Iterable[Any]]) -> Callable[[Test], Test]:
     """Parametrize a test of the kit by those ``values`` that the spec declares.
 
     Undeclared values make no test; `test_undeclared_raises` shows that they are refused.
 
     Args:
         name: the parameter, or several separated by commas.
+        values: or a function that returns them, which is called when tests are collected.
     """
 
     def mark(function: Test) -> Test:
-        function.__dict__.setdefault("kit_values", {})[name] = list(values)
+        function.__dict__.setdefault("kit_values", {})[name] = values
         return function
 
     return mark
@@ -173,7 +175,8 @@ class Conformance(ABC):
         if not metafunc.config.pluginmanager.has_plugin(_Collection.__name__):
             metafunc.config.pluginmanager.register(_Collection(), _Collection.__name__)
         for name, values in getattr(metafunc.function, "kit_values", {}).items():
-            kept = [value for value in values if self._declares(name, value)]
+            every = values() if callable(values) else values
+            kept = [value for value in every if self._declares(name, value)]
             none = (_UNDECLARED,) * len(name.split(","))
             metafunc.parametrize(name, kept or [pytest.param(*none)])
 
@@ -207,6 +210,12 @@ class Conformance(ABC):
         for name, changes, declared in self._capabilities():
             reasons = self._declared_but_unreachable(changes) if declared else []
             assert not reasons, f"{name} is declared, but always refused: {reasons}"
+
+    def test_schemes_are_known(self) -> None:
+        """A scheme that the spec names is moekit's, or an installed plugin's."""
+        spec = self._spec()
+        unknown = {*spec.schemes, *getattr(spec, "wire_schemes", ())} - {*SCHEMES}
+        assert not unknown, f"no installed plugin offers the schemes {sorted(unknown)}"
 
     def test_undeclared_raises(self) -> None:
         """Composition raises for what `unsupported` refuses (`_find_problem` checks it)."""

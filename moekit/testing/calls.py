@@ -52,7 +52,7 @@ def check_quantized(x: Tensor, scale: Tensor | None, problem: MoEProblem) -> Non
     """Assert that quantized tokens (..., R, H) and their scale have the forms of `Dispatched`."""
     activation = problem.quant.activation
     assert activation is not None
-    columns = problem.hidden_size // (2 if activation.packed else 1)
+    columns = problem.hidden_size // activation.codes.per_byte
     assert x.dtype == activation.torch_dtype, f"x is {x.dtype}, expected {activation.torch_dtype}"
     assert x.shape[-1] == columns, f"x has {x.shape[-1]} columns, expected {columns}"
     assert scale is not None and scale.dtype == torch.float32, "expected x_scale in float32"
@@ -303,8 +303,9 @@ def kit_registry(
     leaves = _of_kit(copy.expert("torch"), LEAVES_SUMS, LeavesSums, batch_invariant=False)
     known = {"dispatcher": set(copy.dispatchers), "experts backend": set(copy.experts)}
     for spec in (*_dispatchers(local, batched), leaves, *extra):
-        if spec.name not in known[spec.kind]:
-            known[spec.kind].add(spec.name)
+        kind = ExpertsSpec.kind if spec.fused else spec.kind
+        if spec.name not in known[kind]:
+            known[kind].add(spec.name)
             copy.register(spec)
     return copy
 

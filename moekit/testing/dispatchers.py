@@ -15,7 +15,7 @@ from moekit.contract.specs import DispatcherSpec
 from moekit.problem import DTYPES, ActivationFormat, DeviceSpec, MoEProblem, ParallelConfig
 from moekit.problem.quant import SCHEMES, WIRE_SCHEMES
 from moekit.testing import cases, interface, rank_failures, ranks
-from moekit.testing.base import Capability, Conformance, Sizes, sizes_of
+from moekit.testing.base import Capability, Conformance, Sizes, over, sizes_of
 from moekit.testing.calls import LEAVES_SUMS
 from moekit.testing.distributed import RankError, RankPool
 from moekit.testing.ranks import Call, Job, Members
@@ -26,7 +26,6 @@ WORLD_SIZES_VARIABLE = "MOEKIT_TEST_WORLD_SIZES"
 # "1": ranks share devices if there are fewer. This is slow, and some libraries cannot.
 SHARE_VARIABLE = "MOEKIT_TEST_SHARE_DEVICES"
 
-_QUANTIZED_INPUT = sorted(n for n, s in SCHEMES.items() if s.activation is not None)
 
 # Seconds that two threads may take for a step in two groups.
 _THREAD_SECONDS = 300.0
@@ -129,9 +128,12 @@ class DispatcherBase(Conformance):
     def _names(self) -> dict[str, str]:
         return {"dispatcher": self.backend}
 
+    def _declares(self, name: str, value: Any) -> bool:
+        return value in {*WIRE_SCHEMES, *self._spec().wire_schemes}
+
     def _capabilities(self) -> list[Capability]:
         spec = self._spec()
-        schemes = spec.schemes | spec.wire_schemes
+        schemes = {*spec.schemes, *spec.wire_schemes}
         found = super()._capabilities()
         found += [Capability(f"scheme {n}", {"quant": n}, n in schemes or None) for n in SCHEMES]
         two_ranks = {"parallel": ParallelConfig(ep_size=2)}
@@ -335,14 +337,12 @@ class DispatcherConformance(DispatcherBase):
             changes["batch_invariant"] = True
         self._check(ends, ranks.outputs_beyond_float16, Call((3, 0, 9, 13), "masked"), **changes)
 
-    @pytest.mark.parametrize("scheme", _QUANTIZED_INPUT)
+    @over("scheme", lambda: sorted(n for n, s in SCHEMES.items() if s.activation is not None))
     def test_quantized_tokens(self, scheme: str, ends: int) -> None:
         """Every scheme gives right results, and tokens travel quantized if the spec declares it.
 
         Wide tokens have many scales. Then torch has other defaults, as engines set them.
         """
-        if scheme not in WIRE_SCHEMES | self._spec().wire_schemes:
-            self._skip(f"the spec does not declare {scheme} in wire_schemes")
         sequence = [Call((3, 0, 9, 13), "rows"), Call((0, 0, 0, 0))]
         widths = (1296,) if self._device().type == "cpu" else (7168, 4096, 2048)
         wide = {"quant": scheme, "parallel": self._parallel(ends)}

@@ -389,7 +389,7 @@ class GradientConformance(TrainingBase, ExpertsBase):
         if not made:
             self._skip(str(problem))
 
-    @over("scheme", list(SCHEMES))
+    @over("scheme", SCHEMES)
     def test_gradients_through_frozen_experts(self, scheme: str) -> None:
         """Packed experts of every scheme pass gradients to x and to the router weights."""
         case = make_case(self._problem(quant=scheme), self._T, "masked")

@@ -51,7 +51,7 @@ _GROUP_SECONDS = 300.0
 
 def sendable(spec: DispatcherSpec) -> DispatcherSpec | str:
     """Return the name of an installed dispatcher, whose spec may hold what cannot be pickled."""
-    installed = (each for plugin in registry().plugins for each in plugin.dispatchers)
+    installed = (each for plugin in registry().plugins for each in plugin.backends)
     return spec.name if spec in installed else spec
 
 

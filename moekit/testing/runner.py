@@ -21,6 +21,9 @@ _KITS = {
 }
 
 
+_FUSED = ("FusedConformance", "FusedRanksConformance")
+
+
 class _Count:
     """A pytest plugin that counts the passed tests that called the backend."""
 
@@ -54,7 +57,8 @@ def run(name: str, extra_args: Sequence[str] = (), *, gradients: bool = False) -
     if gradients and not (specs := [spec for spec in specs if spec.training is not None]):
         why = f"the spec of {name!r} names no class for training"
         raise Unsupported(f"{name!r} has no backward: {why}", [why])
-    kits = (_KITS[spec.kind][gradients] for spec in specs)
+    kits = [_KITS[spec.kind][gradients] for spec in specs if not spec.fused]
+    kits += _FUSED if specs[0].fused else ()
     tests = [f"class Test{k}(moekit.testing.{k}):\n    backend = {name!r}\n" for k in kits]
     count = _Count()
     with TemporaryDirectory(prefix="moekit_check_") as folder:

@@ -19,6 +19,7 @@ from moekit.backends.adapters import PaddedExperts
 from moekit.backends.padding import pad_weights
 from moekit.errors import Unsupported
 from moekit.problem import ActivationFormat
+from moekit.problem.codes import Codes
 from moekit.problem.quant import SCHEMES
 from moekit.testing import assert_close
 from moekit.testing.calls import check_call
@@ -277,7 +278,7 @@ _GROW = padding._grow
         ("none", adapters, "_wider", _not_cleared),
         ("none", adapters, "PaddedExperts", _FromTheEnd),
         ("none", padding, "_grow", _ones),
-        ("int4_w4a16_g32", padding, "INT4_ZERO", 0),
+        ("int4_w4a16_g32", Codes, "zero_byte", 0),
     ],
 )
 def test_the_kit_catches_wrong_padding(

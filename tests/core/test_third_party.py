@@ -40,13 +40,20 @@ for names in (
         for tokens in (0, 1, 33):
             check_call(kernel, make_case(problem, tokens, "masked"))
     used.append(str(kernel.explanation.chosen))
+nf4 = problem.replace(quant="nf4_w4a16_g64")
+for experts in ("acme", "torch", "reference"):
+    check_call(moekit.compose(nf4, experts=experts), make_case(nf4, 33, "masked"))
+used.append(str(moekit.explain(nf4, experts="acme").chosen))
+kernel = moekit.compose(problem, experts="acme_fused")
+check_call(kernel, make_case(problem, 33, "masked"))
+used.append(str(kernel.explanation.chosen))
 try:
     moekit.compose(problem.replace(has_bias=True), experts="acme")
 except moekit.MoekitError as error:
     used.append(str(error))
 for switches in ({}, {"MOEKIT_BLOCK": "acme-moe"}):
     (acme,) = (each for each in moekit.Registry.discover(switches).plugins if each.name == "acme")
-    names = [spec.name for spec in (*acme.experts, *acme.dispatchers)]
+    names = [spec.name for spec in (*acme.experts, *acme.dispatchers, *acme.schemes)]
     used.append([acme.state, acme.distribution, acme.version, names])
 print(json.dumps(used))
 """
@@ -104,14 +111,17 @@ def test_it_is_listed_composes_and_can_be_blocked(stranger: Stranger) -> None:
         "acme_sorted + acme (bridged)",
         "acme_sorted + torch",
         "acme_sorted + reference",
+        "local + acme (bridged)",
+        "acme_fused (fused)",
     ]
     assert "experts 'acme' cannot do this problem: has no bias support" in refused
-    assert listed == ["ok", "acme-moe", "1.0", ["acme", "acme_sorted", "acme_all_to_all"]]
+    offered = ["acme", "acme_sorted", "acme_all_to_all", "nf4_w4a16_g64"]
+    assert listed == ["ok", "acme-moe", "1.0", offered]
     assert blocked[0] == "blocked"
 
 
 # Each runs other parts of the kit: numbers, ranks, packing, and memory.
-SOME = "test_dtype or test_routing or test_tokens_per_rank or test_pack or memory"
+SOME = "test_scheme or test_dtype or test_routing or test_tokens_per_rank or test_pack or memory"
 
 
 @pytest.mark.parametrize(

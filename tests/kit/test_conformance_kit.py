@@ -211,7 +211,7 @@ def test_what_is_undeclared_is_one_line(pytester, monkeypatch):
         """
     )
     result = pytester.runpytest_subprocess("-k", "scheme or undeclared or test_pack", "-rs")
-    result.assert_outcomes(passed=7, skipped=1)
+    result.assert_outcomes(passed=8, skipped=1)
     lines = [line for line in result.outlines if "scheme int8_w8a16" in line]
     assert len(lines) == 1 and "not declared, so refused: scheme fp8_tensor" in lines[0]
 

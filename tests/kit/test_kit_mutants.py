@@ -19,7 +19,7 @@ PAGES = {
         "experts", "sizes", "values", "calls", "forms", "invariance", "crossings", "threads",
     ),
     "kit_mutants_dispatchers.md": (
-        "dispatchers", "naive", "transfers", "buffers", "failures", "locks",
+        "dispatchers", "naive", "transfers", "buffers", "failures", "locks", "fused",
     ),
     "kit_mutants_gradients.md": ("experts", "dispatchers"),
 }  # fmt: skip

@@ -16,14 +16,17 @@ from unittest import mock
 
 import pytest
 from right_experts import Plain, Skips, Values
+from right_fused import acme_moe
 from right_naive import Naive
 
 from moekit import Registry, registry
-from moekit.plugin import TrainableDispatcher, TrainableExperts
+from moekit.plugin import FusedKernel, TrainableDispatcher, TrainableExperts
 from moekit.testing import (
     DispatcherConformance,
     DispatcherGradientConformance,
     ExpertsConformance,
+    FusedConformance,
+    FusedRanksConformance,
     GradientConformance,
     diagnose,
 )
@@ -31,11 +34,11 @@ from moekit.testing import (
 
 def suite(wrong: type, base: str, **declared: Any) -> Any:
     """Return the kit's tests for class ``wrong``, with the spec of ``base`` and ``declared``."""
-    experts = base in registry().experts
+    if issubclass(wrong, FusedKernel):
+        kit, origin = FUSED[base], acme_moe.moekit_fused()[0]
+    else:
+        kit, origin = _kit(wrong, base)
     trains = issubclass(wrong, (TrainableExperts, TrainableDispatcher))
-    kits = GradientConformance, DispatcherGradientConformance
-    kit = (kits if trains else (ExpertsConformance, DispatcherConformance))[not experts]
-    origin = registry().expert(base) if experts else registry().dispatcher(base)
     target = f"{wrong.__module__}:{wrong.__qualname__}"
     named = {"training" if trains else "target": target}
     spec = replace(origin, name="suspect", **named, **declared)
@@ -43,6 +46,19 @@ def suite(wrong: type, base: str, **declared: Any) -> Any:
     backends.register(spec)
     body = {"backend": "suspect", "backends": backends, "device": "cpu", "__module__": __name__}
     return type(f"Test{wrong.__name__}", (kit,), body)()
+
+
+# The kit for a base of fused kernels.
+FUSED = {"on one rank": FusedConformance, "on ranks": FusedRanksConformance}
+
+
+def _kit(wrong: type, base: str) -> tuple[Any, Any]:
+    """Return the kit for a dispatcher or for experts, and the spec of ``base``."""
+    experts = base in registry().experts
+    trains = issubclass(wrong, (TrainableExperts, TrainableDispatcher))
+    kits = GradientConformance, DispatcherGradientConformance
+    kit = (kits if trains else (ExpertsConformance, DispatcherConformance))[not experts]
+    return kit, registry().expert(base) if experts else registry().dispatcher(base)
 
 
 def _declared(right: Any) -> dict[str, Any]:

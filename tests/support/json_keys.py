@@ -15,7 +15,7 @@ def documented(heading: str) -> set[str]:
     table, _, each = section.partition("Each dispatcher and experts backend:")
     keys = re.findall(r"^\| `([^`]+)` \|", table, re.M)
     for key in re.findall(r"^\| `([^`]+)` \|", each, re.M):
-        keys += [f"plugins[].{kind}[].{key}" for kind in ("dispatchers", "experts")]
+        keys += [f"plugins[].{kind}[].{key}" for kind in ("dispatchers", "experts", "fused")]
     return {k for k in keys if not any(o.startswith((f"{k}.", f"{k}[]")) for o in keys if o != k)}
 
 

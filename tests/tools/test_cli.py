@@ -80,8 +80,10 @@ def test_plugins_json_is_as_documented(only, capsys: pytest.CaptureFixture[str])
         "        name='needy', target='moekit.backends.local:LocalDispatcher',\n"
         "        format=moekit.ActivationFormat.STANDARD, moves_tokens=False,\n"
         "        requires=('json',))]\n"
+        "\n@moekit.hookimpl\ndef moekit_fused():\n"
+        "    return [moekit.plugin.FusedSpec(name='one', target='a:B', requires=('json',))]\n"
     )
-    fakes.install("needy", both)
+    fakes.install("needy", f"import moekit.plugin\n{both}")
     assert main(["plugins", "--json"]) == 0
     listing = json.loads(capsys.readouterr().out)
     assert actual(listing) == documented("plugins --json")

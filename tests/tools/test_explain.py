@@ -207,6 +207,7 @@ def test_every_option_reaches_the_problem(only, capsys: pytest.CaptureFixture[st
     assert answer["why"] == "by name"
     assert answer["chosen"] == {
         "dispatcher": "local", "experts": "reference", "bridged": False, "sums": "moekit",
+            "fused": False,
     }  # fmt: skip
     assert eval(answer["problem"], {**vars(moekit), "torch": torch}) == moekit.MoEProblem(
         num_experts=8,

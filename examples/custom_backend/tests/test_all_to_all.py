@@ -1,8 +1,13 @@
-"""The moving dispatcher under moekit's conformance kit, on two processes over gloo."""
+"""What moves tokens, under moekit's conformance kit, on two processes over gloo."""
 
-from moekit.testing import DispatcherConformance
+from moekit.testing import DispatcherConformance, FusedRanksConformance
 
 
 class TestAcmeAllToAll(DispatcherConformance):
     backend = "acme_all_to_all"
+    world_sizes = (2,)
+
+
+class TestAcmeFused(FusedRanksConformance):
+    backend = "acme_fused"
     world_sizes = (2,)

@@ -1,6 +1,6 @@
 """moekit's conformance kit on Acme's backends, for every case that their specs do not exclude."""
 
-from moekit.testing import DispatcherConformance, ExpertsConformance
+from moekit.testing import DispatcherConformance, ExpertsConformance, FusedConformance
 
 
 class TestAcme(ExpertsConformance):
@@ -9,3 +9,7 @@ class TestAcme(ExpertsConformance):
 
 class TestAcmeSorted(DispatcherConformance):
     backend = "acme_sorted"
+
+
+class TestAcmeFused(FusedConformance):
+    backend = "acme_fused"

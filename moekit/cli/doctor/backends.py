@@ -11,9 +11,10 @@ import torch
 
 from moekit.contract.specs import CHECK_FAILED, BackendSpec, DispatcherSpec, ExpertsSpec
 from moekit.discovery import entry_points as discovery
+from moekit.discovery.registry import Registry
 from moekit.errors import MoekitError
 from moekit.problem import DTYPES, DeviceSpec, MoEProblem, ParallelConfig
-from moekit.problem.quant import SCHEMES
+from moekit.problem.quant import SCHEMES, Schemes
 from moekit.untrusted import process as isolate
 from moekit.untrusted.code import message
 
@@ -56,10 +57,13 @@ def examine(environ: Mapping[str, str], seconds: float) -> _Found:
 def _examine_plugin(source: discovery.Source, device: DeviceSpec, tell: isolate.Report) -> None:
     """Tell what `examine` reads, in the plugin's process."""
     state = discovery.probe(source)
+    Schemes.installed = staticmethod(
+        lambda _: Registry((state,))
+    )  # this process loads no other plugin
     if state.state != "ok":
         tell("broken", state.reason)
-    for spec in state.backends:
-        tell("offer", spec.kind, spec.name)
+    for kind, name in state.offers:
+        tell("offer", kind, name)
     for spec in state.backends:
         tell("step", f"{spec.kind} {spec.name!r} was tried")
         tell("finding", spec.name, *_try_backend(spec, device))
@@ -114,7 +118,7 @@ def _problems(spec: BackendSpec, device: DeviceSpec) -> Iterator[MoEProblem]:
     moves = isinstance(spec, DispatcherSpec) and spec.moves_tokens
     parallel = ParallelConfig(ep_size=2) if moves else ParallelConfig()
     dtype = next(d for name, d in DTYPES.items() if name in spec.dtypes)
-    for scheme in sorted(spec.schemes) if isinstance(spec, ExpertsSpec) else ["none"]:
+    for scheme in sorted(spec.schemes & SCHEMES) if isinstance(spec, ExpertsSpec) else ["none"]:
         yield MoEProblem(
             num_experts=8, top_k=2, hidden_size=2048, intermediate_size=1024, dtype=dtype,
             quant=scheme, max_num_tokens=64, parallel=parallel, device=device,

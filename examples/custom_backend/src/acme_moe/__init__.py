@@ -4,7 +4,20 @@ This module imports only `moekit.plugin`, so that listing backends stays cheap a
 refuses everything that a spec does not declare, with a reason; the classes need no checks.
 """
 
-from moekit.plugin import ActivationFormat, DispatcherSpec, ExpertsSpec, hookimpl
+from acme_moe import nf4
+from moekit.plugin import (
+    ActivationFormat,
+    DispatcherSpec,
+    ExpertsSpec,
+    FusedSpec,
+    QuantScheme,
+    hookimpl,
+)
+
+
+@hookimpl
+def moekit_schemes() -> list[QuantScheme]:
+    return [nf4.SCHEME]
 
 
 @hookimpl
@@ -15,6 +28,7 @@ def moekit_experts() -> list[ExpertsSpec]:
             target="acme_moe.experts:AcmeExperts",
             format=ActivationFormat.BATCHED,
             reduces=False,
+            schemes=frozenset({"none", nf4.SCHEME.name}),
             activations=frozenset({"silu", "gelu", "gelu_tanh"}),
             silu_clamp=False,
             bias=False,
@@ -45,4 +59,26 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             deterministic=True,
             priority=-10,
         ),
+    ]
+
+
+def _routes(how: object) -> list[str]:
+    softmax = str(how) in ("softmax", "softmax, renormalized")
+    return [] if softmax else [f"chooses experts by softmax alone, not by {how}"]
+
+
+@hookimpl
+def moekit_fused() -> list[FusedSpec]:
+    return [
+        FusedSpec(
+            name="acme_fused",
+            target="acme_moe.fused:AcmeFused",
+            moves_tokens=True,
+            spans_hosts=True,
+            shared_tokens=False,
+            bias=False,
+            deterministic=True,
+            routes=_routes,
+            priority=-20,
+        )
     ]

@@ -21,6 +21,7 @@ class AcmeExperts(PermuteExpertsUnpermute):
     """BATCHED: x (L, C, H) -> y (L, C, H), C rows per expert. Padding rows are computed too."""
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
+        weights = weights.dequantize(self.problem.quant, self.problem.dtype)
         packed = {
             "w13_LH2I": weights.w13.mT.contiguous(),
             "w2_LIH": weights.w2.mT.contiguous(),

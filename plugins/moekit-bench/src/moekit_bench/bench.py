@@ -112,9 +112,11 @@ def _shape_list() -> str:
 
 
 def _dispatch(args: argparse.Namespace, command: str) -> RanksSweep:
-    return RanksSweep(
-        mode="dispatch", measure_on_rank=measure_dispatch, **_over_ranks(args, command)
-    )
+    over = _over_ranks(args, command)
+    if args.dispatchers and (fused := [spec.name for spec in over["dispatchers"] if spec.fused]):
+        raise MoekitError(f"{fused[0]} is a fused kernel: time it with --layers")
+    over["dispatchers"] = [spec for spec in over["dispatchers"] if not spec.fused]
+    return RanksSweep(mode="dispatch", measure_on_rank=measure_dispatch, **over)
 
 
 def layers_sweep(args: argparse.Namespace, command: str = "") -> RanksSweep:

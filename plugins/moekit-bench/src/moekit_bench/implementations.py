@@ -84,7 +84,8 @@ def backends(names: Sequence[str]) -> list[Implementation]:
     def backend(name: str) -> Implementation:
         def make(problem: MoEProblem, weights: ExpertWeights, device: torch.device) -> Call:
             experts, problem = asked_of(name, problem)
-            kernel = moekit.compose(problem, "local", experts, workspace=workspace, backends=known)
+            behind = None if named(experts, known.expert).fused else "local"
+            kernel = moekit.compose(problem, behind, experts, workspace=workspace, backends=known)
             if problem.training:
                 train: Any = kernel  # which takes parameters unpacked
                 return lambda x, routing: train(x, weights, routing)

@@ -246,13 +246,20 @@ class RanksSweep(Sweep):
             self.refuse(spec.name, "; ".join(why), whole, cell.tokens)
             return whole
         names = []
-        for name in self.experts:
+        for name in self._partners(spec, problem):
             if why := _unsupported(spec, problem, name):
                 self.refuse(f"{spec.name} + {name}", "; ".join(why), whole, cell.tokens)
             elif self.wanted(problem, spec.name, name):
                 names.append(name)
         task = Task(spec, problem, whole, self.settings, tuple(names))
         return replace(whole, results=tuple(self._measured(task))) if names else whole
+
+    def _partners(self, spec: DispatcherSpec, problem: MoEProblem) -> Sequence[str]:
+        """Return the experts to combine ``spec`` with: itself, if it is a fused kernel."""
+        if spec.fused:
+            return [spec.name]
+        find = registry().expert
+        return [n for n in self.experts if not n or not named(asked_of(n, problem)[0], find).fused]
 
     def _measured(self, task: Task) -> list[Result]:
         try:

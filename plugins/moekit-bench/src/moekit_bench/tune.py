@@ -113,7 +113,10 @@ def _tuners(args: argparse.Namespace) -> dict[str, Callable[[Sequence[str]], int
 
 
 def _able(problem: MoEProblem, experts: Sequence[str]) -> list[Combination]:
-    return [("local", e) for e in experts if moekit.explain(problem, "local", e).chosen]
+    """Return the combinations that can do ``problem``: with `local`, or a fused kernel alone."""
+    fused = {name for name in experts if registry().expert(name).fused}
+    pairs = [(e if e in fused else "local", e) for e in experts]
+    return [pair for pair in pairs if moekit.explain(problem, *pair).chosen]
 
 
 # -- what is measured -------------------------------------------------------------------------
