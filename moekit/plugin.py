@@ -66,7 +66,7 @@ __all__ = [
     "SharedBuffers", "TableFiles", "TrainableDispatcher", "TrainableExperts", "Transfers",
     "Unreduced", "VendorLibrary", "Wanted", "Workspace", "apply_activation", "check_writable",
     "device_file", "exchange", "has_backend", "hookimpl", "importable", "int4", "local_ids",
-    "nearest", "partition", "peer_timeout", "quant", "quantize_for_transfer", "reason_of", "registry",
-    "replace_file", "resolve", "round_up", "settle", "size_distance", "summary", "switch",
-    "unpack_int4", "weight_and_reduce",
+    "nearest", "partition", "peer_timeout", "quant", "quantize_for_transfer", "reason_of",
+    "registry", "replace_file", "resolve", "round_up", "settle", "size_distance", "summary",
+    "switch", "unpack_int4", "weight_and_reduce",
 ]  # fmt: skip

@@ -149,6 +149,30 @@ def flashinfer_alltoall(c: Case) -> Callable[[], None]:
     return call
 
 
+def nccl(c: Case) -> Callable[[], None]:
+    """Return the library's own calls, with the adapter's memory and descriptors made once."""
+    import nccl.ep as ep
+    from moekit_nccl.dispatcher import _LOCAL_IDS
+
+    held = c.dispatcher.lease.value
+    memory, out = held.calls.all[0], torch.empty_like(c.x)
+    ids, weights = ep.Tensor(c.routing.topk_ids), ep.Tensor(c.routing.topk_weights)
+    batched = held.sizes.low_latency
+    inputs, config = c.dispatcher._inputs(*c.sent, None if batched else weights)
+    outputs = memory.got if c.sent[1] is None else memory.got_quantized
+    info = memory.info if batched else _LOCAL_IDS
+    rows = ep.CombineInputs(tokens=ep.Tensor(c.y) if batched else memory.y_tensor)
+    combined = ep.CombineOutputs(tokens=ep.Tensor(out), topk_weights=weights if batched else None)
+
+    def call() -> None:
+        stream = held.stream()
+        memory.handle.update(ids, stream=stream)
+        memory.handle.dispatch(inputs, outputs, layout_info=info, config=config, stream=stream)
+        memory.handle.combine(rows, combined, stream=stream)
+
+    return call
+
+
 def pplx(c: Case) -> Callable[[], None]:
     from pplx_kernels import AllToAll
 
@@ -187,6 +211,8 @@ LIBRARIES: dict[str, tuple[Callable[[Case], Callable[[], None]], torch.dtype, tu
     "deepep_ll": (deepep_ll, torch.int64, (1, 16, 64, 128)),
     "deepep_elastic": (deepep_elastic, torch.int64, MANY),
     "flashinfer_alltoall": (flashinfer_alltoall, torch.int32, MANY),
+    "nccl_ht": (nccl, torch.int64, (*MANY, 8192)),
+    "nccl_ll": (nccl, torch.int64, (1, 16, 128, 512)),
     "pplx": (pplx, torch.int64, (1, 16, 64, 128)),
 }
 

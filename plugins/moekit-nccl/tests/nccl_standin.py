@@ -28,7 +28,9 @@ _building = threading.local()  # the process group that a communicator is made f
 def exchange(group, *tensors):
     """Every rank's tensors, by rank."""
     with _disable_current_modes():
-        mine = [(t.contiguous().view(-1).view(torch.uint8).numpy(), t.dtype, t.shape) for t in tensors]
+        mine = [
+            (t.contiguous().view(-1).view(torch.uint8).numpy(), t.dtype, t.shape) for t in tensors
+        ]
         everyone = [mine] * group.size()
         dist.all_gather_object(everyone, mine, group=group)
         return [

@@ -67,9 +67,12 @@ def _headers() -> Path | None:
     """Return the folder of NCCL's headers as the library finds it."""
     if named := os.environ.get("NCCL_EP_JIT_BUILD_INCLUDE_DIR"):
         return Path(named)
-    home = os.environ.get("NCCL_HOME") or VendorLibrary(
-        distribution="nvidia-nccl-cu13", versions=">=2", module="nvidia.nccl"
-    ).folder()
+    home = (
+        os.environ.get("NCCL_HOME")
+        or VendorLibrary(
+            distribution="nvidia-nccl-cu13", versions=">=2", module="nvidia.nccl"
+        ).folder()
+    )
     return Path(home) / "include" if home else None
 
 

@@ -84,9 +84,7 @@ class TrainableHighThroughput(HighThroughputDispatcher, TrainableDispatcher):
             sent[:, : p.top_k] = grad_RK
         out_TH = grad.new_empty((call.tokens, p.hidden_size))
         out_TS = sent.new_empty((call.tokens, slots))
-        inputs = ep.CombineInputs(
-            tokens=memory.y_rows(call.rows), topk_weights=ep.Tensor(sent)
-        )
+        inputs = ep.CombineInputs(tokens=memory.y_rows(call.rows), topk_weights=ep.Tensor(sent))
 
         def combine(mine_TH: Tensor) -> None:
             # Both outputs come from one transfer, but each is gathered for itself.
