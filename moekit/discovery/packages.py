@@ -102,6 +102,7 @@ REPOSITORY = (
         dispatchers=("deepep_ht", "deepep_ll", "deepep_elastic"),
         devices=("cuda==9.0",),
     ),
+    Package("moekit-nccl", dispatchers=("nccl_ht", "nccl_ll"), devices=("cuda>=9.0",)),
     Package("moekit-pplx", dispatchers=("pplx",), devices=("cuda>=9.0",)),
     Package(
         "moekit-bench",

@@ -28,8 +28,8 @@ logger = logging.getLogger("moekit")
 
 # Bytes that the library allocates in each group beside what grows with the sizes.
 _WORKSPACE_BYTES = 32 << 20
-# Ranks wait inside a kernel for others that still compile it, so the library's timeout is longer
-# than that of a rank.
+# Ranks wait inside a kernel for others that still compile it, so the library waits longer than
+# ``peer_timeout``.
 _COMPILING_SECONDS = 30.0
 # How long a rank waits for the other ranks before it leaves buffers to the end of the process.
 _FAREWELL_SECONDS = 20.0

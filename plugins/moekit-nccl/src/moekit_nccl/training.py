@@ -121,7 +121,7 @@ class TrainableHighThroughput(HighThroughputDispatcher, TrainableDispatcher):
             super().abandon(dispatched)
 
     def transient_bytes(self, num_tokens: int) -> int:
-        """Return also the bytes that a call saves, and those of the router gradients."""
+        """Return also the bytes that a call saves, and of the router gradients."""
         p, rows = self.problem, self.max_rows(num_tokens)
         saved = rows * (p.hidden_size * p.dtype.itemsize + 12 * p.top_k)
         gradients = 4 * self.lease.value.sizes.slots * (rows + 2 * num_tokens)
