@@ -74,10 +74,10 @@ class TrainableHighThroughput(HighThroughputDispatcher, TrainableDispatcher):
         saved: _Saved = dispatched.handle
         call, held, p = saved.backward[-1], self.lease.value, self.problem
         memory: buffers.Rows = call.memory
+        held.calls.keep_order()
         grad = memory.y[: call.rows]
         if grad_RH is not None:
             grad.copy_(grad_RH)
-        held.calls.keep_order()
         slots = held.sizes.slots
         sent = grad.new_zeros((call.rows, slots), dtype=torch.float32)
         if grad_RK is not None:
