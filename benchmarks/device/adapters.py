@@ -152,20 +152,19 @@ def flashinfer_alltoall(c: Case) -> Callable[[], None]:
 def nccl(c: Case) -> Callable[[], None]:
     """Return the library's own calls, with the adapter's memory and descriptors made once."""
     import nccl.ep as ep
-    from moekit_nccl.dispatcher import _LOCAL_IDS
+    from moekit_nccl.dispatcher import _FORWARDED
 
-    held = c.dispatcher.lease.value
-    memory, out = held.calls.all[0], torch.empty_like(c.x)
-    ids, weights = ep.Tensor(c.routing.topk_ids), ep.Tensor(c.routing.topk_weights)
-    batched = held.sizes.low_latency
-    inputs, config = c.dispatcher._inputs(*c.sent, None if batched else weights)
-    outputs = memory.got if c.sent[1] is None else memory.got_quantized
-    info = memory.info if batched else _LOCAL_IDS
-    rows = ep.CombineInputs(tokens=ep.Tensor(c.y) if batched else memory.y_tensor)
-    combined = ep.CombineOutputs(tokens=ep.Tensor(out), topk_weights=weights if batched else None)
+    held, routing = c.dispatcher.lease.value, c.routing
+    memory, out, few = held.calls.all[0], torch.empty_like(c.x), held.sizes.low_latency
+    ids, inputs = ep.Tensor(routing.topk_ids), c.dispatcher.inputs(routing.topk_weights, *c.sent)
+    _, _, outputs = memory.got[c.sent[1] is not None]
+    config = None if c.sent[1] is None else _FORWARDED
+    rows = ep.CombineInputs(tokens=ep.Tensor(c.y) if few else memory.y_tensor)
+    weights = ep.Tensor(routing.topk_weights) if few else None
+    combined = ep.CombineOutputs(tokens=ep.Tensor(out), topk_weights=weights)
 
     def call() -> None:
-        stream = held.stream()
+        stream, info = held.stream(), memory.info
         memory.handle.update(ids, stream=stream)
         memory.handle.dispatch(inputs, outputs, layout_info=info, config=config, stream=stream)
         memory.handle.combine(rows, combined, stream=stream)

@@ -206,7 +206,9 @@ def two_hosts(rank, ranks, name, network):
 
 
 def refused(rank, ranks, name):
-    with pytest.raises(BackendError, match="share no memory, and NCCL found no network"):
+    with pytest.raises(
+        BackendError, match="share no memory, and NCCL found no network for kernels"
+    ):
         two_hosts(rank, ranks, name, network=0)
     return len(nccl_standin.live)
 
@@ -220,11 +222,8 @@ def test_hosts_without_a_network_for_kernels(pool, name):
 
 def unresponsive_rank(rank, ranks, name):
     """Rank 1 does not free its buffers: rank 0 leaves its own, rather than hang."""
+    dispatcher = dispatcher_of(name, problem_of(rank))
     before, buffers._FAREWELL_SECONDS = buffers._FAREWELL_SECONDS, 2.0
-    try:
-        dispatcher = dispatcher_of(name, problem_of(rank))
-    finally:
-        buffers._FAREWELL_SECONDS = before
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -232,11 +231,12 @@ def unresponsive_rank(rank, ranks, name):
     if rank == 0:
         dispatcher.destroy()
     dist.barrier()
+    buffers._FAREWELL_SECONDS = before
     buffers.logger.removeHandler(handler)
     left = len(nccl_standin.live)
     for state in (buffers._shared._held, buffers._connections._held, buffers._left):
         state.clear()
-    for state in (buffers._connections._leases, buffers._shared._leases, buffers._unresponsive):
+    for state in (buffers._connections._leases, buffers._shared._leases):
         state.clear()
     nccl_standin.live.clear()
     return said, left
@@ -263,7 +263,6 @@ def failed_device(rank, ranks):
     buffers.logger.removeHandler(handler)
     alive = held.library in nccl_standin.live and held.connection.comm in nccl_standin.live
     buffers._left.clear()
-    buffers._unresponsive.clear()
     buffers._connections._held.clear()
     buffers._connections._leases.clear()
     nccl_standin.live.clear()

@@ -23,10 +23,15 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_HOME", str(cuda))
     monkeypatch.setattr(library, "importable", lambda name: True)
     monkeypatch.setattr(library, "loaded_nccl", lambda: (2, 30, 7))
-    monkeypatch.setattr(library, "_installed", {"cuda-bindings": "13.0.3"}.get)
-    monkeypatch.setattr(type(library.LIBRARY), "version", lambda self: "0.1.0")
+    versions(monkeypatch)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     return tmp_path
+
+
+def versions(monkeypatch, **changes):
+    of = {"nccl_extensions": "0.1.0", "cuda_bindings": "13.0.3", **changes}
+    kind = type(library.LIBRARY)
+    monkeypatch.setattr(kind, "version", lambda self: of[self.distribution.replace("-", "_")])
 
 
 def headers(folder, version):
@@ -52,7 +57,7 @@ def test_a_missing_library_has_no_reasons(machine, monkeypatch):
 
 
 def test_another_version_of_the_library(machine, monkeypatch):
-    monkeypatch.setattr(type(library.LIBRARY), "version", lambda self: "0.2.0")
+    versions(monkeypatch, nccl_extensions="0.2.0")
     assert "nccl-extensions 0.2.0 is installed" in said()
 
 
@@ -69,7 +74,7 @@ def test_headers_of_another_nccl(machine):
 
 def test_no_headers(machine, monkeypatch):
     monkeypatch.setenv("NCCL_EP_JIT_BUILD_INCLUDE_DIR", str(machine / "nowhere"))
-    assert "NCCL's headers are not found" in said()
+    assert "NCCL's headers are not in" in said()
 
 
 def test_no_nvcc(machine, monkeypatch):
@@ -83,5 +88,5 @@ def test_mixed_cuda_majors(machine, monkeypatch, what):
     if what == "nvcc":
         (machine / "cuda" / "include" / "cuda.h").write_text("#define CUDA_VERSION 12080\n")
     else:
-        monkeypatch.setattr(library, "_installed", {what: "12.9.1"}.get)
+        versions(monkeypatch, cuda_bindings="12.9.1")
     assert what in said() and "is of CUDA 12: all must have one major version" in said()

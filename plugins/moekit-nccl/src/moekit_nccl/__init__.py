@@ -3,9 +3,8 @@
 nccl_ht   STANDARD: one row per (token, rank), written into memory that the experts read
 nccl_ll   BATCHED: a row per assignment, for few tokens
 
-Within a host tokens travel over NVLink, and between hosts over the network cards that NCCL drives
-from kernels (InfiniBand, RoCE). Nothing is built from source: the library compiles its kernels with
-nvcc at their first use.
+Between hosts tokens travel over network cards that NCCL drives from kernels (InfiniBand, RoCE). The
+library compiles its kernels with nvcc at their first use.
 """
 
 from __future__ import annotations
@@ -20,26 +19,24 @@ from . import library
 _HOSTS, _RANKS_OF_HOST, _TOKENS, _SLOTS = 8, 8, 8192, 32
 # Its low-latency kernels have a warp for each expert of a token, and few of them with many experts.
 _LOW_LATENCY_SLOTS, _LOW_LATENCY_EXPERTS = 21, 1400
-
+# Nobody has compared them with others on one host.
+_PRIORITY = -5
 # Rows are forwarded as bytes, so rows with a scale for 16 or 32 columns travel like others.
 _WIRE_SCHEMES = WIRE_SCHEMES | {"mxfp8", "mxfp4_w4a8", "nvfp4"}
 
 
 def _check(problem: MoEProblem, most_slots: int) -> list[str]:
-    p = problem.parallel
-    if not p.moves_tokens:
-        return []
-    reasons, per_host = library.unsupported(), p.num_ranks // p.nodes
+    p, reasons = problem.parallel, library.unsupported()
+    per_host, tokens = p.num_ranks // p.nodes, problem.max_num_tokens or 0
     if p.nodes > _HOSTS or per_host > _RANKS_OF_HOST:
         reasons.append(
             f"{p.nodes} hosts of {per_host} ranks exceed {_HOSTS} hosts of {_RANKS_OF_HOST}"
         )
-    if (tokens := problem.max_num_tokens or 0) > _TOKENS:
+    if tokens > _TOKENS:
         reasons.append(f"max_num_tokens={tokens} exceeds {_TOKENS}")
     if (slots := problem.top_k * p.tp_size) > most_slots:
         reasons.append(f"top_k * tp_size = {slots} exceeds {most_slots}")
-    activation = problem.quant.activation
-    rows = {problem.hidden_size * problem.dtype.itemsize}
+    rows, activation = {problem.hidden_size * problem.dtype.itemsize}, problem.quant.activation
     if activation is not None and problem.quant.name in _WIRE_SCHEMES:
         rows.add(problem.hidden_size // (2 if activation.packed else 1))
     if any(nbytes % 16 for nbytes in rows):
@@ -48,32 +45,28 @@ def _check(problem: MoEProblem, most_slots: int) -> list[str]:
 
 
 def check_ht(problem: MoEProblem) -> list[str]:
+    if not problem.parallel.moves_tokens:
+        return []
     reasons, p = _check(problem, _SLOTS), problem.parallel
-    experts = problem.num_physical_experts * p.tp_size // p.nodes
-    if experts % 4 and p.moves_tokens:
+    if (experts := problem.num_physical_experts * p.tp_size // p.nodes) % 4:
         reasons.append(f"{experts} experts of a host, slices included, are not a multiple of 4")
     return reasons
 
 
 def check_ll(problem: MoEProblem) -> list[str]:
-    reasons, p = _check(problem, _LOW_LATENCY_SLOTS), problem.parallel
-    if not p.moves_tokens:
-        return reasons
+    if not problem.parallel.moves_tokens:
+        return []
+    reasons = _check(problem, _LOW_LATENCY_SLOTS)
     if problem.hidden_size % 128:
         reasons.append(f"hidden_size {problem.hidden_size} is not a multiple of 128")
-    if (experts := problem.num_physical_experts * p.tp_size) > _LOW_LATENCY_EXPERTS:
+    if (experts := problem.num_physical_experts * problem.parallel.tp_size) > _LOW_LATENCY_EXPERTS:
         reasons.append(f"{experts} experts, slices included, exceed {_LOW_LATENCY_EXPERTS}")
     return reasons
 
 
 def _prefer(problem: MoEProblem) -> int:
     """Precede `naive`, of priority 0, over hosts, where the other dispatchers do not serve."""
-    over_hosts = problem.parallel.nodes > 1
-    return 1 if over_hosts and not problem.training else _PRIORITY
-
-
-# Nobody has compared them with others on one host.
-_PRIORITY = -5
+    return 1 if problem.parallel.nodes > 1 and not problem.training else _PRIORITY
 
 
 @hookimpl

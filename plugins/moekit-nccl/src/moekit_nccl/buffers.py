@@ -1,15 +1,14 @@
 """The library's groups, and the memory of calls: shared by layers of one process group and size.
 
-Nothing here may reach the library with sizes that it does not take, or on a device whose context an
-earlier failure has ended: the library ends the process then.
+Where sizes do not fit, or CUDA has failed, the library ends the process: nothing gets that far.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import nccl.core
@@ -22,31 +21,14 @@ from torch import Tensor
 from moekit.errors import BackendError, PeerFailed
 from moekit.plugin import Agreement, CallBuffers, Lease, SharedBuffers, exchange, round_up
 
-from . import library
-
 logger = logging.getLogger("moekit")
-
-# Bytes that the library allocates in each group beside what grows with the sizes.
-_WORKSPACE_BYTES = 32 << 20
+BYTE = torch.float8_e4m3fn  # quantized rows travel as these: the library forwards no int8
+_WORKSPACE_BYTES = 32 << 20  # of each group of the library
 # Ranks wait inside a kernel for others that still compile it, so the library waits longer than
 # ``peer_timeout``.
 _COMPILING_SECONDS = 30.0
 # How long a rank waits for the other ranks before it leaves buffers to the end of the process.
 _FAREWELL_SECONDS = 20.0
-_ALIGNMENT = 256
-
-
-@dataclass(frozen=True)
-class Wire:
-    """Quantized rows: columns of ``dtype``, one byte each, and fp32 scales, which fill 16 bytes."""
-
-    dtype: torch.dtype
-    columns: int
-    scales: int
-
-    @property
-    def padded_scales(self) -> int:
-        return round_up(self.scales, 4)
 
 
 @dataclass(frozen=True)
@@ -54,7 +36,8 @@ class Sizes:
     """What a group of the library is made for, equal on all ranks.
 
     experts, slots: of all ranks, and of one token. Each slice of an expert counts as an expert.
-    capacity: tokens that one rank sends. share: ranks that hold the same tokens.
+    capacity: tokens that one rank sends. share: ranks that hold the same tokens. wire: the type of
+    quantized rows, their columns of a byte each, and their fp32 scales, which fill 16 bytes.
     """
 
     low_latency: bool
@@ -63,16 +46,21 @@ class Sizes:
     capacity: int
     hidden_size: int
     dtype: torch.dtype
-    wire: Wire | None
+    wire: tuple[torch.dtype, int, int] | None
     share: int
     timeout: float
 
     @property
-    def token_bytes(self) -> int:
-        """The most bytes of a token on its way to the experts, and back."""
+    def row_bytes(self) -> tuple[int, int, int]:
+        """The most bytes of a row on its way to the experts, of its scales, and on its way back."""
         back = self.hidden_size * self.dtype.itemsize
-        there = 0 if self.wire is None else self.wire.columns + 4 * self.wire.padded_scales
-        return round_up(max(back, there), 16)
+        _, columns, scales = self.wire or (None, 0, 0)
+        return max(back, columns), 4 * scales, back
+
+    @property
+    def token_bytes(self) -> int:
+        """The most bytes of a token either way, with its scales."""
+        return sum(self.row_bytes[:2])
 
 
 class Connection:
@@ -83,32 +71,31 @@ class Connection:
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Connect the ranks; collective."""
         self.rank, self.ranks = group.rank(), group.size()
-        first = not self.rank
-        mine = bytes(nccl.core.get_unique_id().as_bytes).hex() if first else ""
-        name, *_ = exchange("connect by NCCL", mine, group)
-        unique = nccl.core.UniqueId.from_bytes(bytes.fromhex(name))
+        mine = "" if self.rank else bytes(nccl.core.get_unique_id().as_bytes).hex()
+        first = bytes.fromhex(exchange("connect by NCCL", mine, group)[0])
+        unique = nccl.core.UniqueId.from_bytes(first)
         self.comm = nccl.core.Communicator.init(self.ranks, self.rank, unique)
         # Groups of ranks that load and store in each other's memory.
         self.hosts = self.ranks // int(self.comm.team_lsa.n_ranks)
-        self._parts: dict[int, Any] = {}
 
-    def sharers(self, share: int) -> Any:
-        """Return the communicator of the ``share`` ranks that hold this rank's tokens. Collective
-        at the first call."""
-        if share not in self._parts:
-            self._parts[share] = self.comm.split(color=self.rank // share, key=self.rank)
-        return self._parts[share]
-
-    def reaches_hosts(self) -> bool:
-        """Return whether kernels can use a network. True if NCCL is too old to be asked."""
+    def unsupported(self, sizes: Sizes) -> str:
+        """Return why these ranks cannot be served, or "". Equal on all ranks."""
         try:
-            return bool(int(self.comm.gin_type))
+            network = self.hosts == 1 or int(self.comm.gin_type)
         except Exception:  # the binding's own error: its structures are newer than this NCCL
-            return True
+            network = True
+        if not network:
+            return (
+                f"the ranks are in {self.hosts} groups that share no memory, and NCCL found no "
+                "network for kernels between them (GIN), as InfiniBand or RoCE: see NCCL_DEBUG=INFO"
+            )
+        if (per_host := sizes.experts // self.hosts) % 4 and not sizes.low_latency:
+            return f"{per_host} experts on the ranks that share memory are not a multiple of 4"
+        return ""
 
     def destroy(self) -> None:
-        for comm in () if self.abandoned else (*self._parts.values(), self.comm):
-            comm.destroy()
+        if not self.abandoned:
+            self.comm.destroy()
 
 
 class Held:
@@ -117,67 +104,44 @@ class Held:
     def __init__(self, group: dist.ProcessGroup, sizes: Sizes, device: torch.device) -> None:
         """Make the group and the first handle; collective."""
         self.group, self.sizes, self.device = group, sizes, device
-        self.farewell = Agreement(group, _FAREWELL_SECONDS)
         self._lease: Lease[Connection] = _connections.lease(group, lambda: Connection(group))
         self.connection = self._lease.value
-        if why := self._unsupported():
+        if why := self.connection.unsupported(sizes):
             self._lease.release()
             raise BackendError(why)
-        self.sharers = self.connection.sharers(sizes.share) if sizes.share > 1 else None
+        self.sharers = None  # a communicator of the ranks that hold this rank's tokens
+        if sizes.share > 1:
+            rank = self.connection.rank
+            self.sharers = self.connection.comm.split(color=rank // sizes.share, key=rank)
+        few = sizes.low_latency
+        # No rank can get more rows than this, so none overflows.
+        self.rows = self.connection.ranks * sizes.capacity
+        self.local = sizes.experts // self.connection.ranks
         config = ep.GroupConfig(
-            algorithm=ep.Algorithm.LOW_LATENCY if sizes.low_latency else _HIGH_THROUGHPUT,
-            num_experts=sizes.experts,
+            algorithm=ep.Algorithm.LOW_LATENCY if few else ep.Algorithm.HIGH_THROUGHPUT,
+            num_experts=sizes.experts, max_token_bytes=sizes.token_bytes,
             max_dispatch_tokens_per_rank=sizes.capacity,
-            # No rank can get more rows, so none overflows.
-            max_recv_tokens_per_rank=0 if sizes.low_latency else self.rows,
-            max_token_bytes=sizes.token_bytes,
+            max_recv_tokens_per_rank=0 if few else self.rows,
             timeout_ns=int((sizes.timeout + _COMPILING_SECONDS) * 1e9),
-            zero_copy=ep.ZeroCopyMode.AUTO if sizes.low_latency else ep.ZeroCopyMode.ON,
-        )
+            zero_copy=ep.ZeroCopyMode.AUTO if few else ep.ZeroCopyMode.ON,
+        )  # fmt: skip
         self.library = ep.Group.create(self.connection.comm, config)
-        self.calls: CallBuffers[Slabs | Rows] = CallBuffers(self._open, group, most=None)
-
-    def _unsupported(self) -> str:
-        """Return why the connected ranks cannot be served, or "". Equal on all ranks."""
-        ranks, hosts = self.connection.ranks, self.connection.hosts
-        if hosts > 1 and not self.connection.reaches_hosts():
-            return (
-                f"the {ranks} ranks are in {hosts} groups that share no memory, and NCCL found no "
-                "network that kernels can use between them (GIN): it needs InfiniBand or RoCE "
-                "cards, see NCCL_GIN_TYPE and NCCL_DEBUG=INFO"
-            )
-        if (per_host := self.sizes.experts // hosts) % 4 and not self.sizes.low_latency:
-            return f"{per_host} experts on the ranks that share memory are not a multiple of 4"
-        return ""
-
-    @property
-    def rows(self) -> int:
-        """The most rows that one rank receives."""
-        return self.connection.ranks * self.sizes.capacity
-
-    @cached_property
-    def local_experts(self) -> int:
-        return self.sizes.experts // self.connection.ranks
+        self.calls: CallBuffers[Memory] = CallBuffers(lambda: Memory(self), group, most=None)
 
     def stream(self) -> int:
         """Return the current stream as the library takes it."""
-        if self.device.type != "cuda":
-            return 0
-        return int(torch.cuda.current_stream(self.device).cuda_stream)
+        on_gpu = self.device.type == "cuda"
+        return int(torch.cuda.current_stream(self.device).cuda_stream) if on_gpu else 0
 
     @property
     def nbytes(self) -> int:
         """The bytes of all calls' memory, and about what the library allocates."""
-        s, rows = self.sizes, self.rows
+        s = self.sizes
         if s.low_latency:  # two buffers, each for what a combine sends and receives
             library = 2 * s.capacity * (s.experts + s.slots) * s.token_bytes * 65 // 64
         else:
-            library = rows * (s.token_bytes + 8 * s.experts // self.connection.hosts)
-            library += rows * -(-s.experts // 8)
+            library = self.rows * (s.token_bytes + 8 * s.experts // self.connection.hosts)
         return _WORKSPACE_BYTES + library + sum(call.nbytes for call in self.calls.all)
-
-    def _open(self) -> Slabs | Rows:
-        return Slabs(self) if self.sizes.low_latency else Rows(self)
 
     def free(self) -> None:
         """Destroy everything if all ranks do, as the library waits for every rank."""
@@ -189,18 +153,19 @@ class Held:
         for call in self.calls.all:
             call.free()
         self.library.destroy()
+        if self.sharers is not None:
+            self.sharers.destroy()
         self._lease.release()
 
     def _missing(self) -> str:
         """Return why some rank does not free its part, or an empty string."""
-        if self.group in _unresponsive:
+        if self.connection.abandoned:
             return "a rank did not answer before"
         fault = self._fault()
         try:
             dist.get_process_group_ranks(self.group)
-            self.farewell.agree("free its NCCL buffers", fault)
+            Agreement(self.group, _FAREWELL_SECONDS).agree("free its NCCL buffers", fault)
         except PeerFailed as error:
-            _unresponsive.add(self.group)
             return str(error)
         except (KeyError, ValueError):
             return "the process group was destroyed first; destroy kernels before their group"
@@ -211,64 +176,68 @@ class Held:
         last, end = self.calls.stream, time.monotonic() + _FAREWELL_SECONDS
         try:
             while last is not None and not last.query():
+                time.sleep(0.01)
                 if time.monotonic() > end:
                     return "its GPU still waits for another rank"
-                time.sleep(0.01)
         except RuntimeError as error:
             return f"its GPU has failed: {error}"
         return None
 
 
-class Rows:
-    """The memory of a high-throughput call, which other ranks write and read: x, scales and y."""
+class Memory:
+    """A handle, and the memory of a call's rows: x, scales and, high-throughput only, y.
+
+    Leading dimensions are (R,), or (L, C) in low latency. Other ranks write and read the rows of
+    high-throughput calls, which also have ids and weights (R, slots).
+    """
 
     def __init__(self, held: Held) -> None:
-        """Allocate, register, and make a handle; collective."""
-        s, rows = held.sizes, held.rows
-        self.ids, self.weights = (
-            torch.empty((rows, s.slots), dtype=dtype, device=held.device)
-            for dtype in (torch.int64, torch.float32)
-        )
-        row = s.hidden_size * s.dtype.itemsize
-        scales = 0 if s.wire is None else 4 * s.wire.padded_scales
-        sent = row if s.wire is None else max(row, s.wire.columns)
-        ends = [0]
-        for nbytes in (sent, scales, row):
-            ends.append(ends[-1] + round_up(rows * nbytes, _ALIGNMENT))
-        self._memory = nccl.core.interop.torch.empty(ends[-1], dtype=torch.uint8)
-        self._window = held.connection.comm.register_window(
-            self._memory, nccl.core.WindowFlag.COLL_SYMMETRIC
-        )
-        self._ends, self._rows = ends, rows
-        self.x, self.y = (self._part(i, s.dtype, s.hidden_size) for i in (0, 2))
-        self.x_tensor, self.y_tensor = self._tensor(0, self.x), self.y_rows(rows)
-        self.got = self._outputs(self.x_tensor, None)
-        self.quantized, self.scales, self.got_quantized = self.x, self.y, self.got
-        if s.wire is not None:
-            self.quantized = self._part(0, s.wire.dtype, s.wire.columns)
-            self.scales = self._part(1, torch.float32, s.wire.padded_scales)
-            self.got_quantized = self._outputs(
-                self._tensor(0, as_bytes(self.quantized)), self._tensor(1, self.scales)
+        """Allocate, and make a handle; collective."""
+        s, few = held.sizes, held.sizes.low_latency
+        self._lead = (held.local, held.rows) if few else (held.rows,)
+        self._ends = [0]
+        for nbytes in s.row_bytes[: 2 if few else 3]:
+            nbytes *= math.prod(self._lead)
+            self._ends.append(self._ends[-1] + round_up(nbytes, 256))
+        self._memory = nccl.core.interop.torch.empty(self._ends[-1], dtype=torch.uint8)
+        self._window, lists = None, {}
+        self.ids = torch.empty((held.rows, s.slots), dtype=torch.int64, device=held.device)
+        self.weights = torch.empty(self.ids.shape, dtype=torch.float32, device=held.device)
+        self.counts = torch.empty(held.local, dtype=torch.int32, device=held.device)
+        if few:
+            self.info = ep.LayoutInfo(expert_counters=ep.Tensor(self.counts))
+        else:
+            self.info = ep.LayoutInfo(recv_topk_idx_kind=ep.ExpertIdKind.LOCAL)
+            lists = {"topk_weights": ep.Tensor(self.weights), "topk_idx": ep.Tensor(self.ids)}
+            self._window = held.connection.comm.register_window(
+                self._memory, nccl.core.WindowFlag.COLL_SYMMETRIC
             )
+            self.y = self._part(2, s.dtype, s.hidden_size)
+            self.y_tensor = self.tensor(2, self.y)
+        # What a dispatch writes, by whether rows are quantized: tensors, and the library's outputs.
+        x = self._part(0, s.dtype, s.hidden_size)
+        self.x_tensor = self.tensor(0, x)
+        self.got = {False: (x, None, ep.DispatchOutputs(tokens=self.x_tensor, **lists))}
+        if s.wire is not None:
+            q, scales = self._part(0, *s.wire[:2]), self._part(1, torch.float32, s.wire[2])
+            outputs = ep.DispatchOutputs(
+                tokens=self.tensor(0, q.view(BYTE)), scales=self.tensor(1, scales), **lists
+            )
+            self.got[True] = q, scales, outputs
         nowhere = torch.full((1, s.slots), -1, dtype=torch.int64, device=held.device)
-        self.handle = held.library.create_handle(
-            ep.Layout.FLAT, ep.Tensor(nowhere), stream=held.stream()
-        )
-
-    def y_rows(self, rows: int) -> Any:
-        """Return the first rows of y as the library takes them."""
-        return self._tensor(2, self.y[:rows])
+        layout = ep.Layout.EXPERT_MAJOR if few else ep.Layout.FLAT
+        self.handle = held.library.create_handle(layout, ep.Tensor(nowhere), stream=held.stream())
 
     def _part(self, i: int, dtype: torch.dtype, columns: int) -> Tensor:
-        nbytes = self._rows * columns * dtype.itemsize
-        return self._memory[self._ends[i] :][:nbytes].view(dtype).view(self._rows, columns)
+        shape = (*self._lead, columns)
+        part = self._memory[self._ends[i] :][: math.prod(shape) * dtype.itemsize]
+        return part.view(dtype).view(shape)
 
-    def _tensor(self, i: int, part: Tensor) -> Any:
+    def tensor(self, i: int, part: Tensor) -> Any:
+        """Return the first rows of x (0), scales (1) or y (2) as the library takes them."""
+        if self._window is None:
+            return ep.Tensor(part)
         return ep.Tensor(part, window=self._window, window_offset=self._ends[i])
-
-    def _outputs(self, tokens: Any, scales: Any) -> Any:
-        weights, ids = ep.Tensor(self.weights), ep.Tensor(self.ids)
-        return ep.DispatchOutputs(tokens=tokens, topk_weights=weights, topk_idx=ids, scales=scales)
 
     @property
     def nbytes(self) -> int:
@@ -276,75 +245,19 @@ class Rows:
 
     def free(self) -> None:
         self.handle.destroy()
-        self._window.close()
+        if self._window is not None:
+            self._window.close()
 
 
-class Slabs:
-    """The memory of a low-latency call: received rows (L, C, H), with scales, and their counts."""
-
-    def __init__(self, held: Held) -> None:
-        """Allocate, and make a handle; collective."""
-        s, shape = held.sizes, (held.local_experts, held.rows)
-        columns, dtype = s.hidden_size, s.dtype
-        if s.wire is not None:
-            columns, dtype = s.wire.columns, s.wire.dtype
-        # One allocation serves both kinds of rows, of which a layer may send either.
-        width = max(columns * dtype.itemsize, s.hidden_size * s.dtype.itemsize)
-        self._memory = torch.empty((*shape, width), dtype=torch.uint8, device=held.device)
-        self.counts = torch.empty(shape[0], dtype=torch.int32, device=held.device)
-        self.info = ep.LayoutInfo(expert_counters=ep.Tensor(self.counts))
-        self.x = self._slab(s.dtype, s.hidden_size)
-        self.got = ep.DispatchOutputs(tokens=ep.Tensor(self.x))
-        self.quantized, self.scales, self.got_quantized = self.x, self.x[..., :0], self.got
-        if s.wire is not None:
-            self.quantized = self._slab(dtype, columns)
-            self.scales = torch.empty(
-                (*shape, s.wire.padded_scales), dtype=torch.float32, device=held.device
-            )
-            self.got_quantized = ep.DispatchOutputs(
-                tokens=ep.Tensor(as_bytes(self.quantized)), scales=ep.Tensor(self.scales)
-            )
-        nowhere = torch.full((1, s.slots), -1, dtype=torch.int64, device=held.device)
-        self.handle = held.library.create_handle(
-            ep.Layout.EXPERT_MAJOR, ep.Tensor(nowhere), stream=held.stream()
-        )
-
-    def _slab(self, dtype: torch.dtype, columns: int) -> Tensor:
-        experts, rows, _ = self._memory.shape
-        nbytes = experts * rows * columns * dtype.itemsize
-        return self._memory.view(-1)[:nbytes].view(dtype).view(experts, rows, columns)
-
-    @property
-    def nbytes(self) -> int:
-        return self._memory.nbytes + self.scales.nbytes + self.counts.nbytes
-
-    def free(self) -> None:
-        self.handle.destroy()
-
-
-_HIGH_THROUGHPUT = ep.Algorithm.HIGH_THROUGHPUT
 _connections: SharedBuffers[Connection] = SharedBuffers(Connection.destroy)
 _shared: SharedBuffers[Held] = SharedBuffers(Held.free)
-_unresponsive: set[dist.ProcessGroup] = set()
-# Kept, as the objects of the library might otherwise wait for other ranks when they are collected.
-_left: list[Held] = []
+_left: list[Held] = []  # kept, so that nothing of the library is collected
 
 
 def lease(group: dist.ProcessGroup, sizes: Sizes, device_type: str) -> Lease[Held]:
     """Take the buffers of a group and sizes; collective if there are none yet."""
     # The library copies 16 bytes of a map at once, which has 4 bytes for a token and a rank.
     sizes = replace(sizes, capacity=round_up(sizes.capacity, 4))
-    device = torch.device(device_type)
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
-    return _shared.lease((group, sizes, device.index), lambda: Held(group, sizes, device))
-
-
-def protocol(name: str) -> str:
-    """Return what must be equal on all ranks, apart from the problem."""
-    return f"{name} 1 of nccl.ep {ep.get_lib_version()} over NCCL {library.loaded_nccl()}"
-
-
-def as_bytes(rows: Tensor) -> Tensor:
-    """Return one-byte rows as a type that the library forwards: it has none for int8."""
-    return rows.view(torch.float8_e4m3fn)
+    index = torch.cuda.current_device() if device_type == "cuda" else None
+    device = torch.device(device_type, index)
+    return _shared.lease((group, sizes, index), lambda: Held(group, sizes, device))

@@ -1,24 +1,20 @@
 """The two dispatchers over `nccl.ep`, whose ranks may be on several hosts.
 
-`nccl_ht`: high throughput, for many tokens.
-
+    nccl_ht   high throughput, for many tokens
     update    find which tokens go to which ranks, with an all-gather of a bit for each expert
     dispatch  one row per (token, rank), ordered by source rank and token, written by the senders
               into memory that the experts read
     combine   read each token's weighted rows from all ranks and add them in fp32
 
-`nccl_ll`: low latency, for few tokens.
-
+    nccl_ll   low latency, for few tokens
     dispatch  a row per assignment into the batched layout, in any order
     combine   weight each token's rows from all its experts and add them in fp32
 
-All shapes are fixed by max_num_tokens, the host waits for nothing, and CUDA graphs can capture
-calls. No rank can receive more rows than its memory holds.
+Shapes are fixed, the host waits for nothing, and no rank gets more rows than its memory holds.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -41,22 +37,22 @@ from moekit.plugin import (
     peer_timeout,
     quantize_for_transfer,
     resolve,
+    round_up,
 )
 
-from . import buffers
+from . import buffers, library
 
 _FORWARDED = ep.DispatchConfig(quantization_recipe=ep.DispatchQuantizationRecipe.FWD)
-_LOCAL_IDS = ep.LayoutInfo(recv_topk_idx_kind=ep.ExpertIdKind.LOCAL)
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call in flight. memory: its rows and handle.
+    """A call in flight.
 
     ids, weights: (T', slots) of the tokens that this rank sends. tokens: T. rows: R.
     """
 
-    memory: Any
+    memory: buffers.Memory
     ids: Tensor
     weights: Tensor
     tokens: int
@@ -72,9 +68,9 @@ class NcclDispatcher(PrepareAndFinalize):
     any number may be in flight. Construction is collective, and so is a call beyond the most that
     were in flight before.
 
-    If a rank does not come, kernels of the other ranks end with an error of CUDA after
-    ``peer_timeout`` and half a minute: CUDA then serves these processes no longer. Checked kernels
-    name the rank before they launch anything.
+    Checked kernels name a rank that does not come before they launch anything. Without the check,
+    `nccl_ll` ends with an error of CUDA after ``peer_timeout`` and half a minute, and `nccl_ht`
+    waits without end.
     """
 
     group: dist.ProcessGroup  # this dispatcher is made only where tokens move
@@ -84,38 +80,30 @@ class NcclDispatcher(PrepareAndFinalize):
     def __init__(
         self, spec: DispatcherSpec, problem: MoEProblem, group: dist.ProcessGroup | None = None
     ) -> None:
-        super().__init__(spec, problem, resolve(problem, group, buffers.protocol(spec.name)))
+        protocol = f"{spec.name} 1 of nccl.ep {ep.get_lib_version()}, NCCL {library.loaded_nccl()}"
+        super().__init__(spec, problem, resolve(problem, group, protocol))
         assert self.group is not None and problem.max_num_tokens is not None
-        p = problem.parallel
+        p, activation, wire = problem.parallel, problem.quant.activation, None
         self._slices, self._share = p.tp_size, p.num_ranks // p.dp_size
         self._part, self._capacity = p.rank % self._share, problem.max_num_tokens
-        activation, wire = problem.quant.activation, None
         if activation is not None and problem.quant.name in spec.wire_schemes:
             columns = problem.hidden_size // (2 if activation.packed else 1)
-            wire = buffers.Wire(activation.torch_dtype, columns, problem.scales_per_row)
+            wire = activation.torch_dtype, columns, round_up(problem.scales_per_row, 4)
         sizes = buffers.Sizes(
-            low_latency=self.low_latency,
-            experts=problem.num_physical_experts * p.tp_size,
-            slots=problem.top_k * p.tp_size,
-            capacity=self._of_share(problem.max_num_tokens),
-            hidden_size=problem.hidden_size,
-            dtype=problem.dtype,
-            wire=wire,
-            share=self._share,
-            timeout=peer_timeout(self.group),
-        )
+            self.low_latency, problem.num_physical_experts * self._slices,
+            problem.top_k * self._slices, self._each(self._capacity), problem.hidden_size,
+            problem.dtype, wire, self._share, peer_timeout(self.group),
+        )  # fmt: skip
         self.lease = buffers.lease(self.group, sizes, problem.device.type)
 
-    # -- what this rank sends, of what it holds -----------------------------------------------
-
-    def _of_share(self, tokens: int) -> int:
+    def _each(self, tokens: int) -> int:
         """Return the tokens that each of the ranks that hold the same ``tokens`` sends, at most."""
         return -(-tokens // self._share)
 
     def _mine(self, tokens: Tensor) -> Tensor:
         """Return this rank's part of the tokens that it shares, aligned as the library needs."""
         if self._share > 1:
-            each = self._of_share(len(tokens))
+            each = self._each(len(tokens))
             tokens = tokens[self._part * each :][:each]
         return tokens if tokens.data_ptr() % 16 == 0 else tokens.clone()
 
@@ -132,72 +120,93 @@ class NcclDispatcher(PrepareAndFinalize):
 
     def _gathered(self, out: Tensor, combine: Callable[[Tensor], None]) -> Tensor:
         """Let ``combine`` write this rank's part of ``out`` (T, N), and gather the other parts."""
-        tokens, each = len(out), self._of_share(len(out))
-        whole = out
+        tokens, each, whole = len(out), self._each(len(out)), out
         if tokens < each * self._share or not out.is_contiguous() or out.data_ptr() % 16:
             whole = out.new_empty((each * self._share, out.shape[1]))
         mine = whole[self._part * each :][:each]
-        combine(mine[: max(0, min(each, tokens - self._part * each))])
+        combine(mine[: max(0, tokens - self._part * each)])
         if self._share > 1 and tokens:
-            held = self.lease.value
-            held.sharers.allgather(
-                mine.view(torch.uint8), whole.view(torch.uint8), stream=held.stream()
-            )
+            held, byte = self.lease.value, torch.uint8
+            held.sharers.allgather(mine.view(byte), whole.view(byte), stream=held.stream())
         return out if whole is out else out.copy_(whole[:tokens])
-
-    # -- calls ------------------------------------------------------------------------------
 
     def prepare(
         self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
     ) -> Pending[Dispatched]:
-        x, scale = x_TH, None
+        x, scale, held = x_TH, None, self.lease.value
         if quantize is not None:
             x, scale = quantize_for_transfer(x_TH, routing.topk_ids, quantize, self.problem)
-            scale = self._mine(scale)
         ids, weights = self._sliced(routing)
-        held = self.lease.value
-        memory = held.calls.take()
-        rows = held.connection.ranks * self._of_share(routing.most(self._capacity))
-        call = Call(memory, ids, weights, len(x_TH), rows)
+        rows = held.connection.ranks * self._each(routing.most(self._capacity))
+        call = Call(held.calls.take(), ids, weights, len(x_TH), rows)
         try:
-            return Pending.ready(self._send(call, self._mine(x), scale))
+            return Pending.ready(self._send(call, x, scale))
         except BaseException:
-            held.calls.give_back(memory)
+            held.calls.give_back(call.memory)
             raise
 
-    @abstractmethod
     def _send(self, call: Call, x: Tensor, scale: Tensor | None) -> Dispatched:
-        """Dispatch this rank's part of the tokens."""
+        held, memory, p = self.lease.value, call.memory, self.problem
+        got, scales, outputs = memory.got[scale is not None]
+        memory.handle.update(ep.Tensor(call.ids), stream=held.stream())
+        memory.handle.dispatch(
+            self.inputs(call.weights, x, scale), outputs, layout_info=memory.info,
+            config=None if scale is None else _FORWARDED, stream=held.stream(),
+        )  # fmt: skip
+        used = slice(None if self.low_latency else call.rows)
+        if scales is not None:
+            scales = scales[used][..., : p.scales_per_row].contiguous()
+        if self.low_latency:
+            return Dispatched(got, scales, expert_num_tokens=memory.counts, handle=call)
+        # Of the slices of a token's experts, at most top_k are here, and come first.
+        ids, weights = memory.ids[used, : p.top_k], memory.weights[used, : p.top_k]
+        return Dispatched(got[used], scales, ids, weights, handle=call)
 
-    def _inputs(self, x: Tensor, scale: Tensor | None, weights: Any = None) -> tuple[Any, Any]:
-        """Return the library's inputs, and how it treats them."""
-        if scale is None:
-            return ep.DispatchInputs(tokens=ep.Tensor(x), topk_weights=weights), None
-        wire = self.lease.value.sizes.wire
-        assert wire is not None
-        scales = ep.Tensor(F.pad(scale, (0, wire.padded_scales - scale.shape[1])))
-        tokens = ep.Tensor(buffers.as_bytes(x))
-        return ep.DispatchInputs(tokens=tokens, topk_weights=weights, scales=scales), _FORWARDED
+    def inputs(self, weights: Tensor, x: Tensor, scale: Tensor | None) -> Any:
+        """Return this rank's part of the tokens, and its weights, as the library takes them."""
+        given = {} if self.low_latency else {"topk_weights": ep.Tensor(weights)}
+        x = self._mine(x)
+        if scale is not None:
+            padded = F.pad(self._mine(scale), (0, -scale.shape[1] % 4))
+            x, given["scales"] = x.view(buffers.BYTE), ep.Tensor(padded)
+        return ep.DispatchInputs(tokens=ep.Tensor(x), **given)
 
     def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
         call: Call = dispatched.handle
-        held = self.lease.value
+        held, memory = self.lease.value, call.memory
         held.calls.keep_order()
-        out = self._gathered(out_TH, lambda mine: self._combine(call, y, mine))
-        held.calls.give_back(call.memory)
-        return Pending.ready(out)
+        if self.low_latency:
+            rows, given = ep.Tensor(y), {"topk_weights": ep.Tensor(call.weights)}
+        else:
+            rows, given = memory.y_tensor, {}
+            if y.data_ptr() != memory.y.data_ptr():
+                memory.y[: len(y)].copy_(y)
 
-    @abstractmethod
-    def _combine(self, call: Call, y: Tensor, out: Tensor) -> None:
-        """Combine rows into ``out``, which holds this rank's part of the tokens."""
+        def combine(mine: Tensor) -> None:
+            outputs = ep.CombineOutputs(tokens=ep.Tensor(mine), **given)
+            memory.handle.combine(ep.CombineInputs(tokens=rows), outputs, stream=held.stream())
+
+        out = self._gathered(out_TH, combine)
+        held.calls.give_back(memory)
+        return Pending.ready(out)
 
     def abandon(self, dispatched: Dispatched) -> None:
         """Take part in the combine with NaN rows, as the other ranks wait for every rank there."""
         if self.lease.held:
-            call: Call = dispatched.handle
             p, x = self.problem, dispatched.x
             y = x.new_full((*x.shape[:-1], p.hidden_size), float("nan"), dtype=p.dtype)
-            self.finalize(y, dispatched, y.new_empty((call.tokens, p.hidden_size)))
+            self.finalize(y, dispatched, y.new_empty((dispatched.handle.tokens, p.hidden_size)))
+
+    def max_rows(self, num_tokens: int) -> int:
+        held = self.lease.value
+        return held.rows if self.low_latency else held.connection.ranks * self._each(self._capacity)
+
+    def transient_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of unpadded scales, and of this rank's and of gathered tokens."""
+        p = self.problem
+        rows = self.max_rows(num_tokens) * (p.num_local_experts if self.low_latency else 1)
+        row = 2 * p.hidden_size * p.dtype.itemsize + 16 + 12 * self.lease.value.sizes.slots
+        return 4 * p.scales_per_row * rows + (num_tokens + self._share) * row
 
 
 class HighThroughputDispatcher(NcclDispatcher):
@@ -205,97 +214,13 @@ class HighThroughputDispatcher(NcclDispatcher):
 
     low_latency = False
 
-    def _send(self, call: Call, x: Tensor, scale: Tensor | None) -> Dispatched:
-        memory: buffers.Rows = call.memory
-        stream = self.lease.value.stream()
-        inputs, config = self._inputs(x, scale, ep.Tensor(call.weights))
-        outputs = memory.got if scale is None else memory.got_quantized
-        memory.handle.update(ep.Tensor(call.ids), stream=stream)
-        memory.handle.dispatch(
-            inputs, outputs, layout_info=_LOCAL_IDS, config=config, stream=stream
-        )
-        rows, k = call.rows, self.problem.top_k
-        scales = None
-        if scale is not None:
-            scales = memory.scales[:rows, : scale.shape[1]].contiguous()
-        return Dispatched(
-            x=(memory.x if scale is None else memory.quantized)[:rows],
-            x_scale=scales,
-            # Of the slices of a token's experts, at most top_k are here, and come first.
-            topk_ids=memory.ids[:rows, :k],
-            topk_weights=memory.weights[:rows, :k],
-            handle=call,
-        )
-
     def output(self, dispatched: Dispatched) -> Tensor:
         """Return (R, H) in the memory that other ranks read."""
         call: Call = dispatched.handle
-        y: Tensor = call.memory.y
-        return y[: call.rows]
-
-    def _combine(self, call: Call, y: Tensor, out: Tensor) -> None:
-        memory: buffers.Rows = call.memory
-        if y.data_ptr() != memory.y.data_ptr():
-            memory.y[: len(y)].copy_(y)
-        memory.handle.combine(
-            ep.CombineInputs(tokens=memory.y_tensor),
-            ep.CombineOutputs(tokens=ep.Tensor(out)),
-            stream=self.lease.value.stream(),
-        )
-
-    def max_rows(self, num_tokens: int) -> int:
-        return self.lease.value.connection.ranks * self._of_share(self._capacity)
-
-    def transient_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of scales, of this rank's padded ones, and of gathered tokens."""
-        p = self.problem
-        row = p.hidden_size * p.dtype.itemsize
-        scales = 4 * p.scales_per_row * self.max_rows(num_tokens) + num_tokens * (row + 16)
-        shared = num_tokens * (row + 12 * p.top_k * self._slices)
-        return scales + shared + self._share * row
+        return call.memory.y[: call.rows]
 
 
 class LowLatencyDispatcher(NcclDispatcher):
-    """BATCHED, C = ranks * max_num_tokens for every call: the library has one layout for a group.
-
-    `max_tokens` changes nothing.
-    """
+    """BATCHED, C = ranks * max_num_tokens, whatever `max_tokens` is: a group has one layout."""
 
     low_latency = True
-
-    def _send(self, call: Call, x: Tensor, scale: Tensor | None) -> Dispatched:
-        memory: buffers.Slabs = call.memory
-        stream = self.lease.value.stream()
-        inputs, config = self._inputs(x, scale)
-        outputs = memory.got if scale is None else memory.got_quantized
-        memory.handle.update(ep.Tensor(call.ids), stream=stream)
-        memory.handle.dispatch(
-            inputs, outputs, layout_info=memory.info, config=config, stream=stream
-        )
-        scales = None
-        if scale is not None:
-            scales = memory.scales[..., : scale.shape[1]].contiguous()
-        return Dispatched(
-            x=memory.x if scale is None else memory.quantized,
-            x_scale=scales,
-            expert_num_tokens=memory.counts,
-            handle=call,
-        )
-
-    def _combine(self, call: Call, y: Tensor, out: Tensor) -> None:
-        call.memory.handle.combine(
-            ep.CombineInputs(tokens=ep.Tensor(y)),
-            ep.CombineOutputs(tokens=ep.Tensor(out), topk_weights=ep.Tensor(call.weights)),
-            stream=self.lease.value.stream(),
-        )
-
-    def max_rows(self, num_tokens: int) -> int:
-        return self.lease.value.rows
-
-    def transient_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of unpadded scales, and of gathered tokens."""
-        p = self.problem
-        row = p.hidden_size * p.dtype.itemsize
-        scales = 4 * p.scales_per_row * self.max_rows(num_tokens) * p.num_local_experts
-        shared = num_tokens * (2 * row + 16 + 12 * p.top_k * self._slices)
-        return scales + shared + self._share * row

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from moekit.plugin import Dispatched, Pending, Quantizer, Routing, TrainableDispatcher
 
-from . import buffers
 from .dispatcher import Call, HighThroughputDispatcher
 
 _DISPATCH = ep.DispatchConfig(pass_direction=ep.PassDir.BWD)
@@ -37,93 +36,74 @@ class TrainableHighThroughput(HighThroughputDispatcher, TrainableDispatcher):
         call, ids, weights = arrived.handle, arrived.topk_ids, arrived.topk_weights
         assert ids is not None and weights is not None
         # Other calls overwrite the rows, and the caller may change its ids before the backward.
-        saved = _Saved(**{**vars(call), "ids": call.ids.clone()})
         return Pending.ready(
             replace(
-                arrived,
-                x=arrived.x.clone(),
-                topk_ids=ids.clone(),
-                topk_weights=weights.clone(),
-                handle=saved,
+                arrived, x=arrived.x.clone(), topk_ids=ids.clone(), topk_weights=weights.clone(),
+                handle=_Saved(**{**vars(call), "ids": call.ids.clone()}),
             )
-        )
+        )  # fmt: skip
 
     def prepare_backward(self, grad_TH: Tensor, dispatched: Dispatched) -> Pending[Tensor]:
         saved: _Saved = dispatched.handle
         held = self.lease.value
-        memory = held.calls.take()
-        assert isinstance(memory, buffers.Rows)
+        call = Call(held.calls.take(), saved.ids, saved.weights, saved.tokens, saved.rows)
+        stream, memory = held.stream(), call.memory
+        inputs = ep.DispatchInputs(tokens=ep.Tensor(self._mine(grad_TH)))
+        outputs = ep.DispatchOutputs(tokens=memory.x_tensor)
         try:
-            stream = held.stream()
-            memory.handle.update(ep.Tensor(saved.ids), stream=stream)
-            memory.handle.dispatch(
-                ep.DispatchInputs(tokens=ep.Tensor(self._mine(grad_TH))),
-                ep.DispatchOutputs(tokens=memory.x_tensor),
-                config=_DISPATCH,
-                stream=stream,
-            )
+            memory.handle.update(ep.Tensor(call.ids), stream=stream)
+            memory.handle.dispatch(inputs, outputs, config=_DISPATCH, stream=stream)
         except BaseException:
             held.calls.give_back(memory)
             raise
-        saved.backward.append(Call(memory, saved.ids, saved.weights, saved.tokens, saved.rows))
-        return Pending.ready(memory.x[: saved.rows])
+        saved.backward.append(call)
+        return Pending.ready(memory.got[False][0][: call.rows])
 
     def finalize_backward(
         self, grad_RH: Tensor | None, grad_RK: Tensor | None, dispatched: Dispatched
     ) -> Pending[tuple[Tensor | None, Tensor | None]]:
         saved: _Saved = dispatched.handle
         call, held, p = saved.backward[-1], self.lease.value, self.problem
-        memory: buffers.Rows = call.memory
+        memory, slots = call.memory, held.sizes.slots
         held.calls.keep_order()
         grad = memory.y[: call.rows]
         if grad_RH is not None:
             grad.copy_(grad_RH)
-        slots = held.sizes.slots
         sent = grad.new_zeros((call.rows, slots), dtype=torch.float32)
         if grad_RK is not None:
             sent[:, : p.top_k] = grad_RK
         out_TH = grad.new_empty((call.tokens, p.hidden_size))
         out_TS = sent.new_empty((call.tokens, slots))
-        inputs = ep.CombineInputs(tokens=memory.y_rows(call.rows), topk_weights=ep.Tensor(sent))
+        inputs = ep.CombineInputs(tokens=memory.tensor(2, grad), topk_weights=ep.Tensor(sent))
 
-        def combine(mine_TH: Tensor) -> None:
-            # Both outputs come from one transfer, but each is gathered for itself.
-            def both(mine_TS: Tensor) -> None:
-                memory.handle.combine(
-                    inputs,
-                    ep.CombineOutputs(tokens=ep.Tensor(mine_TH), topk_weights=ep.Tensor(mine_TS)),
-                    config=_COMBINE,
-                    stream=held.stream(),
-                )
+        def both(mine_TH: Tensor) -> None:
+            def combine(mine_TS: Tensor) -> None:
+                weights = ep.Tensor(mine_TS)
+                outputs = ep.CombineOutputs(tokens=ep.Tensor(mine_TH), topk_weights=weights)
+                memory.handle.combine(inputs, outputs, config=_COMBINE, stream=held.stream())
 
-            self._gathered(out_TS, both)
+            self._gathered(out_TS, combine)
 
-        self._gathered(out_TH, combine)
+        self._gathered(out_TH, both)
 
         def come_home() -> tuple[Tensor | None, Tensor | None]:
             # Until now, the gradients of weights are computed from the rows of this call.
             saved.backward.remove(call)
             held.calls.give_back(memory)
             out_TK = out_TS.view(call.tokens, p.top_k, self._slices).sum(dim=2)
-            return (
-                None if grad_RH is None else out_TH,
-                None if grad_RK is None else out_TK,
-            )
+            return None if grad_RH is None else out_TH, None if grad_RK is None else out_TK
 
         return Pending(come_home)
 
     def abandon(self, dispatched: Dispatched) -> None:
         saved: _Saved = dispatched.handle
-        if saved.backward:
-            grad_RH = torch.full_like(saved.memory.y[: saved.rows], float("nan"))
-            self.finalize_backward(grad_RH, None, dispatched).result()
-        else:
-            super().abandon(dispatched)
+        if not saved.backward:
+            return super().abandon(dispatched)
+        grad_RH = torch.full_like(saved.memory.y[: saved.rows], float("nan"))
+        self.finalize_backward(grad_RH, None, dispatched).result()
 
     def transient_bytes(self, num_tokens: int) -> int:
         """Return also the bytes that a call saves, and of the router gradients."""
-        p, rows = self.problem, self.max_rows(num_tokens)
-        saved = rows * (p.hidden_size * p.dtype.itemsize + 12 * p.top_k)
-        gradients = 4 * self.lease.value.sizes.slots * (rows + 2 * num_tokens)
-        ids = 8 * self.lease.value.sizes.slots * num_tokens
-        return super().transient_bytes(num_tokens) + saved + gradients + ids
+        p, rows, slots = self.problem, self.max_rows(num_tokens), self.lease.value.sizes.slots
+        saved = rows * (p.hidden_size * p.dtype.itemsize + 12 * p.top_k) + 8 * slots * num_tokens
+        return super().transient_bytes(num_tokens) + saved + 4 * slots * (rows + 2 * num_tokens)
