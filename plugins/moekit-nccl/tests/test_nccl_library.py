@@ -45,6 +45,24 @@ def said() -> str:
     return reason
 
 
+def test_the_loaded_nccl_is_asked(monkeypatch):
+    """Not torch, which tells the version that it was built for."""
+
+    class Nccl:
+        def ncclGetVersion(self, found):
+            found._obj.value = 23007
+            return 0
+
+    monkeypatch.setattr(library.ctypes, "CDLL", lambda name, mode: Nccl())
+    assert library.loaded_nccl() == (2, 30, 7)
+
+    def missing(name, mode):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(library.ctypes, "CDLL", missing)
+    assert library.loaded_nccl() is None
+
+
 def test_all_there(machine):
     assert library.unsupported() == []
 

@@ -109,7 +109,7 @@ class Held:
         if why := self.connection.unsupported(sizes):
             self._lease.release()
             raise BackendError(why)
-        self.sharers = None  # a communicator of the ranks that hold this rank's tokens
+        self.sharers: Any = None  # a communicator of the ranks that hold this rank's tokens
         if sizes.share > 1:
             rank = self.connection.rank
             self.sharers = self.connection.comm.split(color=rank // sizes.share, key=rank)
@@ -199,10 +199,10 @@ class Memory:
         for nbytes in s.row_bytes[: 2 if few else 3]:
             nbytes *= math.prod(self._lead)
             self._ends.append(self._ends[-1] + round_up(nbytes, 256))
-        self._memory = nccl.core.interop.torch.empty(self._ends[-1], dtype=torch.uint8)
+        self._memory: Tensor = nccl.core.interop.torch.empty(self._ends[-1], dtype=torch.uint8)
         self._window, lists = None, {}
         self.ids = torch.empty((held.rows, s.slots), dtype=torch.int64, device=held.device)
-        self.weights = torch.empty(self.ids.shape, dtype=torch.float32, device=held.device)
+        self.weights = torch.empty_like(self.ids, dtype=torch.float32)
         self.counts = torch.empty(held.local, dtype=torch.int32, device=held.device)
         if few:
             self.info = ep.LayoutInfo(expert_counters=ep.Tensor(self.counts))
@@ -217,7 +217,8 @@ class Memory:
         # What a dispatch writes, by whether rows are quantized: tensors, and the library's outputs.
         x = self._part(0, s.dtype, s.hidden_size)
         self.x_tensor = self.tensor(0, x)
-        self.got = {False: (x, None, ep.DispatchOutputs(tokens=self.x_tensor, **lists))}
+        self.got: dict[bool, tuple[Tensor, Tensor | None, Any]] = {}
+        self.got[False] = x, None, ep.DispatchOutputs(tokens=self.x_tensor, **lists)
         if s.wire is not None:
             q, scales = self._part(0, *s.wire[:2]), self._part(1, torch.float32, s.wire[2])
             outputs = ep.DispatchOutputs(
@@ -258,6 +259,7 @@ def lease(group: dist.ProcessGroup, sizes: Sizes, device_type: str) -> Lease[Hel
     """Take the buffers of a group and sizes; collective if there are none yet."""
     # The library copies 16 bytes of a map at once, which has 4 bytes for a token and a rank.
     sizes = replace(sizes, capacity=round_up(sizes.capacity, 4))
-    index = torch.cuda.current_device() if device_type == "cuda" else None
-    device = torch.device(device_type, index)
-    return _shared.lease((group, sizes, index), lambda: Held(group, sizes, device))
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        device = torch.device(device_type, torch.cuda.current_device())
+    return _shared.lease((group, sizes, device), lambda: Held(group, sizes, device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
@@ -32,10 +33,13 @@ def unsupported() -> list[str]:
 
 
 def loaded_nccl() -> tuple[int, ...] | None:
-    """Return the version of the NCCL that torch has loaded, or None if torch has none."""
-    if torch.version.cuda is None or not torch.distributed.is_nccl_available():
+    """Return the version of the NCCL in this process, or None. torch knows its own only."""
+    version = ctypes.c_int()
+    try:  # a library is loaded once for its name, by torch or before it
+        ctypes.CDLL("libnccl.so.2", os.RTLD_NOLOAD).ncclGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
         return None
-    return tuple(torch.cuda.nccl.version()[:3])  # type: ignore[no-untyped-call]
+    return version.value // 10000, version.value // 100 % 100, version.value % 100
 
 
 def _nccl_reasons() -> list[str]:
