@@ -11,6 +11,7 @@ from moekit_nccl import library
 
 import moekit
 from moekit import MoEProblem, ParallelConfig
+from moekit.discovery.registry import Registry
 
 SIZES = {
     "num_experts": 64,
@@ -79,6 +80,19 @@ def test_limits(name, given, said):
 def test_where_nothing_moves_there_are_no_limits():
     for name in SPECS:
         assert reasons(name, ep=3, dp=1, hidden_size=24, num_experts=63, top_k=40) == []
+
+
+def test_the_choice_over_hosts():
+    """The first choice is high throughput, then low latency, then `naive`."""
+    backends = Registry(plugins=moekit.registry().plugins)
+    for spec in SPECS.values():
+        backends.register(replace(spec, name=f"{spec.name}_here"))
+    made = moekit.explain(problem_of(ep=16, nodes=2), backends=backends)
+    said = made.text(every=True)
+    assert made.chosen.dispatcher == "nccl_ht_here"
+    places = [said.index(f"{name} + ") for name in ("nccl_ht_here", "nccl_ll_here", "naive")]
+    assert places == sorted(places)
+    assert "the 16 ranks are on 2 hosts, and it serves one" in said
 
 
 def test_over_hosts_it_precedes_naive():

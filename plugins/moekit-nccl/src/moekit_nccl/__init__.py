@@ -3,8 +3,7 @@
 nccl_ht   STANDARD: one row per (token, rank), written into memory that the experts read
 nccl_ll   BATCHED: a row per assignment, for few tokens
 
-Between hosts tokens travel over network cards that NCCL drives from kernels (InfiniBand, RoCE). The
-library compiles its kernels with nvcc at their first use.
+The library compiles its kernels with nvcc at their first use.
 """
 
 from __future__ import annotations

@@ -24,9 +24,7 @@ from moekit.plugin import Agreement, CallBuffers, Lease, SharedBuffers, exchange
 logger = logging.getLogger("moekit")
 BYTE = torch.float8_e4m3fn  # quantized rows travel as these: the library forwards no int8
 _WORKSPACE_BYTES = 32 << 20  # of each group of the library
-# Ranks wait inside a kernel for others that still compile it, so the library waits longer than
-# ``peer_timeout``.
-_COMPILING_SECONDS = 30.0
+_COMPILING_SECONDS = 30.0  # in which ranks wait inside a kernel for others that compile it
 # How long a rank waits for the other ranks before it leaves buffers to the end of the process.
 _FAREWELL_SECONDS = 20.0
 
@@ -59,7 +57,6 @@ class Sizes:
 
     @property
     def token_bytes(self) -> int:
-        """The most bytes of a token either way, with its scales."""
         return sum(self.row_bytes[:2])
 
 

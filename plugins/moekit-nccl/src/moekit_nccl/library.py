@@ -53,7 +53,6 @@ def _nccl_reasons() -> list[str]:
             f"NCCL {_text(loaded)} is loaded, and {_text(_OLDEST)} or later is required: install "
             "nvidia-nccl-cu13==2.30.7 over torch's, or put its libnccl.so.2 into LD_PRELOAD"
         )
-    # Where the library looks.
     home = Path(get("NCCL_HOME") or _NCCL.folder() or "")
     folder = Path(get("NCCL_EP_JIT_BUILD_INCLUDE_DIR") or home / "include")
     found = _defined(folder / "nccl.h")
