@@ -49,7 +49,7 @@ from moekit.problem.activation import ACTIVATIONS, apply_activation
 from moekit.problem.codes import INT4_ZERO, Codes, unpack_int4
 from moekit.problem.problem import summary
 from moekit.problem.quant import WIRE_SCHEMES
-from moekit.runtime.agreement import Agreement, Transfers, exchange
+from moekit.runtime.agreement import Agreement, Transfers, exchange, peer_timeout
 from moekit.runtime.environment import ProcessVariables
 from moekit.runtime.group import has_backend, resolve
 from moekit.runtime.rows import quantize_for_transfer
@@ -69,7 +69,7 @@ __all__ = [
     "SharedBuffers", "TableFiles", "TrainableDispatcher", "TrainableExperts", "Transfers",
     "Unreduced", "VendorLibrary", "Wanted", "Workspace", "apply_activation", "check_writable",
     "device_file", "exchange", "has_backend", "hookimpl", "importable", "int4", "local_ids",
-    "nearest", "partition", "quant", "quantize_for_transfer", "reason_of", "registry",
-    "replace_file", "resolve", "round_up", "settle", "size_distance", "summary", "switch",
-    "unpack_int4", "weight_and_reduce",
+    "nearest", "partition", "peer_timeout", "quant", "quantize_for_transfer", "reason_of",
+    "registry", "replace_file", "resolve", "round_up", "settle", "size_distance", "summary",
+    "switch", "unpack_int4", "weight_and_reduce",
 ]  # fmt: skip

@@ -149,6 +149,29 @@ def flashinfer_alltoall(c: Case) -> Callable[[], None]:
     return call
 
 
+def nccl(c: Case) -> Callable[[], None]:
+    """Return the library's own calls, with the adapter's memory and descriptors made once."""
+    import nccl.ep as ep
+    from moekit_nccl.dispatcher import _FORWARDED
+
+    held, routing = c.dispatcher.lease.value, c.routing
+    memory, out, few = held.calls.all[0], torch.empty_like(c.x), held.sizes.low_latency
+    ids, inputs = ep.Tensor(routing.topk_ids), c.dispatcher.inputs(routing.topk_weights, *c.sent)
+    _, _, outputs = memory.got[c.sent[1] is not None]
+    config = None if c.sent[1] is None else _FORWARDED
+    rows = ep.CombineInputs(tokens=ep.Tensor(c.y) if few else memory.y_tensor)
+    weights = ep.Tensor(routing.topk_weights) if few else None
+    combined = ep.CombineOutputs(tokens=ep.Tensor(out), topk_weights=weights)
+
+    def call() -> None:
+        stream, info = held.stream(), memory.info
+        memory.handle.update(ids, stream=stream)
+        memory.handle.dispatch(inputs, outputs, layout_info=info, config=config, stream=stream)
+        memory.handle.combine(rows, combined, stream=stream)
+
+    return call
+
+
 def pplx(c: Case) -> Callable[[], None]:
     from pplx_kernels import AllToAll
 
@@ -187,6 +210,8 @@ LIBRARIES: dict[str, tuple[Callable[[Case], Callable[[], None]], torch.dtype, tu
     "deepep_ll": (deepep_ll, torch.int64, (1, 16, 64, 128)),
     "deepep_elastic": (deepep_elastic, torch.int64, MANY),
     "flashinfer_alltoall": (flashinfer_alltoall, torch.int32, MANY),
+    "nccl_ht": (nccl, torch.int64, (*MANY, 8192)),
+    "nccl_ll": (nccl, torch.int64, (1, 16, 128, 512)),
     "pplx": (pplx, torch.int64, (1, 16, 64, 128)),
 }
 

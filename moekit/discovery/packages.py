@@ -82,6 +82,7 @@ REPOSITORY = (
     _package(
         "moekit-deepep", dispatchers="deepep_ht deepep_ll deepep_elastic", devices="cuda==9.0"
     ),
+    _package("moekit-nccl", dispatchers="nccl_ht nccl_ll", devices="cuda>=9.0"),
     _package("moekit-pplx", dispatchers="pplx", devices="cuda>=9.0"),
     _package(
         "moekit-bench",

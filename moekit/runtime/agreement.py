@@ -49,6 +49,11 @@ def exchange(
     return sequence.meet(what, mine, None, sequence.timeout)
 
 
+def peer_timeout(group: dist.ProcessGroup) -> float:
+    """Return the seconds that exchanges in the group wait for a rank, unless told otherwise."""
+    return _Sequence.of(group).timeout
+
+
 class _Sequence:
     """The steps that the ranks of a group take together, in one order.
 

@@ -25,8 +25,8 @@ from moekit.cli.main import main
 
 SIZES = "--num-experts 256 --top-k 8 --hidden-size 7168 --intermediate-size 2048".split()
 VENDORS = (
-    "cutlass", "deep_ep", "deep_gemm", "flashinfer", "kt_kernel", "kt_kernel_ext", "pplx_kernels",
-    "quack", "transformers", "triton", "tvm_ffi", "vllm",
+    "cutlass", "deep_ep", "deep_gemm", "flashinfer", "kt_kernel", "kt_kernel_ext", "nccl",
+    "pplx_kernels", "quack", "transformers", "triton", "tvm_ffi", "vllm",
 )  # fmt: skip
 NEEDY = ", requires=('json', 'no_such_lib'), install_hint='pip install no-such-lib'"
 

@@ -33,7 +33,7 @@ def test_only_dispatchers_that_span_hosts_serve_several() -> None:
         one_host = problem.replace(parallel=ParallelConfig(ep_size=4))
         assert not any("hosts" in r for r in spec.unsupported(one_host))
     spanning = {n for n, s in registry().dispatchers.items() if s.spans_hosts}
-    assert spanning <= {"naive", "flashinfer_allgather"}
+    assert spanning <= {"naive", "flashinfer_allgather", "nccl_ht", "nccl_ll"}
 
 
 def test_where_nothing_moves_hosts_do_not_matter() -> None:

@@ -61,7 +61,7 @@ def test_an_unusable_library_is_a_reason(folder, text, reason):
         r for r in spec.unsupported(standin.problem("sm90")) if "DeepGEMM" in r or reason in r
     )
     assert reason in found
-    with pytest.raises(BackendBroken, match="pip install 'vllm>=0.33"):
+    with pytest.raises(BackendBroken, match="pip install 'sgl-deep-gemm==0.1.4'"):
         library.load()
 
 
@@ -83,6 +83,66 @@ def test_vllm_is_not_imported(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     (found,) = (c for c in library.candidates() if c.module == "vllm")
     assert found.version() == "2.8.1" and found.folder() == inside and "vllm" not in sys.modules
+
+
+@pytest.fixture
+def wheel(tmp_path, monkeypatch):
+    """Install a wheel of sglang's fork, whose module does not tell its version in a line."""
+
+    def install(version, needs=True):
+        folder = tmp_path / "deep_gemm"
+        folder.mkdir()
+        (folder / "__init__.py").write_text("__version__ = _read_version()\n")
+        (tmp_path / f"sgl_deep_gemm-{version}.dist-info").mkdir()
+        monkeypatch.delenv(library.PATH_VARIABLE, raising=False)
+        monkeypatch.setenv("DG_JIT_NVCC_COMPILER", "/somewhere/nvcc")
+        monkeypatch.setattr(library, "importable", lambda name: needs)
+        monkeypatch.setattr(
+            "moekit.discovery.library._package_folder",
+            lambda name: folder if name == "deep_gemm" else None,
+        )
+        return folder
+
+    return install
+
+
+@pytest.mark.parametrize("version", ["0.1.4", "0.2.5"])
+def test_the_wheel_of_sglang(wheel, version):
+    folder = wheel(version)
+    assert library.unsupported() == []
+    (found,) = library.checks()
+    assert found == ("DeepGEMM", "ok", f"sgl-deep-gemm {version} in {folder}")
+
+
+def test_the_wheel_of_sglang_named_by_the_environment(wheel, monkeypatch):
+    folder = wheel("0.1.4")
+    monkeypatch.setenv(library.PATH_VARIABLE, str(folder))
+    monkeypatch.setattr("moekit.discovery.library._package_folder", lambda name: None)
+    assert [text for *_, text in library.checks()] == [f"sgl-deep-gemm 0.1.4 in {folder}"]
+
+
+def test_what_the_wheel_of_sglang_needs(wheel):
+    wheel("0.1.4", needs=False)
+    (reason,) = library.unsupported()
+    assert "needs tvm_ffi: pip install apache-tvm-ffi" in reason
+    assert [state for _, state, _ in library.checks()] == ["no"]
+
+
+def test_an_unknown_wheel_of_sglang(wheel):
+    wheel("0.3.0")
+    (reason,) = library.unsupported()
+    assert "does not tell its version" in reason
+
+
+def test_a_library_is_judged_by_what_it_offers(monkeypatch):
+    monkeypatch.setattr(library, "load", lambda: standin)
+    other = standin.m_grouped_fp8_gemm_nt_masked
+    monkeypatch.delattr(standin, "m_grouped_fp8_gemm_nt_masked")
+    monkeypatch.setattr(standin, "m_grouped_fp8_fp4_gemm_nt_masked", other, raising=False)
+    assert gemms.Gemms()._masked is other
+    monkeypatch.delattr(standin, "m_grouped_bf16_gemm_nt_contiguous")
+    with pytest.raises(BackendBroken, match="lacks m_grouped_bf16_gemm_nt_contiguous"):
+        gemms.Gemms()
 
 
 def test_a_failing_compiler_is_a_clear_error(monkeypatch):
@@ -122,7 +182,9 @@ def test_reasons():
     assert "packed four in an int32" in reasons(device="sm100")
     assert "float16 is not supported" in reasons(dtype=torch.float16)
     if not library.candidates():
-        assert reasons() == "deep_gemm is not installed (pip install 'vllm>=0.33,<0.34')"
+        assert reasons() == (
+            "deep_gemm is not installed (pip install 'sgl-deep-gemm==0.1.4', for torch 2.11)"
+        )
 
 
 @pytest.mark.parametrize(("local", "physical"), [(8, 8), (128, 128), (32, 256), (5, 7), (1, 1)])

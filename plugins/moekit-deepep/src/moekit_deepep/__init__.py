@@ -9,18 +9,33 @@ deepep_elastic  STANDARD, `deep_ep.ElasticBuffer`: room for all rows, and the ho
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from moekit.plugin import WIRE_SCHEMES, ActivationFormat, DispatcherSpec, MoEProblem, hookimpl
+from moekit.plugin import (
+    WIRE_SCHEMES,
+    ActivationFormat,
+    DispatcherSpec,
+    MoEProblem,
+    VendorLibrary,
+    hookimpl,
+)
 
 RANKS = (2, 4, 8)
 LOW_LATENCY_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 
 _INSTALL_HINT = (
-    "build it from source: "
+    "for torch 2.14: pip install 'sgl-deep-ep>=0.1.2,<0.2'; for others build it from source: "
     "pip install --no-build-isolation git+https://github.com/deepseek-ai/DeepEP"
 )
+_DEEP_EP = VendorLibrary(distribution="deep_ep", versions=">=1", install_hint=_INSTALL_HINT)
+
+
+def checks() -> Iterator[tuple[str, str, str]]:
+    """Yield for `python -m moekit doctor` which DeepEP is used, and where it lies."""
+    if (folder := _DEEP_EP.folder()) is not None:
+        yield "DeepEP", "ok", f"deep_ep {_DEEP_EP.version() or 'of unknown version'} in {folder}"
 
 
 def _check(problem: MoEProblem, most_local_experts: int, multiple: int) -> list[str]:

@@ -14,6 +14,11 @@ from . import library
 
 # The library keeps a setting and its compiled kernels per process, without a lock.
 _lock = threading.Lock()
+_NEEDED = (
+    "m_grouped_bf16_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_contiguous",
+    "m_grouped_bf16_gemm_nt_masked", "get_mk_alignment_for_contiguous_layout",
+    "set_mk_alignment_for_contiguous_layout",
+)  # fmt: skip
 
 
 class Gemms:
@@ -27,6 +32,16 @@ class Gemms:
     def __init__(self) -> None:
         self._module = library.load()
         version = getattr(self._module, "__version__", "?")
+        # Wheels of one version differ: what counts is what the module offers.
+        if lacking := [name for name in _NEEDED if not hasattr(self._module, name)]:
+            raise BackendBroken(
+                f"DeepGEMM {version} in {self._module.__file__} lacks {', '.join(lacking)}; "
+                f"{library.INSTALL_HINT}"
+            )
+        masked = "m_grouped_fp8_gemm_nt_masked"  # some wheels have one name for fp8 and fp4
+        self._masked = (
+            getattr(self._module, masked, None) or self._module.m_grouped_fp8_fp4_gemm_nt_masked
+        )
         self._broken = (
             f"DeepGEMM {version} failed: {{}}; it compiles its kernels with CUDA's nvcc "
             f"({library.OLDEST_NVCC} or later, found: {library.nvcc() or 'none'}), set CUDA_HOME "
@@ -56,9 +71,7 @@ class Gemms:
             if scale is None:
                 self._module.m_grouped_bf16_gemm_nt_masked(a, w, out, counts_L, expected_m)
             else:
-                self._module.m_grouped_fp8_gemm_nt_masked(
-                    (a, scale.transpose(1, 2)), (w, w_scale), out, counts_L, expected_m
-                )
+                self._masked((a, scale.transpose(1, 2)), (w, w_scale), out, counts_L, expected_m)
 
     @contextmanager
     def _alignment(self, block_m: int) -> Iterator[None]:

@@ -1,7 +1,8 @@
 """Find DeepGEMM on this machine, say why it cannot be used, and load it.
 
 Finding imports nothing. The first folder with a supported version is used, in this order: the
-folder that MOEKIT_DEEPGEMM_PATH names, an installed ``deep_gemm``, the copy inside vLLM's wheel.
+folder that MOEKIT_DEEPGEMM_PATH names, an installed ``deep_gemm`` (sglang's fork, or upstream built
+from source), the copy inside vLLM's wheel.
 """
 
 from __future__ import annotations
@@ -11,21 +12,27 @@ import os
 import shutil
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 from moekit.errors import BackendBroken
-from moekit.plugin import VendorLibrary
+from moekit.plugin import VendorLibrary, importable
 
 PATH_VARIABLE = "MOEKIT_DEEPGEMM_PATH"
 OLDEST_NVCC = "12.9"
 
-INSTALL_HINT = "pip install 'vllm>=0.33,<0.34'"  # the wheel carries a supported DeepGEMM
+# sglang pins 0.1.4 beside torch 2.11; later ones are built for later torch.
+INSTALL_HINT = "pip install 'sgl-deep-gemm==0.1.4', for torch 2.11"
 
 # These versions take group ends as a layout on Hopper, and have this Python interface.
 _INSTALLED = VendorLibrary(distribution="deep_gemm", versions=">=2.6,<3", install_hint=INSTALL_HINT)
 _NAMED = replace(_INSTALLED, path_variable=PATH_VARIABLE)
+# The wheel of sglang's fork has version numbers that upstream's never had.
+_OF_SGLANG = replace(
+    _INSTALLED, distribution="sgl-deep-gemm", versions=">=0.1.4,<0.3", module="deep_gemm"
+)
 _IN_VLLM = replace(_INSTALLED, module="vllm", inside="third_party/deep_gemm")
 
 _PRIVATE_NAME = "_moekit_deep_gemm"
@@ -34,8 +41,8 @@ _lock = threading.Lock()
 
 def candidates() -> list[VendorLibrary]:
     """Return every DeepGEMM of this machine, of any version, the preferred one first."""
-    named = [_NAMED] if _NAMED.named_folder is not None else []
-    return named + [place for place in (_INSTALLED, _IN_VLLM) if _has_package(place)]
+    named = [_fork_or(_NAMED)] if _NAMED.named_folder is not None else []
+    return named + [place for place in (_fork_or(_INSTALLED), _IN_VLLM) if _has_package(place)]
 
 
 def unsupported() -> list[str]:
@@ -74,13 +81,27 @@ def load() -> ModuleType:
     assert folder is not None
     with _lock:
         try:
-            name = "deep_gemm" if place is _INSTALLED else _PRIVATE_NAME
+            public = not place.path_variable and not place.inside
+            name = "deep_gemm" if public else _PRIVATE_NAME
             return _loaded(folder) or _import(folder, name)
         except (Exception, SystemExit) as error:  # a vendor's library may fail in any way
             raise BackendBroken(
                 f"DeepGEMM {place.version()} in {folder} does not load: "
                 f"{type(error).__name__}: {error}; {INSTALL_HINT}"
             ) from error
+
+
+def checks() -> Iterator[tuple[str, str, str]]:
+    """Yield for `python -m moekit doctor` which DeepGEMM is used, and where it lies."""
+    for place in candidates():
+        text = _fault(place) or f"{place.distribution} {place.version()} in {place.folder()}"
+        yield "DeepGEMM", "no" if _fault(place) else "ok", text
+
+
+def _fork_or(place: VendorLibrary) -> VendorLibrary:
+    """Return the place as one of sglang's fork, if its version is one of the fork's."""
+    fork = replace(_OF_SGLANG, path_variable=place.path_variable)
+    return fork if fork.version() and not fork.unsupported() else place
 
 
 def _has_package(place: VendorLibrary) -> bool:
@@ -95,6 +116,8 @@ def _fault(place: VendorLibrary) -> str:
         return f"{PATH_VARIABLE} names {folder}, which is not a deep_gemm folder"
     if not place.version():
         return f"the DeepGEMM in {folder} does not tell its version"
+    if place.version().startswith("0.1.") and not importable("tvm_ffi"):
+        return f"the DeepGEMM in {folder} needs tvm_ffi: pip install apache-tvm-ffi==0.1.11"
     return next((f"{reason} in {folder}" for reason in place.unsupported()), "")
 
 

@@ -1,0 +1,262 @@
+"""The library's groups, and the memory of calls: shared by layers of one process group and size.
+
+Where sizes do not fit, or CUDA has failed, the library ends the process: nothing gets that far.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import nccl.core
+import nccl.core.interop.torch
+import nccl.ep as ep
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moekit.errors import BackendError, PeerFailed
+from moekit.plugin import Agreement, CallBuffers, Lease, SharedBuffers, exchange, round_up
+
+logger = logging.getLogger("moekit")
+BYTE = torch.float8_e4m3fn  # quantized rows travel as these: the library forwards no int8
+_WORKSPACE_BYTES = 32 << 20  # of each group of the library
+_COMPILING_SECONDS = 30.0  # in which ranks wait inside a kernel for others that compile it
+# How long a rank waits for the other ranks before it leaves buffers to the end of the process.
+_FAREWELL_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a group of the library is made for, equal on all ranks.
+
+    experts, slots: of all ranks, and of one token. Each slice of an expert counts as an expert.
+    capacity: tokens that one rank sends. share: ranks that hold the same tokens. wire: the type of
+    quantized rows, their columns of a byte each, and their fp32 scales, which fill 16 bytes.
+    """
+
+    low_latency: bool
+    experts: int
+    slots: int
+    capacity: int
+    hidden_size: int
+    dtype: torch.dtype
+    wire: tuple[torch.dtype, int, int] | None
+    share: int
+    timeout: float
+
+    @property
+    def row_bytes(self) -> tuple[int, int, int]:
+        """The most bytes of a row on its way to the experts, of its scales, and on its way back."""
+        back = self.hidden_size * self.dtype.itemsize
+        _, columns, scales = self.wire or (None, 0, 0)
+        return max(back, columns), 4 * scales, back
+
+    @property
+    def token_bytes(self) -> int:
+        return sum(self.row_bytes[:2])
+
+
+class Connection:
+    """An NCCL communicator for the ranks of a process group, apart from torch's own."""
+
+    abandoned = False  # a rank is missing, for which `destroy` would wait
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """Connect the ranks; collective."""
+        self.rank, self.ranks = group.rank(), group.size()
+        mine = "" if self.rank else bytes(nccl.core.get_unique_id().as_bytes).hex()
+        first = bytes.fromhex(exchange("connect by NCCL", mine, group)[0])
+        unique = nccl.core.UniqueId.from_bytes(first)
+        self.comm = nccl.core.Communicator.init(self.ranks, self.rank, unique)
+        # Groups of ranks that load and store in each other's memory.
+        self.hosts = self.ranks // int(self.comm.team_lsa.n_ranks)
+
+    def unsupported(self, sizes: Sizes) -> str:
+        """Return why these ranks cannot be served, or "". Equal on all ranks."""
+        try:
+            network = self.hosts == 1 or int(self.comm.gin_type)
+        except Exception:  # the binding's own error: its structures are newer than this NCCL
+            network = True
+        if not network:
+            return (
+                f"the ranks are in {self.hosts} groups that share no memory, and NCCL found no "
+                "network for kernels between them (GIN), as InfiniBand or RoCE: see NCCL_DEBUG=INFO"
+            )
+        if (per_host := sizes.experts // self.hosts) % 4 and not sizes.low_latency:
+            return f"{per_host} experts on the ranks that share memory are not a multiple of 4"
+        return ""
+
+    def destroy(self) -> None:
+        if not self.abandoned:
+            self.comm.destroy()
+
+
+class Held:
+    """A group of the library, and a handle with the memory of its rows for each call in flight."""
+
+    def __init__(self, group: dist.ProcessGroup, sizes: Sizes, device: torch.device) -> None:
+        """Make the group and the first handle; collective."""
+        self.group, self.sizes, self.device = group, sizes, device
+        self._lease: Lease[Connection] = _connections.lease(group, lambda: Connection(group))
+        self.connection = self._lease.value
+        if why := self.connection.unsupported(sizes):
+            self._lease.release()
+            raise BackendError(why)
+        self.sharers: Any = None  # a communicator of the ranks that hold this rank's tokens
+        if sizes.share > 1:
+            rank = self.connection.rank
+            self.sharers = self.connection.comm.split(color=rank // sizes.share, key=rank)
+        few = sizes.low_latency
+        # No rank can get more rows than this, so none overflows.
+        self.rows = self.connection.ranks * sizes.capacity
+        self.local = sizes.experts // self.connection.ranks
+        config = ep.GroupConfig(
+            algorithm=ep.Algorithm.LOW_LATENCY if few else ep.Algorithm.HIGH_THROUGHPUT,
+            num_experts=sizes.experts, max_token_bytes=sizes.token_bytes,
+            max_dispatch_tokens_per_rank=sizes.capacity,
+            max_recv_tokens_per_rank=0 if few else self.rows,
+            timeout_ns=int((sizes.timeout + _COMPILING_SECONDS) * 1e9),
+            zero_copy=ep.ZeroCopyMode.AUTO if few else ep.ZeroCopyMode.ON,
+        )  # fmt: skip
+        self.library = ep.Group.create(self.connection.comm, config)
+        self.calls: CallBuffers[Memory] = CallBuffers(lambda: Memory(self), group, most=None)
+
+    def stream(self) -> int:
+        """Return the current stream as the library takes it."""
+        on_gpu = self.device.type == "cuda"
+        return int(torch.cuda.current_stream(self.device).cuda_stream) if on_gpu else 0
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all calls' memory, and about what the library allocates."""
+        s = self.sizes
+        if s.low_latency:  # two buffers, each for what a combine sends and receives
+            library = 2 * s.capacity * (s.experts + s.slots) * s.token_bytes * 65 // 64
+        else:
+            library = self.rows * (s.token_bytes + 8 * s.experts // self.connection.hosts)
+        return _WORKSPACE_BYTES + library + sum(call.nbytes for call in self.calls.all)
+
+    def free(self) -> None:
+        """Destroy everything if all ranks do, as the library waits for every rank."""
+        if why := self._missing():
+            logger.warning("NCCL's buffers are left to the end of the process: %s", why)
+            self.connection.abandoned = True
+            _left.append(self)
+            return
+        for call in self.calls.all:
+            call.free()
+        self.library.destroy()
+        if self.sharers is not None:
+            self.sharers.destroy()
+        self._lease.release()
+
+    def _missing(self) -> str:
+        """Return why some rank does not free its part, or an empty string."""
+        if self.connection.abandoned:
+            return "a rank did not answer before"
+        fault = self._fault()
+        try:
+            dist.get_process_group_ranks(self.group)
+            Agreement(self.group, _FAREWELL_SECONDS).agree("free its NCCL buffers", fault)
+        except PeerFailed as error:
+            return str(error)
+        except (KeyError, ValueError):
+            return "the process group was destroyed first; destroy kernels before their group"
+        return fault or ""
+
+    def _fault(self) -> str | None:
+        """Return why this rank's GPU does not end its calls, for which the library would wait."""
+        last, end = self.calls.stream, time.monotonic() + _FAREWELL_SECONDS
+        try:
+            while last is not None and not last.query():
+                time.sleep(0.01)
+                if time.monotonic() > end:
+                    return "its GPU still waits for another rank"
+        except RuntimeError as error:
+            return f"its GPU has failed: {error}"
+        return None
+
+
+class Memory:
+    """A handle, and the memory of a call's rows: x, scales and, high-throughput only, y.
+
+    Leading dimensions are (R,), or (L, C) in low latency. Other ranks write and read the rows of
+    high-throughput calls, which also have ids and weights (R, slots).
+    """
+
+    def __init__(self, held: Held) -> None:
+        """Allocate, and make a handle; collective."""
+        s, few = held.sizes, held.sizes.low_latency
+        self._lead = (held.local, held.rows) if few else (held.rows,)
+        self._ends = [0]
+        for nbytes in s.row_bytes[: 2 if few else 3]:
+            nbytes *= math.prod(self._lead)
+            self._ends.append(self._ends[-1] + round_up(nbytes, 256))
+        self._memory: Tensor = nccl.core.interop.torch.empty(self._ends[-1], dtype=torch.uint8)
+        self._window, lists = None, {}
+        self.ids = torch.empty((held.rows, s.slots), dtype=torch.int64, device=held.device)
+        self.weights = torch.empty_like(self.ids, dtype=torch.float32)
+        self.counts = torch.empty(held.local, dtype=torch.int32, device=held.device)
+        if few:
+            self.info = ep.LayoutInfo(expert_counters=ep.Tensor(self.counts))
+        else:
+            self.info = ep.LayoutInfo(recv_topk_idx_kind=ep.ExpertIdKind.LOCAL)
+            lists = {"topk_weights": ep.Tensor(self.weights), "topk_idx": ep.Tensor(self.ids)}
+            self._window = held.connection.comm.register_window(
+                self._memory, nccl.core.WindowFlag.COLL_SYMMETRIC
+            )
+            self.y = self._part(2, s.dtype, s.hidden_size)
+            self.y_tensor = self.tensor(2, self.y)
+        # What a dispatch writes, by whether rows are quantized: tensors, and the library's outputs.
+        x = self._part(0, s.dtype, s.hidden_size)
+        self.x_tensor = self.tensor(0, x)
+        self.got: dict[bool, tuple[Tensor, Tensor | None, Any]] = {}
+        self.got[False] = x, None, ep.DispatchOutputs(tokens=self.x_tensor, **lists)
+        if s.wire is not None:
+            q, scales = self._part(0, *s.wire[:2]), self._part(1, torch.float32, s.wire[2])
+            outputs = ep.DispatchOutputs(
+                tokens=self.tensor(0, q.view(BYTE)), scales=self.tensor(1, scales), **lists
+            )
+            self.got[True] = q, scales, outputs
+        nowhere = torch.full((1, s.slots), -1, dtype=torch.int64, device=held.device)
+        layout = ep.Layout.EXPERT_MAJOR if few else ep.Layout.FLAT
+        self.handle = held.library.create_handle(layout, ep.Tensor(nowhere), stream=held.stream())
+
+    def _part(self, i: int, dtype: torch.dtype, columns: int) -> Tensor:
+        shape = (*self._lead, columns)
+        part = self._memory[self._ends[i] :][: math.prod(shape) * dtype.itemsize]
+        return part.view(dtype).view(shape)
+
+    def tensor(self, i: int, part: Tensor) -> Any:
+        """Return the first rows of x (0), scales (1) or y (2) as the library takes them."""
+        if self._window is None:
+            return ep.Tensor(part)
+        return ep.Tensor(part, window=self._window, window_offset=self._ends[i])
+
+    @property
+    def nbytes(self) -> int:
+        return self._memory.nbytes + self.ids.nbytes + self.weights.nbytes
+
+    def free(self) -> None:
+        self.handle.destroy()
+        if self._window is not None:
+            self._window.close()
+
+
+_connections: SharedBuffers[Connection] = SharedBuffers(Connection.destroy)
+_shared: SharedBuffers[Held] = SharedBuffers(Held.free)
+_left: list[Held] = []  # kept, so that nothing of the library is collected
+
+
+def lease(group: dist.ProcessGroup, sizes: Sizes, device_type: str) -> Lease[Held]:
+    """Take the buffers of a group and sizes; collective if there are none yet."""
+    # The library copies 16 bytes of a map at once, which has 4 bytes for a token and a rank.
+    sizes = replace(sizes, capacity=round_up(sizes.capacity, 4))
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        device = torch.device(device_type, torch.cuda.current_device())
+    return _shared.lease((group, sizes, device), lambda: Held(group, sizes, device))
