@@ -7,6 +7,13 @@ of a step of the whole batch: a long completion minus a completion of one token.
 time of one prompt and its first token. Each time is printed when it is measured, and the report
 has the fastest turn of each. On a GPU the engine captures CUDA graphs of the batches' sizes. With
 --profile each kind's kernels follow that take the longest, by torch's profiler in another run.
+
+    python benchmarks/vllm_engine.py --model qwen3-30b --ranks 2 --split dp --dispatcher nvlink_ht
+
+Several ranks hold whole experts each. With --split tp they share the other layers and the tokens,
+which moekit does not move. With --split dp every rank has a process and as many sequences as a
+batch says, vLLM gathers tokens for its own kernel (allgather_reducescatter), and --dispatcher
+moves them for moekit's. A time is then that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -14,11 +21,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -63,10 +74,14 @@ def main() -> None:
     fastest: dict[str, dict[str, float]] = {"off": {}, "require": {}}
     order = ("off", "require", "require", "off")
     for mode in [order[n % 4] for n in range(2 * args.turns)]:
-        for name, seconds in _run(mode, args.log or os.devnull).items():
-            kept = fastest[mode]
-            kept[name] = min(seconds, kept.get(name, seconds))
-    print(f"{args.model}, {args.quant}, {args.layers or 'all'} layers, {_versions()}\n")
+        if args.only in (None, mode):
+            for name, seconds in _run(mode, args).items():
+                kept = fastest[mode]
+                kept[name] = min(seconds, kept.get(name, seconds))
+    ranks = f"{args.ranks} ranks ({args.split}), " if args.ranks > 1 else ""
+    print(f"{args.model}, {args.quant}, {args.layers or 'all'} layers, {ranks}{_versions()}\n")
+    if args.only:
+        return
     print("| | vLLM ms | with moekit ms | speed |\n|---|---|---|---|")
     for name, stock in fastest["off"].items():
         ours = fastest["require"][name]
@@ -85,9 +100,21 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--eager", action="store_true", help="no torch.compile and CUDA graphs")
     parser.add_argument("--memory", type=float, default=0.85, help="share of the memory to use")
     parser.add_argument("--profile", type=int, default=0, help="kernels to list by their time")
-    parser.add_argument("--log", help="a file for what the engines say")
+    parser.add_argument("--log", default=os.devnull, help="a file for what the engines say")
+    parser.add_argument("--only", choices=["off", "require"], help="engines of this kind alone")
+    add_ranks(parser)
     parser.add_argument("--turn", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.profile and args.ranks > 1:
+        parser.error("--profile is for one rank")
+    return args
+
+
+def add_ranks(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `environments` and `engine_options` read."""
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs of an engine")
+    parser.add_argument("--split", choices=["tp", "dp"], default="dp", help="what ranks share")
+    parser.add_argument("--dispatcher", default="nvlink_ht", help="moekit's, with --split dp")
 
 
 def _versions() -> str:
@@ -100,19 +127,109 @@ def _versions() -> str:
     return ", ".join(found)
 
 
-def _run(mode: str, log: str) -> dict[str, float]:
+def environments(args: argparse.Namespace, mode: str) -> list[dict[str, str]]:
+    """Return the variables of each process of an engine with MOEKIT_VLLM=mode."""
+    common = {**os.environ, "MOEKIT_VLLM": mode, "HF_HUB_OFFLINE": "1"}
+    # With an engine in a process of its own, data parallel ranks go on for up to 32 steps.
+    common.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    if args.ranks == 1 or args.split == "tp":
+        return [common]
+    ports = []
+    for _ in range(2):
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            ports.append(str(s.getsockname()[1]))
+    common |= {
+        "VLLM_DP_SIZE": str(args.ranks), "VLLM_DP_MASTER_IP": "127.0.0.1",
+        "VLLM_DP_MASTER_PORT": ports[0], "STORE_PORT": ports[1],
+    }  # fmt: skip
+    if mode != "off":
+        common["MOEKIT_DISPATCHER"] = args.dispatcher
+    return [
+        common | {"VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank)}
+        for rank in range(args.ranks)
+    ]
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of vLLM's LLM that say how ranks share the work."""
+    if args.ranks == 1:
+        return {}
+    tensor = {"tensor_parallel_size": args.ranks} if args.split == "tp" else {}
+    backend = {"all2all_backend": "allgather_reducescatter"}
+    return {"enable_expert_parallel": True} | backend | tensor
+
+
+class Ranks:
+    """This process among those of an engine."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = (int(os.environ.get(f"VLLM_DP_{name}", default))
+                                for name, default in (("RANK", 0), ("SIZE", 1)))  # fmt: skip
+        self._store, self._said = None, 0
+        if self.size > 1:
+            from torch.distributed import TCPStore
+
+            port = int(os.environ["STORE_PORT"])
+            self._store = TCPStore("127.0.0.1", port, self.size, self.rank == 0)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, each of which has called this as often."""
+        if self._store is None:
+            return [value]
+        self._said += 1
+        self._store.set(f"{self._said} of {self.rank}", json.dumps(value))
+        return [json.loads(self._store.get(f"{self._said} of {r}")) for r in range(self.size)]
+
+
+@contextmanager
+def processes(
+    command: Sequence[str], environments: Sequence[dict[str, str]], log: Any
+) -> Iterator[subprocess.Popen[str]]:
+    """Start a process for each environment, and yield the first one, whose output is a pipe.
+
+    The others write to ``log``. If one of them fails, the first is ended, and all are in the end.
+    """
+    first, *others = (
+        subprocess.Popen(
+            command, env=env, stdout=log if n else subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, start_new_session=True,
+        )
+        for n, env in enumerate(environments)
+    )  # fmt: skip
+
+    def end(process: subprocess.Popen[str]) -> None:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)  # with the processes that it has started
+        except ProcessLookupError:
+            pass
+
+    def watch(process: subprocess.Popen[str]) -> None:
+        if process.wait():
+            end(first)
+
+    threads = [threading.Thread(target=watch, args=[other]) for other in others]
+    for thread in threads:
+        thread.start()
+    try:
+        yield first
+        first.wait()
+    finally:
+        for process in (first, *others) if first.poll() != 0 else (first,):
+            end(process)
+        for thread in threads:
+            thread.join()
+
+
+def _run(mode: str, args: argparse.Namespace) -> dict[str, float]:
     """Return the times of one turn: name -> seconds. Print them as the engine says them."""
-    environment = {**os.environ, "MOEKIT_VLLM": mode, "HF_HUB_OFFLINE": "1"}
-    environment.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     command = [sys.executable, __file__, *sys.argv[1:], "--turn", mode]
     said: list[str] = []
     times: dict[str, float] = {}
     print(f"MOEKIT_VLLM={mode}", flush=True)
     with (
-        Path(log).open("a") as file,
-        subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        ) as engine,
+        Path(args.log).open("a") as file,
+        processes(command, environments(args, mode), file) as engine,
     ):
         assert engine.stdout is not None
         for line in engine.stdout:
@@ -146,8 +263,10 @@ def turn(args: argparse.Namespace) -> None:
     import torch
     from vllm import LLM, SamplingParams
 
-    batches = [int(size) for size in args.batches.split(",")]
-    more: dict[str, Any] = {}
+    batches, ranks = [int(size) for size in args.batches.split(",")], Ranks()
+    more = engine_options(args)
+    if more:  # the most tokens of a step, for which moekit's dispatchers have room
+        more["max_num_batched_tokens"] = max(args.prefill, *batches)
     if torch.cuda.is_available() and not args.eager:
         more["compilation_config"] = {"cudagraph_capture_sizes": sorted(batches)}
     with tempfile.TemporaryDirectory() as folder:
@@ -166,9 +285,10 @@ def turn(args: argparse.Namespace) -> None:
             ]
             sampling = SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True,
                                       detokenize=False)  # fmt: skip
+            ranks.gather(None)  # all begin now
             begin = time.perf_counter()
             llm.generate(asked, sampling, use_tqdm=False)
-            return time.perf_counter() - begin
+            return max(ranks.gather(time.perf_counter() - begin))
 
         for size in batches:
             seconds(size, 16, 4)

@@ -5,7 +5,8 @@
 For each scheme two checkpoints of a Qwen3-MoE with one layer are made, and two engines, with
 MOEKIT_VLLM=off and require. Each completes prompts of 3 to 200 tokens greedily with the first
 checkpoint. On a GPU it then takes the second one in place, and the first one back; the engine with
-moekit also sleeps at levels 1 and 2 and wakes up. Exit code 1 if log probabilities of moekit's
+moekit also sleeps at levels 1 and 2 and wakes up. With --ranks, engines of several ranks complete
+with the first checkpoint alone, see `vllm_engine.py`. Exit code 1 if log probabilities of moekit's
 tokens are 0.3 or more from vLLM's, up to the first token that differs, or if moekit does not
 complete the same after its first checkpoint came back.
 """
@@ -16,16 +17,24 @@ import argparse
 import json
 import os
 import random
-import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from vllm_engine import FP8_BLOCKS, QWEN3
+from vllm_engine import (
+    FP8_BLOCKS,
+    QWEN3,
+    Ranks,
+    add_ranks,
+    engine_options,
+    environments,
+    processes,
+)
 
 SIZES = dict(num_hidden_layers=1, hidden_size=1024, intermediate_size=512, num_experts=32) | dict(
     num_experts_per_tok=4, moe_intermediate_size=512, num_attention_heads=8
@@ -74,19 +83,21 @@ def checkpoint(folder: Path, quant: str, seed: int) -> str:
     return str(folder)
 
 
-def engine(first: str, other: str, memory: float) -> None:
+def engine(first: str, other: str, args: argparse.Namespace) -> None:
     """Print what an engine completes after each step, as JSON."""
     from vllm import LLM, SamplingParams
 
-    draw, gpu = random.Random(0), torch.cuda.is_available()
+    draw, gpu, ranks = random.Random(0), torch.cuda.is_available(), Ranks()
     prompts = [
         [draw.randrange(3, 512) for _ in range(n)] for n in (3, 11, 40, 64, 65, 128, 200, 17)
     ]
     graphs = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8]}} if gpu else {}
-    sleeps = gpu and os.environ["MOEKIT_VLLM"] == "require"
+    alone = args.ranks == 1
+    sleeps = gpu and alone and os.environ["MOEKIT_VLLM"] == "require"
     llm = LLM(
         first, dtype="bfloat16", skip_tokenizer_init=True, max_model_len=512, seed=0,
-        gpu_memory_utilization=memory, enforce_eager=not gpu, enable_sleep_mode=sleeps, **graphs,
+        gpu_memory_utilization=args.memory, enforce_eager=not gpu, enable_sleep_mode=sleeps,
+        max_num_batched_tokens=1024, **graphs, **engine_options(args),
     )  # fmt: skip
     sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False,
                               logprobs=0)  # fmt: skip
@@ -95,9 +106,9 @@ def engine(first: str, other: str, memory: float) -> None:
         return lambda: llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
     def complete() -> Completions:
-        asked: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+        asked: Any = [{"prompt_token_ids": each} for each in prompts[ranks.rank :: ranks.size]]
         outputs = [done.outputs[0] for done in llm.generate(asked, sampling, use_tqdm=False)]
-        return [
+        mine = [
             {
                 "tokens": list(each.token_ids),
                 "logprobs": [
@@ -107,9 +118,10 @@ def engine(first: str, other: str, memory: float) -> None:
             }
             for each in outputs
         ]
+        return [each for of_ranks in zip(*ranks.gather(mine), strict=True) for each in of_ranks]
 
     steps: dict[str, list[Callable[[], object]]] = {"first": []}
-    if gpu:  # on a CPU, vLLM's dense layers hold packed weights that do not follow
+    if gpu and alone:  # on a CPU, vLLM's dense layers hold packed weights that do not follow
         steps |= {"other weights": [load(other)], "first again": [load(first)]}
     if sleeps:
         steps["slept at level 1"] = [lambda: llm.sleep(level=1), llm.wake_up]
@@ -124,21 +136,28 @@ def engine(first: str, other: str, memory: float) -> None:
 
 def run(mode: str, folder: Path, args: argparse.Namespace) -> dict[str, Completions]:
     """Return what an engine in a new process completed, by step."""
-    command = [sys.executable, __file__, "--memory", str(args.memory), "--engine",
+    command = [sys.executable, __file__, *sys.argv[1:], "--engine",
                str(folder / "first"), str(folder / "other")]  # fmt: skip
-    env = os.environ | {"MOEKIT_VLLM": mode, "VLLM_CACHE_ROOT": str(folder / f"cache-{mode}")}
-    env.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    done = subprocess.run(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        errors="replace", timeout=args.seconds,
-    )  # fmt: skip
-    said = [line for line in done.stdout.splitlines() if line.startswith("COMPLETED ")]
-    if done.returncode or not said:
-        raise SystemExit(f"the engine with MOEKIT_VLLM={mode} failed:\n{done.stdout[-4000:]}")
-    for line in done.stdout.splitlines():
+    cache = {"VLLM_CACHE_ROOT": str(folder / f"cache-{mode}")}
+    with (
+        (folder / f"others-{mode}").open("w+") as others,
+        processes(command, [env | cache for env in environments(args, mode)], others) as first,
+    ):
+        timer = threading.Timer(args.seconds, first.kill)
+        timer.start()
+        assert first.stdout is not None
+        lines = first.stdout.read().splitlines()
+        timer.cancel()
+        others.seek(0)
+        lines += others.read().splitlines()
+    said = [line for line in lines if line.startswith("COMPLETED ")]
+    if not said:
+        text = "\n".join(lines)[-4000:]
+        raise SystemExit(f"the engine with MOEKIT_VLLM={mode} failed:\n{text}")
+    for line in lines:
         if line.partition("moekit: ")[2] and mode == "require":
             print("  moekit: " + line.partition("moekit: ")[2])
-    return json.loads(said[-1].removeprefix("COMPLETED "))
+    return json.loads(said[0].removeprefix("COMPLETED "))
 
 
 def compare(stock: Completions, ours: Completions) -> tuple[str, bool]:
@@ -160,10 +179,11 @@ def main() -> None:
     parser.add_argument("--quant", default="none,fp8_block", help="default: %(default)s")
     parser.add_argument("--memory", type=float, default=0.1, help="share of the device's memory")
     parser.add_argument("--seconds", type=float, default=300.0, help="limit of an engine")
+    add_ranks(parser)
     parser.add_argument("--engine", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.engine:
-        engine(*args.engine, args.memory)
+        engine(*args.engine, args)
         return
     right = True
     for quant in args.quant.split(","):
