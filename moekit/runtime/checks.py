@@ -92,7 +92,7 @@ def check_call(
             f"for problem.replace(training=True), or pass {name}.detach()"
         )
     if getattr(weights, "made_for", None) is not made_for:  # else this kernel has packed them
-        _check_weights(weights, experts.spec.name, made_for)
+        check_weights(weights, experts.spec.name, made_for)
     packed = next(iter(weights.experts.values()))
     if packed.device != device:
         raise InvalidInput(f"weights are on {packed.device}, x on {device}: move one")
@@ -114,7 +114,8 @@ def check_call(
         _check_values(ids, topk_weights, problem.num_physical_experts)
 
 
-def _check_weights(weights: PackedWeights, backend: str, made_for: Mapping[str, object]) -> None:
+def check_weights(weights: PackedWeights, backend: str, made_for: Mapping[str, object]) -> None:
+    """Raise WeightsError for weights of another backend or problem."""
     if not isinstance(weights, PackedWeights) or weights.backend != backend:
         packed = isinstance(weights, PackedWeights)
         found = f"packed for {weights.backend!r}" if packed else type(weights).__name__
