@@ -274,7 +274,7 @@ def check_shared(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     Raises InvalidInput if its shape or dtype differ from those that x has, or if the function
     changed x in place. Tensors of `torch.inference_mode` count no changes: these are not checked.
     """
-    changes = None if x.is_inference() else x._version
+    changes = None if torch.compiler.is_compiling() or x.is_inference() else x._version
     extra = function(x)
     if changes is not None and x._version != changes:
         raise InvalidInput(
