@@ -339,8 +339,10 @@ class FusedMoE(nn.Module):
         if dtype not in self._flows:
             made = self._flows[dtype] = copy(self.flow)
             made.kernel = self._compose(self.problem.replace(dtype=dtype))
-        self._flows[dtype].to_physical = self.flow.to_physical
-        return self._flows[dtype]
+        found = self._flows[dtype]
+        if found.to_physical is not self.flow.to_physical:  # torch.compile traces no mutation
+            found.to_physical = self.flow.to_physical
+        return found
 
     @property
     def partial(self) -> bool:

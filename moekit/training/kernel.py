@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -45,6 +45,7 @@ class TrainableKernel(ModularKernel):
                     f"{wanted.__name__}: correct it, or name another backend"
                 )
         super().__init__(dispatcher, experts, **options)
+        self._checked: object = None  # the form of the last weights
         self._number, self.moves = operators.register(self), self._moves
 
     def __call__(
@@ -107,12 +108,16 @@ class TrainableKernel(ModularKernel):
         if isinstance(weights, PackedWeights):
             check_weights(weights, self.experts.spec.name, self._made_for)
             return *_flat(weights.experts, weights.shared), {}
-        weights.check(self.problem)
-        made, p = weights.canonical(self.problem), self.problem
+        p, given = self.problem, weights.tensors()
+        form = weights.interleaved, [(n, t.shape, t.dtype, t.device) for n, t in given.items()]
+        if form != self._checked or p.quant.weight is not None:  # of which values are checked
+            weights.check(p)
+            self._checked = form
+        made = weights.canonical(p)
         if weights.w2_bias is not None and p.parallel.tp_rank > 0:
             # Rank 0 adds the bias, and every rank gets its gradient.
             made = replace(made, w2_bias=weights.w2_bias - weights.w2_bias.detach())
-        held = made.tensors()
+        held = given if made is weights else made.tensors()
         tracked = {name: t for name, t in held.items() if t.requires_grad}
         if tracked and p.quant.weight is not None:
             raise WeightsError(
@@ -121,7 +126,8 @@ class TrainableKernel(ModularKernel):
             )
         if torch.compiler.is_compiling():  # `named` packs them in compiled code
             return list(held.values()), ",".join(held), tracked
-        packed = packed_by(self.experts, made.detach())
+        with torch.no_grad():
+            packed = packed_by(self.experts, made)
         return *_flat({**packed.experts, **tracked}, packed.shared), tracked
 
     def named(self, held: Sequence[Tensor], layout: str) -> PackedWeights:
@@ -251,13 +257,17 @@ class TrainableKernel(ModularKernel):
         """Tell the other ranks how a call ends. Within it, the problem alone names dtypes."""
         observer = self._calls.begin(x, routing)
         try:
-            with torch.autocast(x.device.type, enabled=False):
+            kind = x.device.type
+            with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _AS_IS:
                 yield observer
         except BaseException as error:
             observer.failed(error)
             raise
         finally:
             observer.ended()
+
+
+_AS_IS = nullcontext()
 
 
 def _flat(experts: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> tuple[list[Tensor], str]:
