@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -91,7 +91,7 @@ class ExpertWeights:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are present, by name."""
-        return {name: t for name, t in vars(self).items() if isinstance(t, Tensor)}
+        return {name: t for name in _TENSORS if isinstance(t := getattr(self, name), Tensor)}
 
     def by_expert(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Split canonical weights for PackedWeights: (per-expert tensors, shared tensors).
@@ -212,6 +212,7 @@ class ExpertWeights:
         return replace(self, **changes)
 
 
+_TENSORS = tuple(f.name for f in fields(ExpertWeights) if f.name != "interleaved")
 # Parts that only quantized matrices have.
 _OF_QUANTIZED = ("scale", "zero_points", "g_idx")
 _TINY = torch.finfo(torch.float32).tiny

@@ -11,7 +11,6 @@ keeps it. In eager mode autograd keeps the saved tensors instead, where its hook
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
@@ -38,23 +37,26 @@ def register(kernel: Any) -> Tensor:
 
 
 class Saved(bytearray):
-    """What a call saves. Its bytes are its number, and the storage of its key.
+    """What a call saves. Its bytes are the storage of its key.
 
     tensors: x, topk_ids and topk_weights as they arrived, then what the experts saved. None stands
     for an argument of the call: autograd keeps it, and compiled code may overwrite it later.
     """
 
-    known: WeakValueDictionary[int, Saved] = WeakValueDictionary()
+    by_address: WeakValueDictionary[int, Saved] = WeakValueDictionary()
 
     def __init__(self, kernel: Any, handle: Any, max_tokens: int | None, tensors: list[Any]) -> None:
-        number = next(_numbers)
-        super().__init__(number.to_bytes(8, sys.byteorder))
+        super().__init__(8)
         self.call, self.tensors = (kernel, handle, max_tokens), tensors
-        self.known[number] = self
+
+    def key(self) -> Tensor:
+        made = torch.frombuffer(self, dtype=torch.int64)
+        self.by_address[made.data_ptr()] = self
+        return made
 
     @classmethod
     def of(cls, key: Tensor) -> Saved:
-        found = cls.known.get(int(key))
+        found = cls.by_address.get(key.data_ptr())
         if found is None:
             raise MoekitError(
                 "what this call saved for its backward is freed: its key was copied, so let hooks "
@@ -97,8 +99,7 @@ def _forward(
         taken = {t.untyped_storage().data_ptr() for t in (*arguments, *weights)}
         tensors = [t.clone() if t is not None and t.untyped_storage().data_ptr() in taken else t
                    for t in tensors]
-    saved = Saved(kernel, tokens.handle, max_tokens, tensors)
-    return out, torch.frombuffer(saved, dtype=torch.int64)
+    return out, Saved(kernel, tokens.handle, max_tokens, tensors).key()
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
