@@ -91,13 +91,13 @@ class TrainableKernel(ModularKernel):
         if compiles:
             if add_to is not None:
                 raise InvalidInput("torch.compile does not trace add_to: call in eager mode")
-            result = operators.LAYER(
-                x, ids, topk_weights, held, self._number, layout, most, self.moves, saves
+            result: Tensor = operators.LAYER(
+                x, ids, topk_weights, held, self._number, layout, most, saves, self.moves
             )
         else:
             buffers = None if add_to is None else self._buffers(add_to, tracked)
             result = operators.call(
-                self._number, layout, most, self.moves, False, buffers, x, ids, topk_weights, *held
+                self._number, layout, most, False, self.moves, buffers, x, ids, topk_weights, *held
             )
         return result if shared is None else result + shared(x)
 
@@ -108,10 +108,11 @@ class TrainableKernel(ModularKernel):
         if isinstance(weights, PackedWeights):
             check_weights(weights, self.experts.spec.name, self._made_for)
             return *_flat(weights.experts, weights.shared), {}
-        p, given = self.problem, weights.tensors()
+        p, given, compiles = self.problem, weights.tensors(), torch.compiler.is_compiling()
         form = weights.interleaved, [(n, t.shape, t.dtype, t.device) for n, t in given.items()]
-        if form != self._checked or p.quant.weight is not None:  # of which values are checked
+        if compiles or form != self._checked or p.quant.weight is not None:  # which has values
             weights.check(p)
+        if not compiles:  # which traces no mutation
             self._checked = form
         made = weights.canonical(p)
         if weights.w2_bias is not None and p.parallel.tp_rank > 0:
@@ -124,7 +125,7 @@ class TrainableKernel(ModularKernel):
                 f"{', '.join(tracked)} require a gradient, and weights of the scheme "
                 f"{p.quant.name} have none: freeze them, or train unquantized weights"
             )
-        if torch.compiler.is_compiling():  # `named` packs them in compiled code
+        if compiles:  # `named` packs them in compiled code
             return list(held.values()), ",".join(held), tracked
         with torch.no_grad():
             packed = packed_by(self.experts, made)
@@ -136,15 +137,14 @@ class TrainableKernel(ModularKernel):
         layout: names of canonical weights, as in "w13,w2"; of packed ones, as in "w13,w2;scale".
         """
         held = [t.detach() for t in held]
-        experts, packed, shared = layout.partition(";")
-        names = experts.split(",")
+        of_experts, packed, of_all = layout.partition(";")
+        names = of_experts.split(",")
+        experts: dict[str, Any] = dict(zip(names, held, strict=False))
         if not packed:
-            named: dict[str, Any] = dict(zip(names, held, strict=True))
-            made = packed_by(self.experts, ExpertWeights(**named))
+            made = packed_by(self.experts, ExpertWeights(**experts))
             return replace(made, made_for=self._made_for)
-        rest = dict(zip(shared.split(","), held[len(names) :], strict=False))
-        experts = dict(zip(names, held, strict=False))
-        return PackedWeights(self.experts.spec.name, experts, rest, made_for=self._made_for)
+        shared = dict(zip(of_all.split(","), held[len(names) :], strict=False))
+        return PackedWeights(self.experts.spec.name, experts, shared, made_for=self._made_for)
 
     def _buffers(self, given: ExpertWeights, tracked: Mapping[str, Tensor]) -> dict[str, Tensor]:
         buffers = given.tensors()
@@ -203,20 +203,19 @@ class TrainableKernel(ModularKernel):
         kept: Sequence[Tensor],
         handle: Any,
         max_tokens: int | None,
-        inputs: tuple[bool, bool],
+        wants_x: bool,
+        wants_topk: bool,
         names: list[str],
         buffers: Mapping[str, Tensor] | None,
     ) -> tuple[Tensor | None, Tensor | None, dict[str, Tensor]]:
         """Return the gradients of x, of the router weights, and of the named weights by name.
 
         kept: x, topk_ids and topk_weights as they arrived, and what the experts saved.
-        inputs: whether gradients of x and of the router weights are wanted.
         """
         x_RH, ids, topk_weights, *saved = kept
         tokens = Dispatched(x_RH, None, ids, topk_weights, handle=handle)
         # All ranks send the same kinds of gradients.
-        wants_x, wants_topk = (asked or self.moves for asked in inputs)
-        wanted = Wanted(wants_x, wants_topk, frozenset(names))
+        wanted = Wanted(wants_x or self.moves, wants_topk or self.moves, frozenset(names))
         routing = Routing(topk_weights, ids, max_tokens=max_tokens)
         with self._observed(grad, routing) as observer:
             observer.arranged()

@@ -1,8 +1,8 @@
-"""A differentiated call as operators, for selective checkpoints, torch.compile and profilers.
+"""A differentiated call as operators, for selective checkpoints and torch.compile.
 
-    moe_layer        the call as torch.compile traces it: the autograd function `Call`
-    moe_forward      its forward, which returns the output and a key: int64 (1,) on the CPU
-    moe_backward     its backward in compiled code, which finds by the key what the forward saved
+    moe_layer       the call as torch.compile traces it: the autograd function `Call`
+    moe_forward     its forward, in eager mode too: the output and a key, int64 (1,) on the CPU
+    moe_backward    its backward in compiled code, which finds by the key what the forward saved
 
 What a call saves lives as long as the key's storage, so whoever keeps the outputs of `moe_forward`
 keeps it. In eager mode autograd keeps the saved tensors instead, where its hooks see them.
@@ -11,7 +11,7 @@ keeps it. In eager mode autograd keeps the saved tensors instead, where its hook
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -33,21 +33,22 @@ def register(kernel: Any) -> Tensor:
     So the layers of a model share the code of one, if each of them is compiled.
     """
     _kernels[number := next(_numbers)] = kernel
-    return torch.tensor(number)
+    return torch.tensor(number, device="cpu")
 
 
 class Saved(bytearray):
     """What a call saves. Its bytes are the storage of its key.
 
+    call: the kernel, the dispatcher's handle, and max_tokens.
     tensors: x, topk_ids and topk_weights as they arrived, then what the experts saved. None stands
     for an argument of the call: autograd keeps it, and compiled code may overwrite it later.
     """
 
     by_address: WeakValueDictionary[int, Saved] = WeakValueDictionary()
 
-    def __init__(self, kernel: Any, handle: Any, max_tokens: int | None, tensors: list[Any]) -> None:
+    def __init__(self, call: tuple[Any, Any, int | None], tensors: list[Any]) -> None:
         super().__init__(8)
-        self.call, self.tensors = (kernel, handle, max_tokens), tensors
+        self.call, self.tensors = call, tensors
 
     def key(self) -> Tensor:
         made = torch.frombuffer(self, dtype=torch.int64)
@@ -84,27 +85,29 @@ def _forward(
     kernel, arguments = _kernels[int(number)], (x, topk_ids, topk_weights)
     with on_device(x):
         packed = kernel.named(weights, layout)
-        if not saves:
-            routing = Routing(topk_weights, topk_ids, max_tokens=max_tokens)
-            return kernel.infer(x, packed, routing), torch.zeros(1, dtype=torch.int64)
         if compiled and kernel.moves:  # the handle may keep them
             topk_weights, topk_ids = topk_weights.clone(), topk_ids.clone()
         routing = Routing(topk_weights, topk_ids, max_tokens=max_tokens)
+        if not saves:
+            return kernel.infer(x, packed, routing), torch.zeros(1, dtype=torch.int64)
         out, tokens, saved = kernel.forward(x, packed, routing)
-    tensors: list[Any] = [tokens.x, tokens.topk_ids, tokens.topk_weights, *saved]
+    kept = [tokens.x, tokens.topk_ids, tokens.topk_weights, *saved]
     if not kernel.moves:
-        same = zip(tensors, arguments, strict=False)
-        tensors[:3] = [None if _same(found, given) else found for found, given in same]
+        kept[:3] = (
+            None if _same(*pair) else pair[0] for pair in zip(kept, arguments, strict=False)
+        )
     if compiled:
         taken = {t.untyped_storage().data_ptr() for t in (*arguments, *weights)}
-        tensors = [t.clone() if t is not None and t.untyped_storage().data_ptr() in taken else t
-                   for t in tensors]
-    return out, Saved(kernel, tokens.handle, max_tokens, tensors).key()
+        shares = (t is not None and t.untyped_storage().data_ptr() in taken for t in kept)
+        kept = [t.clone() if share else t for t, share in zip(kept, shares, strict=True)]
+    return out, Saved((kernel, tokens.handle, max_tokens), kept).key()
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
+    if a is b:
+        return True
     form = (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
-    return a is b or (form and a.data_ptr() == b.data_ptr())
+    return form and a.data_ptr() == b.data_ptr()
 
 
 def _backward(
@@ -115,34 +118,42 @@ def _backward(
     layout: str,
     asked: Sequence[int],
     top_k: int,
-) -> list[Tensor]:
-    """Return the gradients that are asked for, by their index in (x, topk_weights, *weights)."""
+) -> list[Any]:
+    """Return the gradients that are asked for.
+
+    arguments: x, topk_ids and topk_weights where tokens do not move.
+    asked: indices into (x, topk_weights, *weights).
+    """
     saved = Saved.of(key)
-    filled = [t if t is not None else arguments[i] for i, t in enumerate(saved.tensors)]
-    return _gradients(saved.call, grad, filled, weights, layout, asked, None)
+    kept = [arguments[i] if t is None else t for i, t in enumerate(saved.tensors)]
+    return _gradients(saved.call, grad, kept, weights, layout, asked, None)
 
 
 def _gradients(
     call: tuple[Any, Any, int | None],
     grad: Tensor,
-    tensors: Sequence[Tensor],
+    kept: Sequence[Tensor],
     weights: Sequence[Tensor],
     layout: str,
     asked: Sequence[int],
-    buffers: Any,
+    buffers: Mapping[str, Tensor] | None,
 ) -> list[Any]:
+    """Return the gradients that are asked for; None for those that are added to buffers."""
     kernel, handle, max_tokens = call
     names = layout.replace(";", ",").split(",")
-    with on_device(grad):
-        of_x, of_topk, made = kernel.backward(
-            grad, kernel.named(weights, layout), tensors, handle, max_tokens,
-            (0 in asked, 1 in asked), [names[i - 2] for i in asked if i > 1], buffers,
-        )  # fmt: skip
-    return [of_x if i == 0 else of_topk if i == 1 else made.get(names[i - 2]) for i in asked]
+    wanted = 0 in asked, 1 in asked, [names[index - 2] for index in asked if index > 1]
+    packed = kernel.named(weights, layout)
+    of_x, of_topk, made = kernel.backward(grad, packed, kept, handle, max_tokens, *wanted, buffers)
+    given = {0: of_x, 1: of_topk}
+    return [given[index] if index < 2 else made.get(names[index - 2]) for index in asked]
 
 
 class Call(torch.autograd.Function):
-    """A call of a kernel. Autograd keeps the tensors, and so sees if one is changed in between."""
+    """A call of a kernel. Autograd keeps the tensors, and so sees if one is changed in between.
+
+    The first six arguments are those of `_forward`, whether tokens move, and the buffers. x,
+    topk_ids, topk_weights and the weights follow.
+    """
 
     @staticmethod
     def forward(
@@ -150,41 +161,42 @@ class Call(torch.autograd.Function):
         number: Tensor,
         layout: str,
         max_tokens: int | None,
-        moves: bool,
         compiled: bool,
-        buffers: Any,
+        moves: bool,
+        buffers: Mapping[str, Tensor] | None,
         *tensors: Tensor,
     ) -> Tensor:
-        (x, topk_ids, topk_weights), weights = tensors[:3], tensors[3:]
-        out, key = FORWARD(
-            x, topk_ids, topk_weights, weights, number, layout, max_tokens, True, compiled
-        )
-        ctx.layout, ctx.buffers, ctx.top_k = layout, buffers, topk_ids.shape[1]
-        ctx.call, kept = None, [key, *(() if moves else tensors[:3])]  # the key is traced
-        if type(key) is Tensor:
+        arguments, weights = tensors[:3], tensors[3:]
+        out: Tensor
+        out, key = _FORWARD(*arguments, weights, number, layout, max_tokens, True, compiled)
+        ctx.call, ctx.layout, ctx.buffers, ctx.top_k = None, layout, buffers, tensors[1].shape[1]
+        kept = [key] if moves else [key, *arguments]
+        if type(key) is Tensor:  # else it is traced
             saved = Saved.of(key)
             ctx.call, kept = saved.call, list(saved.tensors)
-            kept[:3] = [tensors[i] if t is None else t for i, t in enumerate(kept[:3])]
+            kept[:3] = (a if t is None else t for a, t in zip(arguments, kept, strict=False))
         ctx.save_for_backward(*weights, *kept)
-        ctx.counted = len(weights)
+        ctx.num_weights = len(weights)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors  # once, as checkpoints require
-        weights, kept = tensors[: ctx.counted], tensors[ctx.counted :]
-        wants_x, _, *wants = ctx.needs_input_grad[6:]
-        wants = [wants_x, *wants]
-        asked = [index for index, wanted in enumerate(wants) if wanted]
+        weights, kept = tensors[: ctx.num_weights], tensors[ctx.num_weights :]
+        wants_x, _, *rest = ctx.needs_input_grad[6:]
+        asked = [index for index, wanted in enumerate((wants_x, *rest)) if wanted]
         if ctx.call is None:
             key, *arguments = kept
-            made = BACKWARD(grad, key, arguments, weights, ctx.layout, asked, ctx.top_k)
+            made = _BACKWARD(grad, key, arguments, weights, ctx.layout, asked, ctx.top_k)
         else:
             made = _gradients(ctx.call, grad, kept, weights, ctx.layout, asked, ctx.buffers)
-        by_index = dict(zip(asked, made, strict=True))
-        of_x, of_topk, *of_weights = (by_index.get(index) for index in range(len(wants)))
-        return *[None] * 6, of_x, None, of_topk, *of_weights
+        found = dict(zip(asked, made, strict=True))
+        of_weights = (found.get(2 + index) for index in range(len(weights)))
+        return *[None] * 6, found.get(0), None, found.get(1), *of_weights
+
+
+call: Callable[..., Tensor] = Call.apply  # which torch does not type
 
 
 def _layer(
@@ -195,28 +207,14 @@ def _layer(
     number: Tensor,
     layout: str,
     max_tokens: int | None,
-    moves: bool,
     saves: bool,
+    moves: bool,
 ) -> Tensor:
-    tensors = x, topk_ids, topk_weights, *weights
+    arguments = x, topk_ids, topk_weights
     if saves:
-        return call(number, layout, max_tokens, moves, True, None, *tensors)
-    out: Tensor = FORWARD(*tensors[:3], weights, number, layout, max_tokens, False, True)[0]
+        return call(number, layout, max_tokens, True, moves, None, *arguments, *weights)
+    out: Tensor = _FORWARD(*arguments, weights, number, layout, max_tokens, False, True)[0]
     return out
-
-
-_CALL = "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor[] weights, Tensor kernel, str layout, SymInt? max_tokens"
-_LIBRARY = torch.library.Library("moekit", "FRAGMENT")  # type: ignore[no-untyped-call]
-
-
-def _operator(schema: str, run: Any, fake: Any) -> Any:
-    name = schema.partition("(")[0]
-    # What a call saves would be lost in the replay of a CUDA graph.
-    _LIBRARY.define(schema, tags=(torch.Tag.cudagraph_unsafe,))
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")  # backends may use autograd
-    torch.library.register_fake(f"moekit::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.moekit, name).default
 
 
 def _like_x(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -225,21 +223,42 @@ def _like_x(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 def _like_inputs(grad: Tensor, *rest: Any) -> list[Tensor]:
-    _, _, weights, _, asked, top_k = rest
+    *_, weights, _, asked, top_k = rest
     of_x = torch.empty_like(grad, memory_format=torch.contiguous_format)
     of_topk = grad.new_empty((grad.shape[0], top_k), dtype=torch.float32)
     made = [of_x, of_topk, *map(torch.empty_like, weights)]
     return [made[index] for index in asked]
 
 
-FORWARD = _operator(
-    f"moe_forward({_CALL}, bool saves, bool compiled) -> (Tensor, Tensor)", _forward, _like_x
+_LIBRARY: Any = torch.library.Library("moekit", "FRAGMENT")  # type: ignore[no-untyped-call]
+_CALL = (
+    "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor[] weights, Tensor kernel, str layout, "
+    "SymInt? max_tokens, bool saves"
 )
-BACKWARD = _operator(
-    "moe_backward(Tensor grad, Tensor key, Tensor[] arguments, Tensor[] weights, str layout, "
-    "int[] asked, int top_k) -> Tensor[]",
-    _backward, _like_inputs,
-)  # fmt: skip
+_LIBRARY.define(f"moe_layer({_CALL}, bool moves) -> Tensor")
+_LIBRARY.impl("moe_layer", _layer, "CompositeImplicitAutograd")
+LAYER = torch.ops.moekit.moe_layer.default
+
+
+def _below_autograd(name: str, schema: str, run: Any, fake: Any) -> Any:
+    # What a call saves would be lost in the replay of a CUDA graph.
+    _LIBRARY.define(name + schema, tags=(torch.Tag.cudagraph_unsafe,))
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")  # backends may use autograd
+    torch.library.register_fake(f"moekit::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.moekit, name).default
+
+
+_FORWARD = _below_autograd(
+    "moe_forward", f"({_CALL}, bool compiled) -> (Tensor, Tensor)", _forward, _like_x
+)
+_BACKWARD = _below_autograd(
+    "moe_backward",
+    "(Tensor grad, Tensor key, Tensor[] arguments, Tensor[] weights, str layout, int[] asked, "
+    "int top_k) -> Tensor[]",
+    _backward,
+    _like_inputs,
+)
 
 
 def show_inside(mode: type[Any]) -> None:
@@ -250,9 +269,3 @@ def show_inside(mode: type[Any]) -> None:
             return _forward(*args)
 
     torch.library.register_torch_dispatch("moekit::moe_forward", mode, rule, lib=_LIBRARY)
-
-
-_LIBRARY.define(f"moe_layer({_CALL}, bool moves, bool saves) -> Tensor")
-_LIBRARY.impl("moe_layer", _layer, "CompositeImplicitAutograd")
-LAYER = torch.ops.moekit.moe_layer.default
-call: Callable[..., Tensor] = Call.apply  # which torch does not type

@@ -252,7 +252,9 @@ class TrainableTriton(TritonExperts, TrainableExperts):
     ) -> None:
         """Compute a product of rows. ``gather`` is of a tile that does not need sorted rows."""
         if isinstance(tile, SpecializedTile):
-            _specialized().specialized_rows(a, w_LKN, out, rows, tile, num_sms(self.problem), epilogue)
+            _specialized().specialized_rows(
+                a, w_LKN, out, rows, tile, num_sms(self.problem), epilogue
+            )
         else:
             rows_gemm(a, w_LKN, out, rows, tile, gather=gather, epilogue=epilogue)
 

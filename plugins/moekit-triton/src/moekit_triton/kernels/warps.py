@@ -57,7 +57,8 @@ def _fields(
 ) -> dict[str, Any]:
     """Return the fields of a descriptor, validated."""
     layout, base = _layout(rows, columns, dtype), torch.empty(0, dtype=dtype)
-    return vars(TensorDescriptor(base, list(shape), list(strides), [rows, columns], layout))
+    made = TensorDescriptor(base, list(shape), list(strides), [rows, columns], layout)
+    return dict(vars(made))
 
 
 @functools.cache
