@@ -78,7 +78,7 @@ class TrainableKernel(ModularKernel):
         saves = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
         compiles = torch.compiler.is_compiling()
         if not (saves or compiles):
-            packed = self.named(held, layout)
+            packed = self.packed(held, layout)
             return super().__call__(x, packed, routing, out=out, shared=shared)
         if out is not None:
             raise InvalidInput("out is given, and gradients are enabled: leave it out")
@@ -104,10 +104,12 @@ class TrainableKernel(ModularKernel):
     def _views(
         self, weights: ExpertWeights | PackedWeights
     ) -> tuple[list[Tensor], str, dict[str, Tensor]]:
-        """Return weights and layout as `named` takes them, and those that require a gradient."""
+        """Return weights and layout as `packed` takes them, and those that require a gradient."""
         if isinstance(weights, PackedWeights):
             check_weights(weights, self.experts.spec.name, self._made_for)
-            return *_flat(weights.experts, weights.shared), {}
+            experts, shared = weights.experts, weights.shared
+            layout = f"{','.join(experts)};{','.join(shared)}"
+            return [*experts.values(), *shared.values()], layout, {}
         p, given, compiles = self.problem, weights.tensors(), torch.compiler.is_compiling()
         form = weights.interleaved, [(n, t.shape, t.dtype, t.device) for n, t in given.items()]
         if compiles or form != self._checked or p.quant.weight is not None:  # which has values
@@ -125,22 +127,18 @@ class TrainableKernel(ModularKernel):
                 f"{', '.join(tracked)} require a gradient, and weights of the scheme "
                 f"{p.quant.name} have none: freeze them, or train unquantized weights"
             )
-        if compiles:  # `named` packs them in compiled code
-            return list(held.values()), ",".join(held), tracked
-        with torch.no_grad():
-            packed = packed_by(self.experts, made)
-        return *_flat({**packed.experts, **tracked}, packed.shared), tracked
+        return list(held.values()), ",".join(held), tracked
 
-    def named(self, held: Sequence[Tensor], layout: str) -> PackedWeights:
+    def packed(self, held: Sequence[Tensor], layout: str) -> PackedWeights:
         """Return weights, without autograd, as the experts see them.
 
         layout: names of canonical weights, as in "w13,w2"; of packed ones, as in "w13,w2;scale".
         """
         held = [t.detach() for t in held]
-        of_experts, packed, of_all = layout.partition(";")
+        of_experts, is_packed, of_all = layout.partition(";")
         names = of_experts.split(",")
         experts: dict[str, Any] = dict(zip(names, held, strict=False))
-        if not packed:
+        if not is_packed:
             made = packed_by(self.experts, ExpertWeights(**experts))
             return replace(made, made_for=self._made_for)
         shared = dict(zip(of_all.split(","), held[len(names) :], strict=False))
@@ -172,10 +170,6 @@ class TrainableKernel(ModularKernel):
 
     # -- the two directions -----------------------------------------------------------------
 
-    def infer(self, x: Tensor, weights: PackedWeights, routing: Routing) -> Tensor:
-        """Compute a call that saves nothing."""
-        return super().__call__(x, weights, routing)
-
     def forward(
         self, x: Tensor, weights: PackedWeights, routing: Routing
     ) -> tuple[Tensor, Dispatched, list[Tensor]]:
@@ -199,23 +193,25 @@ class TrainableKernel(ModularKernel):
     def backward(
         self,
         grad: Tensor,
-        weights: PackedWeights,
         kept: Sequence[Tensor],
+        held: Sequence[Tensor],
+        layout: str,
         handle: Any,
         max_tokens: int | None,
-        wants_x: bool,
-        wants_topk: bool,
-        names: list[str],
+        asked: Sequence[int],
         buffers: Mapping[str, Tensor] | None,
-    ) -> tuple[Tensor | None, Tensor | None, dict[str, Tensor]]:
-        """Return the gradients of x, of the router weights, and of the named weights by name.
+    ) -> list[Tensor | None]:
+        """Return the gradients that are asked for; None for those that are added to buffers.
 
         kept: x, topk_ids and topk_weights as they arrived, and what the experts saved.
+        asked: indices into (x, topk_weights, *weights).
         """
         x_RH, ids, topk_weights, *saved = kept
         tokens = Dispatched(x_RH, None, ids, topk_weights, handle=handle)
+        weights, all_names = self.packed(held, layout), layout.split(",")
+        names = [all_names[index - 2] for index in asked if index > 1]
         # All ranks send the same kinds of gradients.
-        wanted = Wanted(wants_x or self.moves, wants_topk or self.moves, frozenset(names))
+        wanted = Wanted(0 in asked or self.moves, 1 in asked or self.moves, frozenset(names))
         routing = Routing(topk_weights, ids, max_tokens=max_tokens)
         with self._observed(grad, routing) as observer:
             observer.arranged()
@@ -239,7 +235,8 @@ class TrainableKernel(ModularKernel):
                     self.experts.backward_weight(grad_RH, tokens, saved, found.kept, into, add)
             finally:  # also after a fault: other ranks may wait for this rank's rows
                 of_x, of_topk_weights = returning.result()
-            return of_x, of_topk_weights, made
+            by_index = {0: of_x, 1: of_topk_weights}
+            return [by_index[i] if i < 2 else made.get(all_names[i - 2]) for i in asked]
 
     @contextmanager
     def _ended_by_faults(self, tokens: Dispatched, observer: Observer) -> Iterator[None]:
@@ -267,7 +264,3 @@ class TrainableKernel(ModularKernel):
 
 
 _AS_IS = nullcontext()
-
-
-def _flat(experts: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> tuple[list[Tensor], str]:
-    return [*experts.values(), *shared.values()], f"{','.join(experts)};{','.join(shared)}"

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from moekit.contract import Routing
 from moekit.errors import MoekitError
+from moekit.kernel import ModularKernel
 from moekit.runtime.device import on_device
 
 _kernels: WeakValueDictionary[int, Any] = WeakValueDictionary()  # of `TrainableKernel`
@@ -39,9 +40,9 @@ def register(kernel: Any) -> Tensor:
 class Saved(bytearray):
     """What a call saves. Its bytes are the storage of its key.
 
-    call: the kernel, the dispatcher's handle, and max_tokens.
-    tensors: x, topk_ids and topk_weights as they arrived, then what the experts saved. None stands
-    for an argument of the call: autograd keeps it, and compiled code may overwrite it later.
+    call: the kernel, the dispatcher's handle, and max_tokens. tensors: x, topk_ids and topk_weights
+    as they arrived, then what the experts saved. None stands for an argument of the call: autograd
+    keeps it, and compiled code may overwrite it later.
     """
 
     by_address: WeakValueDictionary[int, Saved] = WeakValueDictionary()
@@ -67,85 +68,43 @@ class Saved(bytearray):
 
 
 def _forward(
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    weights: Sequence[Tensor],
-    number: Tensor,
-    layout: str,
-    max_tokens: int | None,
-    saves: bool,
-    compiled: bool,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, weights: Sequence[Tensor], number: Tensor,
+    layout: str, max_tokens: int | None, saves: bool, compiled: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run the kernel with a number.
 
-    layout: the weights' names, see `TrainableKernel.named`.
+    layout: the weights' names, see `TrainableKernel.packed`.
     compiled: the caller may overwrite its tensors before the backward.
     """
     kernel, arguments = _kernels[int(number)], (x, topk_ids, topk_weights)
     with on_device(x):
-        packed = kernel.named(weights, layout)
+        packed = kernel.packed(weights, layout)
         if compiled and kernel.moves:  # the handle may keep them
-            topk_weights, topk_ids = topk_weights.clone(), topk_ids.clone()
+            x, topk_ids, topk_weights = (t.clone() for t in arguments)
         routing = Routing(topk_weights, topk_ids, max_tokens=max_tokens)
         if not saves:
-            return kernel.infer(x, packed, routing), torch.zeros(1, dtype=torch.int64)
+            out = ModularKernel.__call__(kernel, x, packed, routing)
+            return out, torch.zeros(1, dtype=torch.int64)
         out, tokens, saved = kernel.forward(x, packed, routing)
-    kept = [tokens.x, tokens.topk_ids, tokens.topk_weights, *saved]
+    kept = [tokens.x, tokens.topk_ids, tokens.topk_weights]
     if not kernel.moves:
-        kept[:3] = (
-            None if _same(*pair) else pair[0] for pair in zip(kept, arguments, strict=False)
-        )
-    if compiled:
-        taken = {t.untyped_storage().data_ptr() for t in (*arguments, *weights)}
-        shares = (t is not None and t.untyped_storage().data_ptr() in taken for t in kept)
-        kept = [t.clone() if share else t for t, share in zip(kept, shares, strict=True)]
-    return out, Saved((kernel, tokens.handle, max_tokens), kept).key()
+        kept = [None if _same(*pair) else pair[0] for pair in zip(kept, arguments, strict=True)]
+    return out, Saved((kernel, tokens.handle, max_tokens), [*kept, *saved]).key()
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    if a is b:
-        return True
-    form = (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
-    return form and a.data_ptr() == b.data_ptr()
+    return a is b or (a.dtype == b.dtype and a.data_ptr() == b.data_ptr())
 
 
 def _backward(
-    grad: Tensor,
-    key: Tensor,
-    arguments: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    layout: str,
-    asked: Sequence[int],
-    top_k: int,
-) -> list[Any]:
-    """Return the gradients that are asked for.
-
-    arguments: x, topk_ids and topk_weights where tokens do not move.
-    asked: indices into (x, topk_weights, *weights).
-    """
+    grad: Tensor, key: Tensor, arguments: Sequence[Tensor], weights: Sequence[Tensor], layout: str,
+    asked: Sequence[int], top_k: int,
+) -> list[Any]:  # fmt: skip
+    """Return the gradients that are asked for. arguments: none where tokens move."""
     saved = Saved.of(key)
     kept = [arguments[i] if t is None else t for i, t in enumerate(saved.tensors)]
-    return _gradients(saved.call, grad, kept, weights, layout, asked, None)
-
-
-def _gradients(
-    call: tuple[Any, Any, int | None],
-    grad: Tensor,
-    kept: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    layout: str,
-    asked: Sequence[int],
-    buffers: Mapping[str, Tensor] | None,
-) -> list[Any]:
-    """Return the gradients that are asked for; None for those that are added to buffers."""
-    kernel, handle, max_tokens = call
-    names = layout.replace(";", ",").split(",")
-    wanted = 0 in asked, 1 in asked, [names[index - 2] for index in asked if index > 1]
-    packed = kernel.named(weights, layout)
-    of_x, of_topk, made = kernel.backward(grad, packed, kept, handle, max_tokens, *wanted, buffers)
-    given = {0: of_x, 1: of_topk}
-    return [given[index] if index < 2 else made.get(names[index - 2]) for index in asked]
+    kernel, *call = saved.call
+    return kernel.backward(grad, kept, weights, layout, *call, asked, None)  # type: ignore[no-any-return]
 
 
 class Call(torch.autograd.Function):
@@ -157,15 +116,9 @@ class Call(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        number: Tensor,
-        layout: str,
-        max_tokens: int | None,
-        compiled: bool,
-        moves: bool,
-        buffers: Mapping[str, Tensor] | None,
-        *tensors: Tensor,
-    ) -> Tensor:
+        ctx: Any, number: Tensor, layout: str, max_tokens: int | None, compiled: bool, moves: bool,
+        buffers: Mapping[str, Tensor] | None, *tensors: Tensor,
+    ) -> Tensor:  # fmt: skip
         arguments, weights = tensors[:3], tensors[3:]
         out: Tensor
         out, key = _FORWARD(*arguments, weights, number, layout, max_tokens, True, compiled)
@@ -185,35 +138,27 @@ class Call(torch.autograd.Function):
         tensors = ctx.saved_tensors  # once, as checkpoints require
         weights, kept = tensors[: ctx.num_weights], tensors[ctx.num_weights :]
         wants_x, _, *rest = ctx.needs_input_grad[6:]
-        asked = [index for index, wanted in enumerate((wants_x, *rest)) if wanted]
+        wants = wants_x, *rest
+        asked = [index for index, wanted in enumerate(wants) if wanted]
         if ctx.call is None:
             key, *arguments = kept
             made = _BACKWARD(grad, key, arguments, weights, ctx.layout, asked, ctx.top_k)
         else:
-            made = _gradients(ctx.call, grad, kept, weights, ctx.layout, asked, ctx.buffers)
+            kernel, *call = ctx.call
+            made = kernel.backward(grad, kept, weights, ctx.layout, *call, asked, ctx.buffers)
         found = dict(zip(asked, made, strict=True))
-        of_weights = (found.get(2 + index) for index in range(len(weights)))
-        return *[None] * 6, found.get(0), None, found.get(1), *of_weights
+        of_x, *others = map(found.get, range(len(wants)))
+        return *[None] * 6, of_x, None, *others
 
 
 call: Callable[..., Tensor] = Call.apply  # which torch does not type
 
 
-def _layer(
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    weights: Sequence[Tensor],
-    number: Tensor,
-    layout: str,
-    max_tokens: int | None,
-    saves: bool,
-    moves: bool,
-) -> Tensor:
-    arguments = x, topk_ids, topk_weights
+def _layer(*inputs: Any) -> Tensor:
+    *arguments, weights, number, layout, max_tokens, saves, moves = inputs
     if saves:
         return call(number, layout, max_tokens, True, moves, None, *arguments, *weights)
-    out: Tensor = _FORWARD(*arguments, weights, number, layout, max_tokens, False, True)[0]
+    out: Tensor = _FORWARD(*inputs[:-1], True)[0]
     return out
 
 
@@ -237,27 +182,23 @@ _CALL = (
 )
 _LIBRARY.define(f"moe_layer({_CALL}, bool moves) -> Tensor")
 _LIBRARY.impl("moe_layer", _layer, "CompositeImplicitAutograd")
-LAYER = torch.ops.moekit.moe_layer.default
-
-
-def _below_autograd(name: str, schema: str, run: Any, fake: Any) -> Any:
+for _name, _schema, _run, _fake in (
+    ("moe_forward", f"({_CALL}, bool compiled) -> (Tensor, Tensor)", _forward, _like_x),
+    (
+        "moe_backward",
+        "(Tensor grad, Tensor key, Tensor[] arguments, Tensor[] weights, str layout, int[] asked, "
+        "int top_k) -> Tensor[]",
+        _backward,
+        _like_inputs,
+    ),
+):
     # What a call saves would be lost in the replay of a CUDA graph.
-    _LIBRARY.define(name + schema, tags=(torch.Tag.cudagraph_unsafe,))
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")  # backends may use autograd
-    torch.library.register_fake(f"moekit::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.moekit, name).default
-
-
-_FORWARD = _below_autograd(
-    "moe_forward", f"({_CALL}, bool compiled) -> (Tensor, Tensor)", _forward, _like_x
-)
-_BACKWARD = _below_autograd(
-    "moe_backward",
-    "(Tensor grad, Tensor key, Tensor[] arguments, Tensor[] weights, str layout, int[] asked, "
-    "int top_k) -> Tensor[]",
-    _backward,
-    _like_inputs,
+    _LIBRARY.define(_name + _schema, tags=(torch.Tag.cudagraph_unsafe,))
+    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
+    _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # backends may use autograd
+    torch.library.register_fake(f"moekit::{_name}", _fake, lib=_LIBRARY)
+LAYER, _FORWARD, _BACKWARD = (
+    getattr(torch.ops.moekit, name).default for name in ("moe_layer", "moe_forward", "moe_backward")
 )
 
 
