@@ -46,7 +46,7 @@ class TrainableKernel(ModularKernel):
                 )
         super().__init__(dispatcher, experts, **options)
         self._checked: object = None  # the form of the last weights
-        self._number, self.moves = operators.register(self), self._moves
+        self._number = operators.register(self)
 
     def __call__(
         self,
@@ -92,12 +92,12 @@ class TrainableKernel(ModularKernel):
             if add_to is not None:
                 raise InvalidInput("torch.compile does not trace add_to: call in eager mode")
             result: Tensor = operators.LAYER(
-                x, ids, topk_weights, held, self._number, layout, most, saves, self.moves
+                x, ids, topk_weights, held, self._number, layout, most, saves
             )
         else:
             buffers = None if add_to is None else self._buffers(add_to, tracked)
             result = operators.call(
-                self._number, layout, most, False, self.moves, buffers, x, ids, topk_weights, *held
+                self._number, layout, most, False, buffers, x, ids, topk_weights, *held
             )
         return result if shared is None else result + shared(x)
 
@@ -211,7 +211,7 @@ class TrainableKernel(ModularKernel):
         weights, all_names = self.packed(held, layout), layout.split(",")
         names = [all_names[index - 2] for index in asked if index > 1]
         # All ranks send the same kinds of gradients.
-        wanted = Wanted(0 in asked or self.moves, 1 in asked or self.moves, frozenset(names))
+        wanted = Wanted(0 in asked or self._moves, 1 in asked or self._moves, frozenset(names))
         routing = Routing(topk_weights, ids, max_tokens=max_tokens)
         with self._observed(grad, routing) as observer:
             observer.arranged()

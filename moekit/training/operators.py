@@ -79,16 +79,15 @@ def _forward(
     kernel, arguments = _kernels[int(number)], (x, topk_ids, topk_weights)
     with on_device(x):
         packed = kernel.packed(weights, layout)
-        if compiled and kernel.moves:  # the handle may keep them
+        if compiled and kernel.dispatcher.spec.moves_tokens:  # the handle may keep them
             x, topk_ids, topk_weights = (t.clone() for t in arguments)
         routing = Routing(topk_weights, topk_ids, max_tokens=max_tokens)
         if not saves:
             out = ModularKernel.__call__(kernel, x, packed, routing)
             return out, torch.zeros(1, dtype=torch.int64)
         out, tokens, saved = kernel.forward(x, packed, routing)
-    kept = [tokens.x, tokens.topk_ids, tokens.topk_weights]
-    if not kernel.moves:
-        kept = [None if _same(*pair) else pair[0] for pair in zip(kept, arguments, strict=True)]
+    arrived = zip((tokens.x, tokens.topk_ids, tokens.topk_weights), arguments, strict=True)
+    kept = [None if _same(found, given) else found for found, given in arrived]
     return out, Saved((kernel, tokens.handle, max_tokens), [*kept, *saved]).key()
 
 
@@ -97,33 +96,31 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _backward(
-    grad: Tensor, key: Tensor, arguments: Sequence[Tensor], weights: Sequence[Tensor], layout: str,
-    asked: Sequence[int], top_k: int,
-) -> list[Any]:  # fmt: skip
-    """Return the gradients that are asked for. arguments: none where tokens move."""
+    grad: Tensor, key: Tensor, inputs: Sequence[Tensor], layout: str, asked: Sequence[int]
+) -> list[Any]:
+    """Return the gradients that are asked for. inputs: x, topk_ids, topk_weights and weights."""
     saved = Saved.of(key)
-    kept = [arguments[i] if t is None else t for i, t in enumerate(saved.tensors)]
+    kept = [inputs[i] if t is None else t for i, t in enumerate(saved.tensors)]
     kernel, *call = saved.call
-    return kernel.backward(grad, kept, weights, layout, *call, asked, None)  # type: ignore[no-any-return]
+    return list(kernel.backward(grad, kept, inputs[3:], layout, *call, asked, None))
 
 
 class Call(torch.autograd.Function):
     """A call of a kernel. Autograd keeps the tensors, and so sees if one is changed in between.
 
-    The first six arguments are those of `_forward`, whether tokens move, and the buffers. x,
-    topk_ids, topk_weights and the weights follow.
+    The first five arguments are those of `_forward`, and the buffers. x, topk_ids, topk_weights and
+    the weights follow.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, number: Tensor, layout: str, max_tokens: int | None, compiled: bool, moves: bool,
+        ctx: Any, number: Tensor, layout: str, max_tokens: int | None, compiled: bool,
         buffers: Mapping[str, Tensor] | None, *tensors: Tensor,
     ) -> Tensor:  # fmt: skip
         arguments, weights = tensors[:3], tensors[3:]
         out: Tensor
         out, key = _FORWARD(*arguments, weights, number, layout, max_tokens, True, compiled)
-        ctx.call, ctx.layout, ctx.buffers, ctx.top_k = None, layout, buffers, tensors[1].shape[1]
-        kept = [key] if moves else [key, *arguments]
+        ctx.call, ctx.layout, ctx.buffers, kept = None, layout, buffers, [key, *arguments]
         if type(key) is Tensor:  # else it is traced
             saved = Saved.of(key)
             ctx.call, kept = saved.call, list(saved.tensors)
@@ -137,28 +134,27 @@ class Call(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors  # once, as checkpoints require
         weights, kept = tensors[: ctx.num_weights], tensors[ctx.num_weights :]
-        wants_x, _, *rest = ctx.needs_input_grad[6:]
+        wants_x, _, *rest = ctx.needs_input_grad[5:]
         wants = wants_x, *rest
         asked = [index for index, wanted in enumerate(wants) if wanted]
         if ctx.call is None:
-            key, *arguments = kept
-            made = _BACKWARD(grad, key, arguments, weights, ctx.layout, asked, ctx.top_k)
+            made = _BACKWARD(grad, kept[0], [*kept[1:], *weights], ctx.layout, asked)
         else:
             kernel, *call = ctx.call
             made = kernel.backward(grad, kept, weights, ctx.layout, *call, asked, ctx.buffers)
         found = dict(zip(asked, made, strict=True))
         of_x, *others = map(found.get, range(len(wants)))
-        return *[None] * 6, of_x, None, *others
+        return *[None] * 5, of_x, None, *others
 
 
 call: Callable[..., Tensor] = Call.apply  # which torch does not type
 
 
 def _layer(*inputs: Any) -> Tensor:
-    *arguments, weights, number, layout, max_tokens, saves, moves = inputs
+    *arguments, weights, number, layout, max_tokens, saves = inputs
     if saves:
-        return call(number, layout, max_tokens, True, moves, None, *arguments, *weights)
-    out: Tensor = _FORWARD(*inputs[:-1], True)[0]
+        return call(number, layout, max_tokens, True, None, *arguments, *weights)
+    out: Tensor = _FORWARD(*inputs, True)[0]
     return out
 
 
@@ -167,11 +163,11 @@ def _like_x(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return out, torch.empty(1, dtype=torch.int64, device="cpu")
 
 
-def _like_inputs(grad: Tensor, *rest: Any) -> list[Tensor]:
-    *_, weights, _, asked, top_k = rest
-    of_x = torch.empty_like(grad, memory_format=torch.contiguous_format)
-    of_topk = grad.new_empty((grad.shape[0], top_k), dtype=torch.float32)
-    made = [of_x, of_topk, *map(torch.empty_like, weights)]
+def _like_inputs(
+    grad: Tensor, key: Tensor, inputs: Sequence[Tensor], layout: str, asked: Sequence[int]
+) -> list[Tensor]:
+    x, _, *others = inputs
+    made = [_like_x(x)[0], _like_x(others[0])[0], *map(torch.empty_like, others[1:])]
     return [made[index] for index in asked]
 
 
@@ -180,26 +176,20 @@ _CALL = (
     "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor[] weights, Tensor kernel, str layout, "
     "SymInt? max_tokens, bool saves"
 )
-_LIBRARY.define(f"moe_layer({_CALL}, bool moves) -> Tensor")
+_GRADIENTS = "(Tensor grad, Tensor key, Tensor[] inputs, str layout, int[] asked) -> Tensor[]"
+_LIBRARY.define(f"moe_layer({_CALL}) -> Tensor")
 _LIBRARY.impl("moe_layer", _layer, "CompositeImplicitAutograd")
 for _name, _schema, _run, _fake in (
     ("moe_forward", f"({_CALL}, bool compiled) -> (Tensor, Tensor)", _forward, _like_x),
-    (
-        "moe_backward",
-        "(Tensor grad, Tensor key, Tensor[] arguments, Tensor[] weights, str layout, int[] asked, "
-        "int top_k) -> Tensor[]",
-        _backward,
-        _like_inputs,
-    ),
+    ("moe_backward", _GRADIENTS, _backward, _like_inputs),
 ):
     # What a call saves would be lost in the replay of a CUDA graph.
     _LIBRARY.define(_name + _schema, tags=(torch.Tag.cudagraph_unsafe,))
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
     _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # backends may use autograd
     torch.library.register_fake(f"moekit::{_name}", _fake, lib=_LIBRARY)
-LAYER, _FORWARD, _BACKWARD = (
-    getattr(torch.ops.moekit, name).default for name in ("moe_layer", "moe_forward", "moe_backward")
-)
+_NAMES = "moe_layer", "moe_forward", "moe_backward"
+LAYER, _FORWARD, _BACKWARD = (getattr(torch.ops.moekit, name).default for name in _NAMES)
 
 
 def show_inside(mode: type[Any]) -> None:

@@ -99,11 +99,14 @@ class Model(torch.nn.Module):
             return self.experts(x.tanh(), logits).sin()
 
 
-@pytest.mark.parametrize("form", ["plain", "chunks", "zero_experts", "autocast", "selective"])
+@pytest.mark.parametrize(
+    "form", ["plain", "two", "chunks", "zero_experts", "autocast", "selective"]
+)
 def test_compiled_layers_give_the_bits_of_eager_mode(form) -> None:
     arguments = {"chunks": {"max_num_tokens": 16}, "zero_experts": {"zero_expert_num": 2}}
-    model = Model(has_bias=True, **arguments.get(form, {}))
+    model: torch.nn.Module = Model(has_bias=True, **arguments.get(form, {}))
     model.autocast = form == "autocast"
+    model = torch.nn.Sequential(model, Model()) if form == "two" else model
     function = compiled(selective(model) if form == "selective" else model)
     for tokens in (40, 7, 9):  # the second number makes the shape dynamic
         x = torch.randn(tokens, 32)
@@ -114,17 +117,34 @@ def test_compiled_layers_give_the_bits_of_eager_mode(form) -> None:
         assert torch.equal(function(x), model(x))
 
 
-def test_compiled_kernels_refuse_buffers() -> None:
+@pytest.mark.parametrize("experts", ["torch", "reference"])
+def test_compiled_kernels(experts) -> None:
+    """Of parameters and of packed experts, and without buffers."""
     problem = moekit.MoEProblem(**SIZES, dtype=torch.float32, device="cpu", training=True)
-    kernel, layer, x = moekit.compose(problem), layer_of(), torch.randn(5, 32)
+    kernel, layer = moekit.compose(problem, "local", experts), layer_of()
+    frozen = moekit.compose(problem.replace(quant="int8_w8a16"), "local", experts)
     weights = moekit.ExpertWeights(layer.w13, layer.w2)
-    routing = moekit.Routing(torch.rand(5, 2), torch.rand(5, 6).argsort()[:, :2])
-    kernel(x, weights, routing).sum().backward()
-    wanted, layer.w2.grad = layer.w2.grad, None
-    compiled(kernel)(x, weights, routing).sum().backward()
-    assert torch.equal(layer.w2.grad, wanted)
+    packed = frozen.pack(weights.detach().quantize(frozen.problem.quant))
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.p = layer, torch.nn.Parameter(torch.rand(9, 2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            routing = moekit.Routing(self.p[: len(x)], ids[: len(x)])
+            for _ in range(2):
+                x = frozen(kernel(x, weights, routing), packed, routing)
+            return x
+
+    ids, net = torch.stack([torch.randperm(6)[:2] for _ in range(9)]), Net()
+    function = compiled(net)
+    for tokens in (9, 5, 7):
+        x = torch.randn(tokens, 32)
+        found, right = gradients(net, function, x), gradients(net, net, x)
+        assert all(map(torch.equal, found, right))
     with pytest.raises(Exception, match="torch.compile does not trace add_to"):
-        compiled(kernel)(x, weights, routing, add_to=weights)
+        compiled(kernel)(x, weights, moekit.Routing(net.p[:7], ids[:7]), add_to=weights)
 
 
 def test_layers_share_compiled_code() -> None:
