@@ -108,8 +108,8 @@ def _backward(
 class Call(torch.autograd.Function):
     """A call of a kernel. Autograd keeps the tensors, and so sees if one is changed in between.
 
-    The first five arguments are those of `_forward`, and the buffers. x, topk_ids, topk_weights and
-    the weights follow.
+    number, layout, max_tokens, compiled: see `_forward`. buffers: see `TrainableKernel.backward`.
+    tensors: x, topk_ids, topk_weights, and the weights.
     """
 
     @staticmethod
