@@ -56,7 +56,7 @@ def _fields(
     shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int, columns: int
 ) -> dict[str, Any]:
     """Return the fields of a descriptor, validated."""
-    layout, base = _layout(rows, columns, dtype), torch.empty(0, dtype=dtype)
+    layout, base = _layout(rows, columns, dtype), torch.empty(0, dtype=dtype, device="cpu")
     made = TensorDescriptor(base, list(shape), list(strides), [rows, columns], layout)
     return dict(vars(made))
 
