@@ -80,13 +80,13 @@ class LayerFlow:
         routing = replace(routing, max_tokens=most)
         shared = self._fork_shared(rows.x_TH)
         out_TH = self._run_kernel(rows.x_TH, held, routing, shared)
-        self._add_and_sum(out_TH, rows.x_TH, identity, shared)
-        return rows.restore(out_TH)
+        return rows.restore(self._add_and_sum(out_TH, rows.x_TH, identity, shared))
 
     def _route(self, rows: TokenRows, inputs: LayerInputs) -> tuple[Routing, Tensor | None]:
         """Return physical ids with their weights, and the weights (T, 1) of identity experts."""
         _, router_logits, topk_weights, topk_ids, is_padding, _, token_ids = inputs
-        checked = self.kernel.checked
+        # While torch.compile traces a layer that trains, there are no values to check.
+        checked = self.kernel.checked and not torch.compiler.is_compiling()
         padding = None if is_padding is None else rows.take("is_padding", is_padding)
         if router_logits is not None:
             if topk_weights is not None or topk_ids is not None:
@@ -158,14 +158,16 @@ class LayerFlow:
         x_TH: Tensor,
         identity: Tensor | None,
         shared: ConcurrentExperts | None,
-    ) -> None:
-        """Add shared and identity experts and sum over ranks, in place, each exactly once."""
+    ) -> Tensor:
+        """Add shared and identity experts and sum over ranks, each exactly once."""
         self.ranks.sum_all(out_TH)
+        trains = self.kernel.problem.training  # out of place: a selective checkpoint keeps out_TH
         if shared is not None:
-            out_TH += shared.join()
+            out_TH = out_TH + shared.join() if trains else out_TH.add_(shared.join())
         if identity is not None and not (self.ranks.partial and self.ranks.rank):
-            own = torch.where(identity != 0, x_TH.float() * identity, 0.0)
-            out_TH.copy_(own.add_(out_TH))
+            own = torch.where(identity != 0, x_TH.float() * identity, 0.0).add_(out_TH)
+            out_TH = own.to(out_TH.dtype) if trains else out_TH.copy_(own)
+        return out_TH
 
 
 def _parts(

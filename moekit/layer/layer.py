@@ -155,7 +155,7 @@ class FusedMoE(nn.Module):
         if trainable:
             parameters.add(self, self.problem, self.device)
             # Not a decorator: it imports dynamo.
-            self._train = torch.compiler.disable(_train)  # type: ignore[no-untyped-call]
+            torch.compiler.assume_constant_result(ops.prepare)  # type: ignore[no-untyped-call]
         self.flow = LayerFlow(self.prefix, self.router, self.ranks, self.kernel, shared_experts)
         self._flows = {self.problem.dtype: self.flow}
         if self.placement.physical_to_logical != tuple(range(num_experts)):
@@ -311,8 +311,7 @@ class FusedMoE(nn.Module):
             x, router_logits, topk_weights, topk_ids, is_padding, max_tokens, token_ids
         )
         if self.problem.training:
-            trained: Tensor = self._train(self, inputs)
-            return trained
+            return self._train(inputs)
         grad_enabled = torch.is_grad_enabled()
         if torch.compiler.is_compiling() or (grad_enabled and ops.tracks(inputs)):
             # torch.compile would replay a rank's graph while another rank runs Python, and waits.
@@ -322,13 +321,27 @@ class FusedMoE(nn.Module):
         with torch.no_grad() if grad_enabled else nullcontext():
             return self.run(inputs)
 
+    def _train(self, inputs: LayerInputs) -> Tensor:
+        """Compute in the dtype of autocast or else, as FSDP casts them, of the parameters."""
+        device, dtype = self.device.type, None
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            inputs = inputs._replace(x=inputs.x.to(dtype))
+        weights = parameters.of(self, dtype)
+        if torch.compiler.is_compiling() and weights.w13.dtype != self.problem.dtype:
+            ops.prepare(self.number, weights.w13.dtype)
+        with on_device(inputs.x):
+            return self._flow_in(weights.w13.dtype)(weights, inputs)
+
     def _flow_in(self, dtype: torch.dtype) -> LayerFlow:
         """Return the flow of calls in a dtype. The first of a dtype is made by all ranks."""
         if dtype not in self._flows:
             made = self._flows[dtype] = copy(self.flow)
             made.kernel = self._compose(self.problem.replace(dtype=dtype))
-        self._flows[dtype].to_physical = self.flow.to_physical
-        return self._flows[dtype]
+        found = self._flows[dtype]
+        if found.to_physical is not self.flow.to_physical:  # torch.compile traces no mutation
+            found.to_physical = self.flow.to_physical
+        return found
 
     @property
     def partial(self) -> bool:
@@ -392,14 +405,3 @@ def _indexed(device: torch.device | str | None) -> torch.device:
     if found.type == "cpu" or found.index is not None:
         return found
     return torch.device(found.type, torch.get_device_module(found).current_device())
-
-
-def _train(layer: FusedMoE, inputs: LayerInputs) -> Tensor:
-    """Compute `forward` in the dtype of autocast or else, as FSDP casts them, of the parameters."""
-    device, dtype = layer.device.type, None
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        inputs = inputs._replace(x=inputs.x.to(dtype))
-    weights = parameters.of(layer, dtype)
-    with on_device(inputs.x):
-        return layer._flow_in(weights.w13.dtype)(weights, inputs)

@@ -11,6 +11,7 @@ import itertools
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor
 
 from moekit.errors import MoekitError
@@ -43,6 +44,11 @@ def _run(*arguments: Any) -> Tensor:
         )
     out: Tensor = found.run(LayerInputs(*inputs))
     return out
+
+
+def prepare(number: int, dtype: torch.dtype) -> None:
+    """Make a layer's flow of a dtype, while torch.compile traces the layer."""
+    _layers[number]._flow_in(dtype)
 
 
 def tracks(inputs: LayerInputs) -> bool:

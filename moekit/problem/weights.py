@@ -91,8 +91,7 @@ class ExpertWeights:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are present, by name."""
-        named = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: t for name, t in named.items() if isinstance(t, Tensor)}
+        return {name: t for name in _TENSORS if isinstance(t := getattr(self, name), Tensor)}
 
     def by_expert(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Split canonical weights for PackedWeights: (per-expert tensors, shared tensors).
@@ -176,7 +175,8 @@ class ExpertWeights:
         if (operand := problem.quant.weight) is not None:
             changes["w13"], changes["w13_scale"] = _merge_gate_up(made, operand)
             changes["w2_scale"] = _three_dims(made.w2_scale, made.w2, operand)
-        return replace(made, **changes)
+        changes = {name: t for name, t in changes.items() if t is not getattr(made, name)}
+        return replace(made, **changes) if changes else made
 
     def quantize(self, scheme: QuantScheme) -> ExpertWeights:
         """Quantize these 16-bit or fp32 weights to ``scheme`` by the reference arithmetic.
@@ -212,6 +212,7 @@ class ExpertWeights:
         return replace(self, **changes)
 
 
+_TENSORS = tuple(f.name for f in fields(ExpertWeights) if f.name != "interleaved")
 # Parts that only quantized matrices have.
 _OF_QUANTIZED = ("scale", "zero_points", "g_idx")
 _TINY = torch.finfo(torch.float32).tiny

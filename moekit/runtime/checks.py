@@ -90,7 +90,7 @@ def check_call(
             f"for problem.replace(training=True), or pass {name}.detach()"
         )
     if getattr(weights, "made_for", None) is not made_for:  # else this kernel has packed them
-        _check_weights(weights, experts.spec.name, made_for)
+        check_weights(weights, experts.spec.name, made_for)
     packed = next(iter(weights.experts.values()))
     if packed.device != device:
         raise InvalidInput(f"weights are on {packed.device}, x on {device}: move one")
@@ -114,7 +114,8 @@ def check_call(
         _check_values(ids, topk_weights, problem.num_physical_experts)
 
 
-def _check_weights(weights: PackedWeights, backend: str, made_for: Mapping[str, object]) -> None:
+def check_weights(weights: PackedWeights, backend: str, made_for: Mapping[str, object]) -> None:
+    """Raise WeightsError for weights of another backend or problem."""
     if not isinstance(weights, PackedWeights) or weights.backend != backend:
         packed = isinstance(weights, PackedWeights)
         found = f"packed for {weights.backend!r}" if packed else type(weights).__name__
@@ -287,7 +288,7 @@ def check_shared(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     Raises InvalidInput if its shape or dtype differ from those that x has, or if the function
     changed x in place. Tensors of `torch.inference_mode` count no changes: these are not checked.
     """
-    changes = None if x.is_inference() else x._version
+    changes = None if torch.compiler.is_compiling() or x.is_inference() else x._version
     extra = function(x)
     if changes is not None and x._version != changes:
         raise InvalidInput(

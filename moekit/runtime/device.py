@@ -26,5 +26,6 @@ def on_device(x: object) -> AbstractContextManager[object]:
     Operators of torch do so by themselves, kernels of Triton and of libraries do not. A new
     thread's current device is the first one, and a model may be spread over devices.
     """
-    index = elsewhere(x)
+    # Compiled code has no kernels but its own, which run on the device of their tensors.
+    index = None if torch.compiler.is_compiling() else elsewhere(x)
     return _HERE if index is None else torch.accelerator.device_index(index)

@@ -16,6 +16,7 @@ from moekit.contract import BufferSpec
 from moekit.kernel import ModularKernel
 from moekit.runtime.workspace import Layout, Scratch, Workspace
 from moekit.testing.cases import device_of
+from moekit.training.operators import show_inside
 
 _POISON = 0xFF  # all bits set: NaN in every float format
 # Not -1, which is a meaningful id: memory that nobody wrote must not say "no expert".
@@ -117,6 +118,10 @@ class _Live(TorchDispatchMode):
     def _forget(self, address: int, nbytes: int) -> None:
         self._known.discard(address)
         self.live -= nbytes
+
+
+for _mode in (_PoisonFresh, _Live):
+    show_inside(_mode)
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moekit.training.operators import show_inside
+
 # Seconds after which a thread goes on out of turn, as the other may wait for its lock; and while
 # that one has not moved since.
 _PATIENCE, _LESS_PATIENCE = 1.0, 0.001
@@ -52,6 +54,9 @@ class _TakesTurns(TorchDispatchMode):
         result = func(*args, **kwargs or {})
         self._turns.pass_on(self._me)
         return result
+
+
+show_inside(_TakesTurns)
 
 
 def alternately(first: Callable[[], None], second: Callable[[], None]) -> None:

@@ -1,15 +1,14 @@
-"""The composed layer with gradients: one autograd function around the steps of a call."""
+"""The composed layer with gradients: the steps of a call, forward and backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moekit.contract import Dispatched, PackedWeights, PrepareAndFinalize, Routing
 from moekit.contract.interfaces import PermuteExpertsUnpermute
@@ -19,8 +18,9 @@ from moekit.errors import BackendBroken, InvalidInput, WeightsError
 from moekit.kernel import ModularKernel
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime.calls import Observer
-from moekit.runtime.device import on_device
+from moekit.runtime.checks import check_weights
 from moekit.runtime.memory import MemoryReport
+from moekit.training import operators
 
 
 class TrainableKernel(ModularKernel):
@@ -45,6 +45,8 @@ class TrainableKernel(ModularKernel):
                     f"{wanted.__name__}: correct it, or name another backend"
                 )
         super().__init__(dispatcher, experts, **options)
+        self._checked: object = None  # the form of the last weights
+        self._number = operators.register(self)
 
     def __call__(
         self,
@@ -71,9 +73,12 @@ class TrainableKernel(ModularKernel):
             WeightsError: Weights of a quantized scheme require a gradient, or ``add_to`` does not
                 fit. Otherwise as `ModularKernel.__call__`.
         """
-        packed, tracked = self._views(weights)
+        held, layout, tracked = self._views(weights)
         inputs = (x, routing.topk_weights, *tracked.values())
-        if not (torch.is_grad_enabled() and any(t.requires_grad for t in inputs)):
+        saves = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+        compiles = torch.compiler.is_compiling()
+        if not (saves or compiles):
+            packed = self.packed(held, layout)
             return super().__call__(x, packed, routing, out=out, shared=shared)
         if out is not None:
             raise InvalidInput("out is given, and gradients are enabled: leave it out")
@@ -82,31 +87,62 @@ class TrainableKernel(ModularKernel):
             # By autograd. The kernel then scales by ones, which changes no bits.
             scale = torch.where(routing.topk_ids < 0, 0, topk_weights)  # NaN may stand there
             x, topk_weights = (x * scale).to(x.dtype), torch.ones_like(topk_weights)
-        buffers = None if add_to is None else self._buffers(add_to, tracked)
-        call = _Call(self, replace(routing, topk_weights=topk_weights.detach()), packed, buffers)
-        with on_device(x):
-            result: Tensor = _apply(call, tuple(tracked), x, topk_weights, *tracked.values())
+        ids, most = routing.topk_ids, routing.max_tokens
+        if compiles:
+            if add_to is not None:
+                raise InvalidInput("torch.compile does not trace add_to: call in eager mode")
+            result: Tensor = operators.LAYER(
+                x, ids, topk_weights, held, self._number, layout, most, saves
+            )
+        else:
+            buffers = None if add_to is None else self._buffers(add_to, tracked)
+            result = operators.call(
+                self._number, layout, most, False, buffers, x, ids, topk_weights, *held
+            )
         return result if shared is None else result + shared(x)
 
     def _views(
         self, weights: ExpertWeights | PackedWeights
-    ) -> tuple[PackedWeights, dict[str, Tensor]]:
-        """Return the weights as the experts see them, and those that require a gradient."""
+    ) -> tuple[list[Tensor], str, dict[str, Tensor]]:
+        """Return weights and layout as `packed` takes them, and those that require a gradient."""
         if isinstance(weights, PackedWeights):
-            return weights, {}
-        weights.check(self.problem)
-        made, p = weights.canonical(self.problem), self.problem
+            check_weights(weights, self.experts.spec.name, self._made_for)
+            experts, shared = weights.experts, weights.shared
+            layout = f"{','.join(experts)};{','.join(shared)}"
+            return [*experts.values(), *shared.values()], layout, {}
+        p, given, compiles = self.problem, weights.tensors(), torch.compiler.is_compiling()
+        form = weights.interleaved, [(n, t.shape, t.dtype, t.device) for n, t in given.items()]
+        if compiles or form != self._checked or p.quant.weight is not None:  # which has values
+            weights.check(p)
+        if not compiles:  # which traces no mutation
+            self._checked = form
+        made = weights.canonical(p)
         if weights.w2_bias is not None and p.parallel.tp_rank > 0:
             # Rank 0 adds the bias, and every rank gets its gradient.
             made = replace(made, w2_bias=weights.w2_bias - weights.w2_bias.detach())
-        tracked = {name: t for name, t in made.tensors().items() if t.requires_grad}
+        held = given if made is weights else made.tensors()
+        tracked = {name: t for name, t in held.items() if t.requires_grad}
         if tracked and p.quant.weight is not None:
             raise WeightsError(
                 f"{', '.join(tracked)} require a gradient, and weights of the scheme "
                 f"{p.quant.name} have none: freeze them, or train unquantized weights"
             )
-        packed = packed_by(self.experts, made.detach())
-        return replace(packed, made_for=self._made_for), tracked
+        return list(held.values()), ",".join(held), tracked
+
+    def packed(self, held: Sequence[Tensor], layout: str) -> PackedWeights:
+        """Return weights, without autograd, as the experts see them.
+
+        layout: names of canonical weights, as in "w13,w2"; of packed ones, as in "w13,w2;scale".
+        """
+        held = [t.detach() for t in held]
+        of_experts, is_packed, of_all = layout.partition(";")
+        names = of_experts.split(",")
+        experts: dict[str, Any] = dict(zip(names, held, strict=False))
+        if not is_packed:
+            made = packed_by(self.experts, ExpertWeights(**experts))
+            return replace(made, made_for=self._made_for)
+        shared = dict(zip(of_all.split(","), held[len(names) :], strict=False))
+        return PackedWeights(self.experts.spec.name, experts, shared, made_for=self._made_for)
 
     def _buffers(self, given: ExpertWeights, tracked: Mapping[str, Tensor]) -> dict[str, Tensor]:
         buffers = given.tensors()
@@ -134,7 +170,7 @@ class TrainableKernel(ModularKernel):
 
     # -- the two directions -----------------------------------------------------------------
 
-    def _forward(
+    def forward(
         self, x: Tensor, weights: PackedWeights, routing: Routing
     ) -> tuple[Tensor, Dispatched, list[Tensor]]:
         """Return the output, the tokens that arrived, and what the experts saved."""
@@ -154,33 +190,53 @@ class TrainableKernel(ModularKernel):
             observer.combining()
             return combining.result(), tokens, saved
 
-    def _backward(
-        self, call: _Call, grad: Tensor, tokens: Dispatched, saved: list[Tensor], wanted: Wanted
-    ) -> tuple[Tensor | None, Tensor | None, dict[str, Tensor]]:
-        """Return the gradients of x, of the router weights, and of the wanted weights by name."""
-        with self._observed(grad, call.routing) as observer:
+    def backward(
+        self,
+        grad: Tensor,
+        kept: Sequence[Tensor],
+        held: Sequence[Tensor],
+        layout: str,
+        handle: Any,
+        max_tokens: int | None,
+        asked: Sequence[int],
+        buffers: Mapping[str, Tensor] | None,
+    ) -> list[Tensor | None]:
+        """Return the gradients that are asked for; None for those that are added to buffers.
+
+        kept: x, topk_ids and topk_weights as they arrived, and what the experts saved.
+        asked: indices into (x, topk_weights, *weights).
+        """
+        x_RH, ids, topk_weights, *saved = kept
+        tokens = Dispatched(x_RH, None, ids, topk_weights, handle=handle)
+        weights, all_names = self.packed(held, layout), layout.split(",")
+        names = [all_names[index - 2] for index in asked if index > 1]
+        # All ranks send the same kinds of gradients.
+        wanted = Wanted(0 in asked or self._moves, 1 in asked or self._moves, frozenset(names))
+        routing = Routing(topk_weights, ids, max_tokens=max_tokens)
+        with self._observed(grad, routing) as observer:
             observer.arranged()
             arriving = self.dispatcher.prepare_backward(grad.contiguous(), tokens)
             observer.sent()
             grad_RH = arriving.result()
             observer.arrived()
             with self._ended_by_faults(tokens, observer):
-                found = self.experts.backward_input(grad_RH, tokens, call.weights, saved, wanted)
+                found = self.experts.backward_input(grad_RH, tokens, weights, saved, wanted)
                 observer.computed()
             returning = self.dispatcher.finalize_backward(found.x, found.topk_weights, tokens)
             observer.combining()
             made: dict[str, Tensor] = {}
             try:
-                if wanted.weights:  # while the rows travel
-                    if call.buffers is None:
-                        into = made = {n: torch.empty_like(call.weights[n]) for n in wanted.weights}
+                if names:  # while the rows travel
+                    if buffers is None:
+                        into = made = {name: torch.empty_like(weights[name]) for name in names}
                     else:
-                        into = {n: call.buffers[n] for n in wanted.weights}
-                    add = call.buffers is not None
+                        into = {name: buffers[name] for name in names}
+                    add = buffers is not None
                     self.experts.backward_weight(grad_RH, tokens, saved, found.kept, into, add)
             finally:  # also after a fault: other ranks may wait for this rank's rows
                 of_x, of_topk_weights = returning.result()
-            return of_x, of_topk_weights, made
+            by_index = {0: of_x, 1: of_topk_weights}
+            return [by_index[i] if i < 2 else made.get(all_names[i - 2]) for i in asked]
 
     @contextmanager
     def _ended_by_faults(self, tokens: Dispatched, observer: Observer) -> Iterator[None]:
@@ -197,7 +253,8 @@ class TrainableKernel(ModularKernel):
         """Tell the other ranks how a call ends. Within it, the problem alone names dtypes."""
         observer = self._calls.begin(x, routing)
         try:
-            with torch.autocast(x.device.type, enabled=False):
+            kind = x.device.type
+            with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _AS_IS:
                 yield observer
         except BaseException as error:
             observer.failed(error)
@@ -206,53 +263,4 @@ class TrainableKernel(ModularKernel):
             observer.ended()
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A call's arguments that autograd does not watch."""
-
-    kernel: TrainableKernel
-    routing: Routing
-    weights: PackedWeights
-    buffers: Mapping[str, Tensor] | None
-
-
-class _Layer(torch.autograd.Function):
-    """A call of a kernel. Autograd keeps the tensors, and so sees if one is changed in between."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        call: _Call,
-        names: tuple[str, ...],
-        x: Tensor,
-        topk_weights: Tensor,
-        *tracked: Tensor,
-    ) -> Tensor:
-        routing = replace(call.routing, topk_weights=topk_weights)
-        result, tokens, saved = call.kernel._forward(x, call.weights, routing)
-        ctx.call, ctx.names, ctx.handle = call, names, tokens.handle
-        weights = call.weights.experts.values()
-        ctx.save_for_backward(tokens.x, tokens.topk_ids, tokens.topk_weights, *weights, *saved)
-        return result
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x_RH, ids, topk_weights, *rest = ctx.saved_tensors
-        call: _Call = ctx.call
-        weights = dict(zip(call.weights.experts, rest, strict=False))
-        call = replace(call, weights=replace(call.weights, experts=weights))
-        tokens = Dispatched(x_RH, None, ids, topk_weights, handle=ctx.handle)
-        _, _, wants_x, wants_topk, *wants = ctx.needs_input_grad
-        # All ranks send the same kinds of gradients.
-        moves = call.kernel.dispatcher.spec.moves_tokens
-        named = frozenset(name for name, asked in zip(ctx.names, wants, strict=True) if asked)
-        wanted = Wanted(wants_x or moves, wants_topk or moves, named)
-        made_x, made_topk, made = call.kernel._backward(
-            call, grad, tokens, rest[len(weights) :], wanted
-        )
-        inputs = (made_x if wants_x else None, made_topk if wants_topk else None)
-        return None, None, *inputs, *(made.get(name) for name in ctx.names)
-
-
-_apply: Callable[..., Tensor] = _Layer.apply  # which torch does not type
+_AS_IS = nullcontext()

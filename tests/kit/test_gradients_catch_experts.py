@@ -360,16 +360,6 @@ class BackwardOverwrites(Trains):
         saved[0].data.zero_()
 
 
-@killed_by("test_changed_in_place", says="changed before the backward: no error")
-class CopiesWeights(Trains):
-    """Computes with a copy of the parameters, and does not see that they change."""
-
-    def pack(self, weights):
-        packed = super().pack(weights)
-        copies = {name: t.clone() for name, t in packed.experts.items()}
-        return replace(packed, experts=copies)
-
-
 @killed_by("test_memory_of_calls_without_backward", says="bytes are left")
 class KeepsCalls(Trains):
     """Keeps what it saved until a backward comes."""

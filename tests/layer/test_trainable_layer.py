@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 from torch.nn.functional import mse_loss
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import moekit
-from moekit.errors import InvalidProblem, WeightsError
+from moekit.errors import InvalidProblem, MoekitError, WeightsError
 from moekit.testing.distributed import RankPool
 
 SIZES = {"num_experts": 6, "top_k": 2, "hidden_size": 32, "intermediate_size": 16}
@@ -40,7 +43,7 @@ def test_it_learns() -> None:
         assert (p != before[name]).flatten(1 if name.startswith("0.") else 0).any(-1).all(), name
 
 
-def test_chunks_checkpoints_and_compiled_layers_give_equal_gradients() -> None:
+def test_chunks_and_checkpoints_give_equal_gradients() -> None:
     whole, x, logits = layer_of(), torch.randn(40, 32), torch.randn(40, 6)
     chunked = layer_of(max_num_tokens=16)
     chunked.load_state_dict(whole.state_dict())
@@ -50,7 +53,6 @@ def test_chunks_checkpoints_and_compiled_layers_give_equal_gradients() -> None:
         chunked,
         partial(checkpoint, whole, use_reentrant=False),
         partial(checkpoint, whole, use_reentrant=True),
-        torch.compile(whole, backend="eager"),
     ]
     made = []
     for form in forms:
@@ -59,6 +61,164 @@ def test_chunks_checkpoints_and_compiled_layers_give_equal_gradients() -> None:
         made.append(x.grad)
     for found in made[1:]:
         torch.testing.assert_close(found, made[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    torch._dynamo.reset()  # compiled code of several tests counts towards one limit
+
+
+compiled = partial(torch.compile, backend="aot_eager", fullgraph=True)
+
+
+def selective(function: Callable) -> Callable:
+    """Keep the outputs of `moe_forward`, and compute everything else again."""
+    kept = partial(create_selective_checkpoint_contexts, [torch.ops.moekit.moe_forward.default])
+    return partial(checkpoint, function, use_reentrant=False, context_fn=kept)
+
+
+def gradients(module: torch.nn.Module, function: Callable, x: torch.Tensor) -> list[torch.Tensor]:
+    module.zero_grad()
+    x = x.clone().requires_grad_()
+    out = function(x)
+    out.float().square().sum().backward()
+    return [out.detach(), x.grad, *(p.grad for p in module.parameters())]
+
+
+class Model(torch.nn.Module):
+    def __init__(self, **arguments) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.gate, self.shared = torch.nn.Linear(32, 8), torch.nn.Linear(32, 32)
+        self.experts = layer_of(**arguments, shared_experts=self.shared)
+        self.autocast = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            logits = self.gate(x)[:, : self.experts.router.width]
+            return self.experts(x.tanh(), logits).sin()
+
+
+@pytest.mark.parametrize(
+    "form", ["plain", "two", "chunks", "zero_experts", "autocast", "selective"]
+)
+def test_compiled_layers_give_the_bits_of_eager_mode(form) -> None:
+    arguments = {"chunks": {"max_num_tokens": 16}, "zero_experts": {"zero_expert_num": 2}}
+    model: torch.nn.Module = Model(has_bias=True, **arguments.get(form, {}))
+    model.autocast = form == "autocast"
+    model = torch.nn.Sequential(model, Model()) if form == "two" else model
+    function = compiled(selective(model) if form == "selective" else model)
+    for tokens in (40, 7, 9):  # the second number makes the shape dynamic
+        x = torch.randn(tokens, 32)
+        wanted = gradients(model, model, x)
+        for found, right in zip(gradients(model, function, x), wanted, strict=True):
+            assert torch.equal(found, right)
+    with torch.no_grad():
+        assert torch.equal(function(x), model(x))
+
+
+@pytest.mark.parametrize("experts", ["torch", "reference"])
+def test_compiled_kernels(experts) -> None:
+    """Of parameters and of packed experts, and without buffers."""
+    problem = moekit.MoEProblem(**SIZES, dtype=torch.float32, device="cpu", training=True)
+    kernel, layer = moekit.compose(problem, "local", experts), layer_of()
+    frozen = moekit.compose(problem.replace(quant="int8_w8a16"), "local", experts)
+    weights = moekit.ExpertWeights(layer.w13, layer.w2)
+    packed = frozen.pack(weights.detach().quantize(frozen.problem.quant))
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.p = layer, torch.nn.Parameter(torch.rand(9, 2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            routing = moekit.Routing(self.p[: len(x)], ids[: len(x)])
+            for _ in range(2):
+                x = frozen(kernel(x, weights, routing), packed, routing)
+            return x
+
+    ids, net = torch.stack([torch.randperm(6)[:2] for _ in range(9)]), Net()
+    function = compiled(net)
+    for tokens in (9, 5, 7):
+        x = torch.randn(tokens, 32)
+        found, right = gradients(net, function, x), gradients(net, net, x)
+        assert all(map(torch.equal, found, right))
+    with pytest.raises(Exception, match="torch.compile does not trace add_to"):
+        compiled(kernel)(x, weights, moekit.Routing(net.p[:7], ids[:7]), add_to=weights)
+
+
+def test_layers_share_compiled_code() -> None:
+    x = torch.randn(9, 32)
+    for _ in range(torch._dynamo.config.recompile_limit + 2):
+        model = Model()
+        found, right = gradients(model, compiled(model), x), gradients(model, model, x)
+        assert all(map(torch.equal, found, right))
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_selective_checkpoints_dispatch_once(compile, monkeypatch) -> None:
+    model, x = Model(), torch.randn(9, 32)
+    dispatcher, calls = model.experts.kernel.dispatcher, []
+    prepare = dispatcher.prepare
+    monkeypatch.setattr(dispatcher, "prepare", lambda *a: calls.append(1) or prepare(*a))
+    wanted = gradients(model, model, x)
+    whole = partial(checkpoint, model, use_reentrant=False)
+    for function, dispatched in ((selective(model), 1), (whole, 2)):
+        function = compiled(function) if compile else function
+        calls.clear()
+        found = gradients(model, function, x)
+        assert len(calls) == dispatched
+        assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, compiled, selective])
+def test_what_a_call_saves_lives_as_long_as_its_output(wrap, monkeypatch) -> None:
+    model, x, saved = Model(), torch.randn(9, 32), []
+    experts = model.experts.kernel.experts
+    forward = experts.forward
+
+    def watched(*arguments):
+        made = forward(*arguments)
+        saved.extend(weakref.ref(t.untyped_storage()) for t in made)
+        saved.extend(weakref.ref(t) for t in made)
+        return made
+
+    monkeypatch.setattr(experts, "forward", watched)
+    function = wrap(model)
+    out = function(x)
+    assert saved and any(ref() is not None for ref in saved)
+    if wrap is not selective:  # which torch runs backwards once
+        out.sum().backward(retain_graph=True)
+    out.sum().backward()
+    out = None
+    gc.collect()
+    assert not any(ref() is not None for ref in saved)
+    out, saved[:] = function(x), []  # without a backward
+    del out
+    gc.collect()
+    assert not any(ref() is not None for ref in saved)
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, compiled])
+def test_parameters_changed_before_the_backward(wrap) -> None:
+    model = Model()
+    out = wrap(model)(torch.randn(9, 32))
+    with torch.no_grad():
+        model.experts.w2.mul_(2)
+    with pytest.raises(RuntimeError, match="inplace"):
+        out.sum().backward()
+
+
+def test_saved_tensors_may_be_offloaded() -> None:
+    """In eager mode. A copied key of compiled code raises, and gives no wrong gradient."""
+    model, x = Model(), torch.randn(9, 32)
+    wanted = gradients(model, model, x)
+    copies = torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t)
+    with copies:
+        found = gradients(model, model, x)
+    torch.testing.assert_close(found, wanted)
+    with copies, pytest.raises(MoekitError, match="its key was copied"):
+        gradients(model, compiled(model), x)
 
 
 def test_weights_are_parameters() -> None:
@@ -88,7 +248,7 @@ def test_what_cannot_train_is_refused(arguments, says) -> None:
         layer_of(**arguments)
 
 
-def _train_on_ranks(rank: int, world_size: int) -> tuple[torch.Tensor, ...]:
+def _train_on_ranks(rank: int, world_size: int, form: str) -> tuple[torch.Tensor, ...]:
     layer = layer_of(dp_size=world_size, enable_expert_parallel=True)
     torch.manual_seed(3)
     w13, w2 = torch.randn(6, 32, 32) / 6, torch.randn(6, 32, 16) / 4
@@ -97,15 +257,21 @@ def _train_on_ranks(rank: int, world_size: int) -> tuple[torch.Tensor, ...]:
     x, logits = torch.randn(2, 5, 32), torch.randn(2, 5, 6)
     mine = (3, 5)[rank]  # ranks have other numbers of tokens
     x, logits = x[rank, :mine].requires_grad_(), logits[rank, :mine].requires_grad_()
-    layer(x, logits).square().sum().backward()
+    function = selective(layer) if form == "selective" else layer
+    function = compiled(layer) if form == "compiled" else function
+    calls, prepare = [], layer.kernel.dispatcher.prepare
+    layer.kernel.dispatcher.prepare = lambda *a: calls.append(1) or prepare(*a)
+    function(x, logits).square().sum().backward()
+    assert len(calls) == 1
     layer.destroy()
     return x.grad, logits.grad, layer.w13.grad, layer.w2.grad
 
 
-def test_ranks_train_one_layer() -> None:
+@pytest.mark.parametrize("form", ["plain", "selective", "compiled"])
+def test_ranks_train_one_layer(form) -> None:
     pytest.importorskip("moekit_naive")
     with RankPool(2) as pool:
-        made = pool.run(_train_on_ranks)
+        made = pool.run(_train_on_ranks, form)
     layer = layer_of()
     torch.manual_seed(3)
     layer.load_weights(moekit.ExpertWeights(torch.randn(6, 32, 32) / 6, torch.randn(6, 32, 16) / 4))

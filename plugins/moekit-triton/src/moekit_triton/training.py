@@ -19,16 +19,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 
 import torch
 import triton
 from moekit_kernels.align import SortedAssignments, align, align_capacity, align_scratch
+from moekit_kernels.launch import cdiv
 from moekit_kernels.rows import weighted_sum
 from moekit_kernels.sorted_rows import copy_rows
 from torch import Tensor
 
 from moekit.plugin import (
     Dispatched,
+    ExpertsSpec,
     ExpertWeights,
     InputGradients,
     MoEProblem,
@@ -116,6 +119,11 @@ def _specializable(p: MoEProblem) -> bool:
 class TrainableTriton(TritonExperts, TrainableExperts):
     """Unquantized weights of any strides, every activation, bias and clamp."""
 
+    def __init__(self, spec: ExpertsSpec, problem: MoEProblem) -> None:
+        super().__init__(spec, problem)
+        # By the numbers alone, because a problem takes long to hash.
+        self._choose = functools.lru_cache(1024)(functools.partial(choose_tiles, problem))
+
     def pack(self, weights: ExpertWeights) -> PackedWeights:
         return PackedWeights(self.spec.name, weights.tensors())
 
@@ -160,7 +168,7 @@ class TrainableTriton(TritonExperts, TrainableExperts):
         h_SW, places_A = saved[0], saved[2]
         rows, S = _rows(saved, tiles, ids_RK), ids_RK.numel()
         inner, new = p.local_intermediate_size, h_SW.new_empty
-        parts = triton.cdiv(inner, tiles.pull.block_n)
+        parts = cdiv(inner, tiles.pull.block_n)
         g = _source(grad_RH, tiles, places_A)
         gather = g is grad_RH
         needed = wanted.x or wanted.weights or not gather  # specialized warps always write it
@@ -195,7 +203,7 @@ class TrainableTriton(TritonExperts, TrainableExperts):
         add: bool,
     ) -> None:
         ids_RK, topk_weights = _ids_and_weights(tokens)
-        tiles = choose_tiles(self.problem, ids_RK.numel())
+        tiles = self._choose(ids_RK.numel())
         rows, places_A = _rows(saved, tiles, ids_RK), saved[2]
         if "w13" in into:
             x = _unit(tokens.x)
@@ -230,7 +238,7 @@ class TrainableTriton(TritonExperts, TrainableExperts):
 
     def _tiles(self, ids_RK: Tensor, weights: PackedWeights) -> Tiles:
         held = weights.experts.values()
-        return choose_tiles(self.problem, ids_RK.numel(), all(map(_contiguous, held)))
+        return self._choose(ids_RK.numel(), all(map(_contiguous, held)))
 
     def _multiply(
         self,
@@ -244,9 +252,9 @@ class TrainableTriton(TritonExperts, TrainableExperts):
     ) -> None:
         """Compute a product of rows. ``gather`` is of a tile that does not need sorted rows."""
         if isinstance(tile, SpecializedTile):
-            from .kernels.specialized_training import specialized_rows  # of newer Gluon
-
-            specialized_rows(a, w_LKN, out, rows, tile, num_sms(self.problem), epilogue)
+            _specialized().specialized_rows(
+                a, w_LKN, out, rows, tile, num_sms(self.problem), epilogue
+            )
         else:
             rows_gemm(a, w_LKN, out, rows, tile, gather=gather, epilogue=epilogue)
 
@@ -262,11 +270,9 @@ class TrainableTriton(TritonExperts, TrainableExperts):
     ) -> None:
         """Compute the gradient of a weight, by specialized warps if they can write it."""
         possible = not gather and _contiguous(out_LMN)
-        tile = getattr(choose_tiles(self.problem, len(rows.order_S), possible), product)
+        tile = getattr(self._choose(rows.order_S.shape[0], possible), product)
         if isinstance(tile, SpecializedTile):
-            from .kernels.specialized_training import specialized_outer
-
-            specialized_outer(a, b, out_LMN, rows, tile, num_sms(self.problem), add)
+            _specialized().specialized_outer(a, b, out_LMN, rows, tile, num_sms(self.problem), add)
         else:
             outer_gemm(a, b, out_LMN, rows, tile, gather=gather, add=add)
 
@@ -289,8 +295,15 @@ class TrainableTriton(TritonExperts, TrainableExperts):
 
     def _most_blocks(self, assignments: int) -> int:
         """Return an upper bound of the blocks of rows: each expert's last one may be partial."""
-        block_m = choose_tiles(self.problem, assignments).up.block_m
+        block_m = self._choose(assignments).up.block_m
         return align_capacity(assignments, self.problem.num_local_experts, block_m) // block_m
+
+
+@functools.cache
+def _specialized() -> ModuleType:
+    from .kernels import specialized_training  # of newer Gluon
+
+    return specialized_training
 
 
 def _rows(saved: list[Tensor], tiles: Tiles, ids_RK: Tensor) -> CompactRows:
