@@ -2,22 +2,20 @@
 
 import pytest
 import torch
-from moekit_kernels.numerics import Activation
 from moekit_triton import heuristics, packing
 from moekit_triton.kernels import packed
-from moekit_triton.kernels.gemm import grouped_gemm
-from moekit_triton.kernels.operands import Epilogue, Rows
 from moekit_triton.kernels.tiles import CHUNK, GemmTile
-from moekit_triton.plans import Direct
-from triton_checks import choose_plan, run_align
+from moekit_triton.plans import Batched, Direct, Gathered
+from triton_checks import choose_plan, use_plan
 
 import moekit
 from moekit.errors import Unsupported
 from moekit.problem import quant
+from moekit.runtime.workspace import Workspace
 from moekit.testing import assert_close
-from moekit.testing.cases import make_case, random_weights
+from moekit.testing.calls import check_call
+from moekit.testing.cases import make_case
 
-NAN = float("nan")
 FORMATS = [("local", "triton"), ("batched_reference", "triton_batched")]
 
 
@@ -150,43 +148,11 @@ def test_odd_sizes_and_fp32_are_refused():
 
 @pytest.mark.parametrize("scheme", ["int4_w4a16_g32_zp", "int4_w4a16_channel", "mxfp4_w4a16"])
 @pytest.mark.parametrize("block_n", [16, 64])
-@pytest.mark.parametrize("kind", ["aligned", "direct", "batched"])
-def test_grouped_gemm(device, scheme, block_n, kind):
-    """Check every kind of `Rows` and the narrowest tile; padding and other outputs are NaN."""
-    torch.manual_seed(0)
-    experts, rows, top_k, n, k = 3, 5, 2, 40, 140
-    problem = problem_of(device, scheme, hidden_size=k, intermediate_size=n)
-    problem = problem.replace(activation="silu_no_mul")
-    weights = random_weights(problem).canonical(problem)
-    tensors = packing.pack_weights("triton", weights, problem)
-    plain = weights.dequantize(problem.quant).w13
-    epilogue = Epilogue(Activation("silu", gated=False))
+@pytest.mark.parametrize("kind", [Gathered, Direct, Batched])
+def test_tiles(device, monkeypatch, scheme, block_n, kind):
+    """In whole calls, also of the narrowest tile."""
+    problem = problem_of(device, scheme)
     tile = GemmTile(16, block_n, CHUNK, group_m=2, num_warps=block_n // 16)
-    ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(rows)]).to(device)
-    ids[2, 1] = -1
-    if kind == "batched":
-        counts = torch.tensor([0, 3, 20], dtype=torch.int32, device=device)
-        a = torch.full((experts, 20, k), NAN, dtype=problem.dtype, device=device)
-        out = torch.full((experts, 20, n), NAN, dtype=problem.dtype, device=device)
-        for e, count in enumerate(counts.tolist()):
-            a[e, :count] = torch.randn(count, k)
-        named = Rows.batched(counts, 20, 16)
-        multiplied = [(a[e, c], e, out[e, c]) for e, used in enumerate(counts) for c in range(used)]
-    else:
-        a = torch.randn(rows, k).to(problem.dtype).to(device)
-        out = torch.full((rows * top_k, n), NAN, dtype=problem.dtype, device=device)
-        named = Rows.direct(ids, top_k)
-        if kind == "aligned":
-            named = Rows.aligned(run_align(ids, experts, 16), top_k)
-        chosen = enumerate(ids.flatten().tolist())
-        multiplied = [(a[n // top_k], e, out[n]) for n, e in chosen if e >= 0]
-        assert len(multiplied) == rows * top_k - 1
-    grouped_gemm(
-        a, tensors["w13"], out, named, tile, w_scale=tensors["w13_scale"],
-        w_offset=tensors.get("w13_offset"), epilogue=epilogue,
-    )  # fmt: skip
-    got = torch.stack([row for *_, row in multiplied]).float()
-    want = torch.stack([plain[e] @ row.float() for row, e, _ in multiplied])
-    want = torch.nn.functional.silu(want)
-    assert float((got - want).norm() / want.norm()) < 6e-3
-    assert int(torch.isnan(out).sum()) == out.numel() - got.numel()
+    use_plan(monkeypatch, kind(tile, tile, fused=True))
+    kernel = moekit.compose(problem, *FORMATS[kind is Batched], workspace=Workspace())
+    check_call(kernel, make_case(problem, 7, "masked"))

@@ -11,7 +11,15 @@ from moekit_triton.training import Tiles, TrainableTriton
 import moekit
 from moekit import ExpertWeights, MoEProblem, Routing
 from moekit.plugin import Dispatched, Wanted
-from moekit.testing import oracle
+from moekit.testing import Case, oracle
+from moekit.testing.gradients import (
+    assert_right_gradients,
+    gradients,
+    inputs_of,
+    leaves,
+    random_grad,
+    right_gradients,
+)
 
 ROWS = 16  # of a small tile
 COUNTS = (0, 1, ROWS - 1, ROWS, ROWS + 1)  # rows of each expert
@@ -45,12 +53,12 @@ def problem_of(device, **changes) -> MoEProblem:
     return MoEProblem(**sizes | changes)
 
 
-def parameters(p: MoEProblem, make=torch.randn) -> ExpertWeights:
+def parameters(p: MoEProblem) -> ExpertWeights:
     L, H, inner = p.num_local_experts, p.hidden_size, p.local_intermediate_size
     shapes = {"w13": (L, p.w13_rows, H), "w2": (L, H, inner)}
     if p.has_bias:
         shapes |= {"w13_bias": (L, p.w13_rows), "w2_bias": (L, H)}
-    made = {name: (make(*shape) / shape[-1] ** 0.5) for name, shape in shapes.items()}
+    made = {name: (torch.randn(shape) / shape[-1] ** 0.5) for name, shape in shapes.items()}
     return ExpertWeights(**{n: t.to(p.device.type, p.dtype) for n, t in made.items()})
 
 
@@ -68,36 +76,17 @@ def inputs(p: MoEProblem, counts=COUNTS) -> tuple[torch.Tensor, torch.Tensor, to
     return x.to(p.device.type, p.dtype), ids.to(p.device.type), weights.to(p.device.type)
 
 
-def expected(p: MoEProblem, x, ids, topk_weights, weights: ExpertWeights, grad) -> list:
-    """Return the gradients of x, of the router weights, and of the weights, in fp32."""
-    dead = (ids < 0).all(dim=1)
-    x = torch.where(dead[:, None], 0, x).float().requires_grad_()
-    topk_weights = torch.where(ids < 0, 0, topk_weights).requires_grad_()
-    held = {n: t.detach().float().requires_grad_() for n, t in weights.tensors().items()}
-    y = oracle(x, ExpertWeights(**held), Routing(topk_weights, ids), p.replace(dtype=torch.float32))
-    grad = torch.where(dead[:, None], 0, grad).float()
-    return list(torch.autograd.grad(y, [x, topk_weights, *held.values()], grad))
-
-
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.float() - want).norm() / want.norm().clamp(min=1e-6))
 
 
 def check(p: MoEProblem, weights: ExpertWeights, x, ids, topk_weights) -> list[torch.Tensor]:
-    """Compare a call's gradients with `expected`, and return them."""
-    kernel = moekit.compose(p, "local", "triton")
-    tracked = {n: t.detach().requires_grad_() for n, t in weights.tensors().items()}
-    x, topk_weights = (t.detach().requires_grad_() for t in (x, topk_weights))
-    y = kernel(x, ExpertWeights(**tracked), Routing(topk_weights, ids))
-    grad = torch.randn(y.shape).to(y)
-    grad[(ids < 0).all(dim=1)] = torch.nan
-    made = torch.autograd.grad(y, [x, topk_weights, *tracked.values()], grad)
-    want = expected(p, x.detach(), ids, topk_weights.detach(), weights, grad)
-    for name, got, right in zip(("x", "topk_weights", *tracked), made, want, strict=True):
-        assert got.isfinite().all(), name
-        error = relative(got, right)
-        assert error < LIMIT[p.dtype], f"{name}: {error}"
-    return list(made)
+    """Compare a call's gradients with the oracle's, and return them."""
+    case = Case(p, weights, x, Routing(topk_weights, ids))
+    kernel, grad = moekit.compose(p, "local", "triton"), random_grad(case)
+    found = gradients(kernel, leaves(case), grad)
+    assert_right_gradients(found, right_gradients(case, grad), case)
+    return [found[name] for name in inputs_of(case)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
