@@ -7,6 +7,7 @@ name works and warns. Every other module of moekit may change at any time. `moek
 
 from moekit.backends.local import local_ids
 from moekit.contract import (
+    Adapters,
     BufferSpec,
     Dispatched,
     PackedWeights,
@@ -16,6 +17,7 @@ from moekit.contract import (
     Routing,
     Unreduced,
 )
+from moekit.contract.adapters import AdapterExperts, TrainableAdapterExperts
 from moekit.contract.pending import Pending
 from moekit.contract.shared_buffers import CallBuffers, Lease, SharedBuffers
 from moekit.contract.sizes import round_up
@@ -34,6 +36,7 @@ from moekit.problem import (
     SCHEMES,
     Activation,
     ActivationFormat,
+    AdapterSlots,
     DeviceSpec,
     ExpertWeights,
     MoEProblem,
@@ -59,14 +62,14 @@ from moekit.untrusted.writing import check_writable, replace_file
 
 __all__ = [
     "ACTIVATIONS", "INT4_ZERO", "SCHEMES", "WIRE_SCHEMES", "Activation", "ActivationFormat",
-    "Agreement", "BufferSpec", "CallBuffers", "DeviceSpec", "Dispatched", "DispatcherSpec",
-    "ExpertWeights", "ExpertsSpec", "InputGradients", "Lease", "MoEProblem",
-    "OperandQuant", "PackedWeights", "ParallelConfig", "Pending", "PermuteExpertsUnpermute",
-    "PrepareAndFinalize", "ProcessVariables", "QuantScheme", "Quantizer", "Routing",
-    "SharedBuffers", "TableFiles", "TrainableDispatcher", "TrainableExperts", "Transfers",
-    "Unreduced", "VendorLibrary", "Wanted", "Workspace", "apply_activation", "check_writable",
-    "device_file", "exchange", "has_backend", "hookimpl", "importable", "int4", "local_ids",
-    "nearest", "partition", "quant", "quantize_for_transfer", "reason_of", "registry",
-    "replace_file", "resolve", "round_up", "settle", "size_distance", "summary", "switch",
-    "unpack_int4", "weight_and_reduce",
+    "AdapterExperts", "AdapterSlots", "Adapters", "Agreement", "BufferSpec", "CallBuffers",
+    "DeviceSpec", "Dispatched", "DispatcherSpec", "ExpertWeights", "ExpertsSpec", "InputGradients",
+    "Lease", "MoEProblem", "OperandQuant", "PackedWeights", "ParallelConfig", "Pending",
+    "PermuteExpertsUnpermute", "PrepareAndFinalize", "ProcessVariables", "QuantScheme", "Quantizer",
+    "Routing", "SharedBuffers", "TableFiles", "TrainableAdapterExperts", "TrainableDispatcher",
+    "TrainableExperts", "Transfers", "Unreduced", "VendorLibrary", "Wanted", "Workspace",
+    "apply_activation", "check_writable", "device_file", "exchange", "has_backend", "hookimpl",
+    "importable", "int4", "local_ids", "nearest", "partition", "quant", "quantize_for_transfer",
+    "reason_of", "registry", "replace_file", "resolve", "round_up", "settle", "size_distance",
+    "summary", "switch", "unpack_int4", "weight_and_reduce",
 ]  # fmt: skip

@@ -37,11 +37,14 @@ class Routing:
     max_tokens: the most tokens that any rank passes to this call, equal on all ranks; None if the
     caller does not know it. A dispatcher of fixed capacity then works for so many tokens only, and
     a composite of dispatchers chooses its member by it.
+    adapter_ids: (T,) int32, the adapter slot of each token, -1 for none. Only in problems with
+    adapters; None is right where there is one slot, which every token then has.
     """
 
     topk_weights: Tensor
     topk_ids: Tensor
     max_tokens: int | None = None
+    adapter_ids: Tensor | None = None
 
     def most(self, capacity: int) -> int:
         """Return the tokens that a dispatcher of this capacity needs room for, at least 1."""
@@ -65,6 +68,8 @@ class Dispatched:
     (1, 1, 1), groups as in `OperandQuant.scale_shape`. A per-tensor scale may come as one scale
     per row.
     handle: what the dispatcher's `finalize` needs; others do not look at it.
+    adapter_ids: (R,) int32, contiguous: the adapter slot of each row, -1 for none, any value in
+    rows without a local expert. The kernel sets it where the weights have adapters.
     """
 
     x: Tensor
@@ -73,6 +78,7 @@ class Dispatched:
     topk_weights: Tensor | None = None
     expert_num_tokens: Tensor | None = None
     handle: Any = None
+    adapter_ids: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,41 @@ class Unreduced:
 
 
 @dataclass(frozen=True, repr=False)
+class Adapters:
+    """Low-rank deltas of this rank's experts, for S adapters; the layout is every backend's.
+
+    A row of adapter s adds ``scaling[s] * B[s, e] @ (A[s, e] @ row)`` to what expert e's matrix
+    gives for it. All matrices have the problem's dtype, also over a quantized base, and there is no
+    None of a pair alone.
+
+    scaling: (S,) float32.
+    w13_a: (S, L, G, r, H); G is 2 if `AdapterSlots.separate` and the experts are gated: A of gate
+    and of up. Otherwise it is 1. w13_b: (S, L, W, r), W = `MoEProblem.w13_rows`, gate in front of
+    up. Row n of B goes with A of group ``n // (W / G)``.
+    w2_a: (S, L, r, I). w2_b: (S, L, H, r).
+
+    The last two dimensions are contiguous, and each matrix begins at a multiple of 16 bytes if its
+    rows are such a multiple. The other strides are arbitrary, and 0 where experts share a matrix.
+    An adapter of a smaller rank has zeros behind it. The memory stays where it is: adapters are
+    replaced in place, also between replays of a CUDA graph.
+    """
+
+    scaling: Tensor
+    w13_a: Tensor | None = None
+    w13_b: Tensor | None = None
+    w2_a: Tensor | None = None
+    w2_b: Tensor | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the matrices by name."""
+        found = {name: getattr(self, name) for name in ADAPTER_NAMES}
+        return {name: t for name, t in found.items() if t is not None}
+
+
+ADAPTER_NAMES = ("w13_a", "w13_b", "w2_a", "w2_b")
+
+
+@dataclass(frozen=True, repr=False)
 class PackedWeights:
     """Weights in a backend's own layout.
 
@@ -97,12 +138,14 @@ class PackedWeights:
     experts: tensors with the L local experts in dim 0, so that experts can be moved.
     shared: tensors that belong to no single expert, for example a static activation scale.
     made_for: what `ModularKernel.pack` packed them for; a kernel for something else refuses them.
+    adapters: what the experts add to them, set by the caller and not by `pack`. None: nothing.
     """
 
     backend: str
     experts: Mapping[str, Tensor]
     shared: Mapping[str, Tensor] = field(default_factory=dict)
     made_for: Mapping[str, object] | None = field(default=None, kw_only=True)
+    adapters: Adapters | None = field(default=None, kw_only=True)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.experts[name]

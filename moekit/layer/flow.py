@@ -164,7 +164,8 @@ def _parts(
     for chunk in range(chunks):
         span = partition(x_TH.shape[0], chunks, chunk)
         rows = slice(span.start, span.stop)
-        part = Routing(routing.topk_weights[rows], routing.topk_ids[rows], max_tokens=most)
+        names = None if routing.adapter_ids is None else routing.adapter_ids[rows]
+        part = Routing(routing.topk_weights[rows], routing.topk_ids[rows], most, names)
         yield rows, x_TH[rows], part
 
 

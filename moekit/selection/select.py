@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -115,7 +116,7 @@ def compose(
     logger.info("moekit: %s", made.explanation)
     tokens = made.dispatcher
     if tokens is None:
-        tokens = create(made.dispatcher_class, made.dispatcher_spec, problem, group)
+        tokens = create(made.dispatcher_class, made.dispatcher_spec, problem.dispatched, group)
     try:
         if moves:
             check_experts(made.experts, check_dispatcher(tokens))
@@ -211,7 +212,8 @@ def _make(candidate: Candidate, selection: Selection, group: dist.ProcessGroup |
 
             group = resolve(problem, group)
     if problem.training:
-        dispatcher, experts = dispatcher.for_training(), experts.for_training()
+        dispatcher = dispatcher.for_training()
+    experts = replace(experts, target=experts.target_for(problem))
     with _blaming(dispatcher):
         dispatcher_class = dispatcher.load()
     # Experts first: they hold nothing that would have to be freed if the dispatcher fails.
@@ -219,7 +221,7 @@ def _make(candidate: Candidate, selection: Selection, group: dist.ProcessGroup |
         gemms = bridge(experts.load(), experts, problem, dispatcher.format)
     if not moves:
         with _blaming(dispatcher):
-            tokens = create(dispatcher_class, dispatcher, problem, group)
+            tokens = create(dispatcher_class, dispatcher, problem.dispatched, group)
             rows = check_dispatcher(tokens)
         with _blaming(experts):
             check_experts(gemms, rows)

@@ -144,6 +144,8 @@ class TrainableKernel(ModularKernel):
             arriving = self.dispatcher.prepare(x_TH, routing, None)
             observer.sent()
             tokens = arriving.result()
+            if self._adapted:
+                tokens = self._with_adapters(tokens, routing)
             observer.arrived()
             with self._ended_by_faults(tokens, observer):
                 y_RH = self._place(tokens, out, self.problem.dtype)
