@@ -29,6 +29,11 @@ def check(
         )
     if adapters is not None:
         _check_stack(adapters, problem, x)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in adapters.tensors().values()):
+            raise WeightsError(
+                "the adapters require a gradient, which this call does not compute: call a kernel "
+                "composed for problem.replace(training=True)"
+            )
     if ids is None:
         if adapters is not None and slots.count > 1:
             raise InvalidInput(f"adapter_ids must name one of {slots.count} adapters, or -1")
@@ -44,6 +49,8 @@ def check(
             raise InvalidInput(
                 f"adapter_ids span [{low}, {high}], expected -1 (none) or 0..{slots.count - 1}"
             )
+        if adapters is not None and not bool(adapters.scaling[ids[ids >= 0]].isfinite().all()):
+            raise InvalidInput("adapter_ids name a slot that holds no adapter: load one into it")
 
 
 def shapes(problem: MoEProblem) -> dict[str, tuple[int, ...]]:

@@ -44,5 +44,5 @@ def _random_call(kernel: Any, weights: PackedWeights, tokens: int) -> None:
     ones = torch.ones_like(ids, dtype=torch.float32)
     adapter_ids = None
     if weights.adapters is not None:
-        adapter_ids = torch.zeros(tokens, dtype=torch.int32, device=device)
+        adapter_ids = torch.full((tokens,), -1, dtype=torch.int32, device=device)
     kernel(x, weights, Routing(ones, ids, max_tokens=tokens, adapter_ids=adapter_ids))

@@ -213,7 +213,7 @@ def _make(candidate: Candidate, selection: Selection, group: dist.ProcessGroup |
             group = resolve(problem, group)
     if problem.training:
         dispatcher = dispatcher.for_training()
-    experts = replace(experts, target=experts.target_for(problem))
+    experts = replace(experts, target=experts.target_for(problem) or experts.target)
     with _blaming(dispatcher):
         dispatcher_class = dispatcher.load()
     # Experts first: they hold nothing that would have to be freed if the dispatcher fails.

@@ -61,7 +61,8 @@ class TrainableKernel(ModularKernel):
         Args:
             x: (T, H) in the problem's dtype.
             weights: this rank's parameters. Gradients flow to those that require one. Frozen
-                experts, of any scheme, may come from `pack`.
+                experts, of any scheme, may come from `pack`. With ``adapters`` they do, and
+                gradients flow to the adapters' matrices.
             routing: gradients flow to ``topk_weights``; they are zero where the id is -1.
             out: only for calls without gradients.
             add_to: buffers of the weights' canonical shapes, in the problem's dtype or float32. The
@@ -72,6 +73,9 @@ class TrainableKernel(ModularKernel):
                 fit. Otherwise as `ModularKernel.__call__`.
         """
         packed, tracked = self._views(weights)
+        if packed.adapters is not None:
+            found = packed.adapters.tensors()
+            tracked |= {name: t for name, t in found.items() if t.requires_grad}
         inputs = (x, routing.topk_weights, *tracked.values())
         if not (torch.is_grad_enabled() and any(t.requires_grad for t in inputs)):
             return super().__call__(x, packed, routing, out=out, shared=shared)
@@ -175,7 +179,7 @@ class TrainableKernel(ModularKernel):
             try:
                 if wanted.weights:  # while the rows travel
                     if call.buffers is None:
-                        into = made = {n: torch.empty_like(call.weights[n]) for n in wanted.weights}
+                        into = made = {n: _new(call.tracked(n)) for n in wanted.weights}
                     else:
                         into = {n: call.buffers[n] for n in wanted.weights}
                     add = call.buffers is not None
@@ -217,6 +221,16 @@ class _Call:
     weights: PackedWeights
     buffers: Mapping[str, Tensor] | None
 
+    def tracked(self, name: str) -> Tensor:
+        adapters = self.weights.adapters
+        found = None if adapters is None else adapters.tensors().get(name)
+        return self.weights[name] if found is None else found
+
+
+def _new(like: Tensor) -> Tensor:
+    """Return contiguous memory of a shape, in which experts may share matrices."""
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+
 
 class _Layer(torch.autograd.Function):
     """A call of a kernel. Autograd keeps the tensors, and so sees if one is changed in between."""
@@ -233,26 +247,33 @@ class _Layer(torch.autograd.Function):
         routing = replace(call.routing, topk_weights=topk_weights)
         result, tokens, saved = call.kernel._forward(x, call.weights, routing)
         ctx.call, ctx.names, ctx.handle = call, names, tokens.handle
-        weights = call.weights.experts.values()
-        ctx.save_for_backward(tokens.x, tokens.topk_ids, tokens.topk_weights, *weights, *saved)
+        weights, adapters = call.weights.experts.values(), call.weights.adapters
+        stack = () if adapters is None else adapters.tensors().values()
+        arrived = tokens.x, tokens.topk_ids, tokens.topk_weights, tokens.adapter_ids
+        ctx.save_for_backward(*arrived, *weights, *stack, *saved)
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x_RH, ids, topk_weights, *rest = ctx.saved_tensors
+        x_RH, ids, topk_weights, adapter_ids, *rest = ctx.saved_tensors
         call: _Call = ctx.call
-        weights = dict(zip(call.weights.experts, rest, strict=False))
-        call = replace(call, weights=replace(call.weights, experts=weights))
-        tokens = Dispatched(x_RH, None, ids, topk_weights, handle=ctx.handle)
+        weights, adapters = dict(zip(call.weights.experts, rest, strict=False)), None
+        rest = rest[len(weights) :]
+        if (held := call.weights.adapters) is not None:
+            stack: dict[str, Any] = dict(zip(held.tensors(), rest, strict=False))
+            adapters, rest = replace(held, **stack), rest[len(stack) :]
+        packed = replace(call.weights, experts=weights, adapters=adapters)
+        call = replace(call, weights=packed)
+        tokens = Dispatched(
+            x_RH, None, ids, topk_weights, handle=ctx.handle, adapter_ids=adapter_ids
+        )
         _, _, wants_x, wants_topk, *wants = ctx.needs_input_grad
         # All ranks send the same kinds of gradients.
         moves = call.kernel.dispatcher.spec.moves_tokens
         named = frozenset(name for name, asked in zip(ctx.names, wants, strict=True) if asked)
         wanted = Wanted(wants_x or moves, wants_topk or moves, named)
-        made_x, made_topk, made = call.kernel._backward(
-            call, grad, tokens, rest[len(weights) :], wanted
-        )
+        made_x, made_topk, made = call.kernel._backward(call, grad, tokens, rest, wanted)
         inputs = (made_x if wants_x else None, made_topk if wants_topk else None)
         return None, None, *inputs, *(made.get(name) for name in ctx.names)
 
