@@ -53,7 +53,7 @@ class Adapter:
         (a, b), (w2_a, w2_b) = gate_up or (None, None), down or (None, None)
         if a is not None and b is not None and a.dim() == 3:
             groups = a.shape[1] // b.shape[2] if b.shape[2] and not a.shape[1] % b.shape[2] else 1
-            a = a.unflatten(1, (groups, -1))
+            a = a.view(len(a), groups, -1, a.shape[2])
         return cls(scaling, a, b, w2_a, w2_b)
 
     @property

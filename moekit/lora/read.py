@@ -141,7 +141,8 @@ def as_packed(a: Tensor, b: Tensor, experts: int, transposed: bool) -> Pair:
 
     transposed: B A is (in, out), as PEFT before 0.19.1 stores it for parameters (E, out, in).
     """
-    a_ErK, b_ENr = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
+    a_ErK = a.reshape(experts, -1, a.shape[1])
+    b_ENr = b.reshape(len(b), -1, experts).permute(2, 0, 1)
     return (b_ENr.mT, a_ErK.mT) if transposed else (a_ErK, b_ENr)
 
 
