@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moekit.errors import WeightsError
-from moekit.problem import ExpertWeights, MoEProblem
+from moekit.problem import MoEProblem
 
 MOST_RANK = 256
 
@@ -128,16 +128,3 @@ class Adapter:
                 t = sliced(t, 2)
             made[name] = t
         return replace(self, **made)
-
-    def merged(self, weights: ExpertWeights) -> ExpertWeights:
-        """Return ``W + scaling B A`` for unquantized canonical weights of the same experts, in
-        fp32."""
-        made: dict[str, Any] = {"w13": weights.w13.float(), "w2": weights.w2.float()}
-        for name in ("w13", "w2"):
-            a, b = getattr(self, f"{name}_a"), getattr(self, f"{name}_b")
-            if a is not None and b is not None:
-                a = a if a.dim() == 4 else a[:, None]
-                parts = b.float().chunk(a.shape[1], dim=1)
-                delta = [part @ a[:, g].float() for g, part in enumerate(parts)]
-                made[name] = made[name] + self.scaling * torch.cat(delta, dim=1)
-        return replace(weights, **made)
