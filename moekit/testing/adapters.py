@@ -201,12 +201,12 @@ class AdapterConformance(ExpertsBase):
         right, wide = made(torch.float32)
         want = oracle(right.x, right.weights, right.routing, case.problem, wide)
         if want.requires_grad:
-            want.backward(grad.float().where(want != 0, 0))  # NaN may stand where nothing is
+            backward(want, grad.float().where(want != 0, 0))  # NaN may stand where nothing is
 
         def of(case: Case, stack: Adapters) -> Gradients:
             inputs = {"x": case.x, "topk_weights": case.routing.topk_weights, **stack.tensors()}
-            found = {n: t.grad for n, t in inputs.items() if t.requires_grad}
-            found = {n: torch.zeros_like(inputs[n]) if t is None else t for n, t in found.items()}
+            asked = {n: t for n, t in inputs.items() if t.requires_grad}
+            found = {n: torch.zeros_like(t) if t.grad is None else t.grad for n, t in asked.items()}
             return {n: t.flatten(0, 1) if n in names else t for n, t in found.items()}
 
         found = of(given, stack)
