@@ -180,7 +180,7 @@ class AdapterConformance(ExpertsBase):
     def _check_gradients(
         self, case: Case, adapters: Adapters, wanted: Sequence[str] | None = None
     ) -> Gradients:
-        """Compare the gradients of a call with the oracle's, and return those of the matrices."""
+        """Compare the gradients of a call with the oracle's; return the matrices' ones."""
         if self._spec().adapters_training is None:
             self._skip("it does not train adapters")
         case = replace(case, problem=case.problem.replace(training=True))
