@@ -123,7 +123,8 @@ def _room(text: str) -> AdapterSlots:
     if not re.fullmatch(r"\d{1,9}:\d{1,9}", text):
         raise argparse.ArgumentTypeError("expected the number of adapters and their rank, as 8:32")
     try:
-        return AdapterSlots(*map(int, text.split(":")))
+        count, rank = map(int, text.split(":"))
+        return AdapterSlots(count, rank)
     except InvalidProblem as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

@@ -120,8 +120,13 @@ class AdapterConformance(ExpertsBase):
         self, kernel: ModularKernel, case: Case, packed: PackedWeights, adapters: Adapters | None
     ) -> Tensor:
         watch = Watch(x=case.x, **({} if adapters is None else adapters.tensors()))
+        ids = case.routing.adapter_ids if adapters is not None else None
         with poisoned_allocations():
-            out = kernel(case.x, replace(packed, adapters=adapters), case.routing)
+            out = kernel(
+                case.x,
+                replace(packed, adapters=adapters),
+                replace(case.routing, adapter_ids=ids),
+            )
         watch.check("the call")
         return out
 

@@ -156,7 +156,7 @@ FAULTS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
         lambda: {n.replace("down", "odd"): t for n, t in _without("-").items()}, {}, {},
         "unknown names: 0.odd_proj",
     ),
-    "another rank": (lambda: _without("-"), {"r": 8}, {}, "rank 4, its config says r=8"),
+    "another rank": (lambda: _without("-"), {"r": 8}, {}, "have rank 4, and the config says r=8"),
     "DoRA": (lambda: _without("-"), {"use_dora": True}, {}, "config has use_dora"),
     "alpha_pattern": (lambda: _without("-"), {"alpha_pattern": {"a": 1}}, {}, "alpha_pattern"),
 }  # fmt: skip
@@ -266,6 +266,8 @@ def test_stacks_that_are_wrong() -> None:
     for says, adapters in wrong.items():
         with pytest.raises(WeightsError, match=says):
             kernel(case.x, replace(packed, adapters=adapters), routing)
+    with pytest.raises(WeightsError, match="the weights have no adapters: see Stack.on"):
+        kernel(case.x, packed, routing)
     plain = moekit.compose(p.replace(adapters=None))
     for given, call in ((stack, case.routing), (None, routing)):
         with pytest.raises(WeightsError, match="the kernel was composed without"):
