@@ -83,7 +83,7 @@ class ModularKernel:
         peer_timeout: float = 60.0,
     ) -> None:
         checks.check_parts(dispatcher, experts, peer_timeout)
-        self.problem = dispatcher.problem
+        self.problem = experts.problem
         self.dispatcher = dispatcher
         self.experts = experts
         self.explanation = explanation
@@ -107,6 +107,7 @@ class ModularKernel:
         self._ids_dtype = None if taken == "any" else getattr(torch, taken)
         self._fused = experts.spec.fused
         self._moves = dispatcher.spec.moves_tokens and not self._fused
+        self._adapted = self.problem.adapters is not None
         self._on_accelerator = self.problem.device.type != "cpu"
         self._output_dtype = output_dtype(self.problem, experts.spec, dispatcher.spec)
         quantizes = quantized_by(self.problem, dispatcher.spec, experts.spec)
@@ -173,6 +174,8 @@ class ModularKernel:
             observer.sent()
             extra, fault = _NOTHING if shared is None else _tried(check_shared, shared, x)
             tokens = arriving.result()
+            if self._adapted:
+                tokens = self._with_adapters(tokens, routing)
             observer.arrived()
             y, tokens, scratch = self._apply(tokens, weights, out, fault, observer)
             combining = self._finalize(y, tokens, scratch, x_TH, out)
@@ -243,6 +246,8 @@ class ModularKernel:
             try:
                 _, fault = _NOTHING if meanwhile is None else _tried(meanwhile)
                 tokens = arriving.result()
+                if self._adapted:
+                    tokens = self._with_adapters(tokens, routing)
                 observer.arrived()
                 y, tokens, scratch = self._apply(tokens, weights, out, fault, observer)
                 combining = self._finalize(y, tokens, scratch, x_TH, out)
@@ -285,9 +290,19 @@ class ModularKernel:
         topk_weights, topk_ids = topk_weights.contiguous(), topk_ids.contiguous()
         if topk_weights is not routing.topk_weights or topk_ids is not routing.topk_ids:
             routing = replace(routing, topk_weights=topk_weights, topk_ids=topk_ids)
+        if self._adapted:
+            from moekit.runtime.adapters import with_ids
+
+            routing = with_ids(routing, weights.adapters, self.problem)
         if not self._sends_quantized:
             return x, routing, out, None
         return x, routing, out, lambda rows, valid: self.experts.quantize(rows, weights, valid)
+
+    def _with_adapters(self, tokens: Dispatched, routing: Routing) -> Dispatched:
+        """Return the tokens that arrived with the adapter of each row."""
+        from moekit.runtime.adapters import arrived
+
+        return arrived(tokens, routing, self.problem)
 
     def _apply(
         self,

@@ -7,6 +7,7 @@ name works and warns. Every other module of moekit may change at any time. `moek
 
 from moekit.backends.local import local_ids
 from moekit.contract import (
+    Adapters,
     BufferSpec,
     Dispatched,
     PackedWeights,
@@ -16,6 +17,7 @@ from moekit.contract import (
     Routing,
     Unreduced,
 )
+from moekit.contract.adapters import AdapterExperts, TrainableAdapterExperts
 from moekit.contract.fused import FusedKernel, FusedSpec, RouterLogits
 from moekit.contract.pending import Pending
 from moekit.contract.shared_buffers import CallBuffers, Lease, SharedBuffers
@@ -35,6 +37,7 @@ from moekit.problem import (
     SCHEMES,
     Activation,
     ActivationFormat,
+    AdapterSlots,
     DeviceSpec,
     ExpertWeights,
     MoEProblem,
@@ -60,13 +63,13 @@ from moekit.untrusted.code import describe as reason_of
 from moekit.untrusted.writing import check_writable, replace_file
 
 __all__ = [
-    "ACTIVATIONS", "INT4_ZERO", "SCHEMES", "WIRE_SCHEMES", "Activation",
-    "ActivationFormat", "Agreement", "BufferSpec", "CallBuffers", "Codes", "DeviceSpec",
-    "Dispatched", "DispatcherSpec", "ExpertWeights", "ExpertsSpec", "FusedKernel", "FusedSpec",
-    "InputGradients", "Lease", "MoEProblem",
-    "OperandQuant", "PackedWeights", "ParallelConfig", "Pending", "PermuteExpertsUnpermute",
-    "PrepareAndFinalize", "ProcessVariables", "QuantScheme", "Quantizer", "RouterLogits", "Routing",
-    "SharedBuffers", "TableFiles", "TrainableDispatcher", "TrainableExperts", "Transfers",
+    "ACTIVATIONS", "INT4_ZERO", "SCHEMES", "WIRE_SCHEMES", "Activation", "ActivationFormat",
+    "AdapterExperts", "AdapterSlots", "Adapters", "Agreement", "BufferSpec", "CallBuffers", "Codes",
+    "DeviceSpec", "Dispatched", "DispatcherSpec", "ExpertWeights", "ExpertsSpec", "FusedKernel",
+    "FusedSpec", "InputGradients", "Lease", "MoEProblem", "OperandQuant", "PackedWeights",
+    "ParallelConfig", "Pending", "PermuteExpertsUnpermute", "PrepareAndFinalize",
+    "ProcessVariables", "QuantScheme", "Quantizer", "RouterLogits", "Routing", "SharedBuffers",
+    "TableFiles", "TrainableAdapterExperts", "TrainableDispatcher", "TrainableExperts", "Transfers",
     "Unreduced", "VendorLibrary", "Wanted", "Workspace", "apply_activation", "check_writable",
     "device_file", "exchange", "has_backend", "hookimpl", "importable", "int4", "local_ids",
     "nearest", "partition", "peer_timeout", "quant", "quantize_for_transfer", "reason_of",

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,34 +14,45 @@ import torch
 from torch import Tensor
 
 from moekit.backends.local import LocalBatchedDispatcher, local_ids
-from moekit.contract import (
-    BufferSpec,
-    Dispatched,
-    PackedWeights,
-    PermuteExpertsUnpermute,
-    Routing,
-)
-from moekit.contract.training import InputGradients, TrainableExperts, Wanted
+from moekit.contract import Adapters, BufferSpec, Dispatched, PackedWeights, Routing
+from moekit.contract.adapters import AdapterExperts, TrainableAdapterExperts
+from moekit.contract.interfaces import ADAPTER_NAMES
+from moekit.contract.training import InputGradients, Wanted
 from moekit.problem import MoEProblem, quant
 from moekit.problem.activation import apply_activation
 from moekit.problem.weights import ExpertWeights
 
+_Delta = Callable[[str, Tensor, Tensor], Tensor]
 
-def expert_mlp(x_NH: Tensor, weights: ExpertWeights, expert: int, problem: MoEProblem) -> Tensor:
+
+def expert_mlp(
+    x_NH: Tensor,
+    weights: ExpertWeights,
+    expert: int,
+    problem: MoEProblem,
+    delta: _Delta = lambda name, made, rows: made,
+) -> Tensor:
     """Run one expert on its rows: (N, H) fp32 -> (N, H) fp32. ``weights`` are fp32.
 
-    All may be float64 instead.
+    All may be float64 instead. delta: adds what adapters add to a product of rows.
     """
     w13_HI, w2_IH = weights.w13[expert].T, weights.w2[expert].T
     with torch.autocast(w13_HI.device.type, enabled=False):
         h = x_NH @ w13_HI
         if weights.w13_bias is not None:
             h = h + weights.w13_bias[expert].to(h.dtype)
-        y = apply_activation(h, problem.activation) @ w2_IH
+        a = apply_activation(delta("w13", h, x_NH), problem.activation)
+        y = delta("w2", a @ w2_IH, a)
         return y if weights.w2_bias is None else y + weights.w2_bias[expert].to(y.dtype)
 
 
-def oracle(x_TH: Tensor, weights: ExpertWeights, routing: Routing, problem: MoEProblem) -> Tensor:
+def oracle(
+    x_TH: Tensor,
+    weights: ExpertWeights,
+    routing: Routing,
+    problem: MoEProblem,
+    adapters: Adapters | None = None,
+) -> Tensor:
     """Compute the layer in fp32 on dequantized weights and unquantized activations.
 
     The result defines what is right: every backend is compared with it. The public name is
@@ -53,6 +64,7 @@ def oracle(x_TH: Tensor, weights: ExpertWeights, routing: Routing, problem: MoEP
         routing: weights (T, K) fp32 and physical ids (T, K). Ids of other ranks' experts and -1 add
             nothing, so the sum of all ranks' results is the whole layer.
         problem: sizes, scheme, activation and biases of the layer.
+        adapters: what the experts add, by ``routing.adapter_ids``.
 
     Returns:
         (T, H) fp32, or float64 if x is, so that autograd's gradients of it can be proven.
@@ -63,11 +75,20 @@ def oracle(x_TH: Tensor, weights: ExpertWeights, routing: Routing, problem: MoEP
     if problem.apply_router_weight_on_input:
         x = x * torch.where(ids < 0, 0, topk_weights)  # NaN may stand there
         topk_weights = torch.ones_like(topk_weights)
-    return _weighted_sum(x, topk_weights, local_ids(ids, problem), held, problem)
+    slots = routing.adapter_ids
+    if adapters is not None and slots is None:
+        slots = torch.zeros(len(x), dtype=torch.int32, device=x.device)
+    adapted = adapters, slots
+    return _weighted_sum(x, topk_weights, local_ids(ids, problem), held, problem, adapted)
 
 
 def _weighted_sum(
-    x_RH: Tensor, weights_RK: Tensor, ids_RK: Tensor, held: ExpertWeights, problem: MoEProblem
+    x_RH: Tensor,
+    weights_RK: Tensor,
+    ids_RK: Tensor,
+    held: ExpertWeights,
+    problem: MoEProblem,
+    adapted: tuple[Adapters | None, Tensor | None],
 ) -> Tensor:
     """Return each row's weighted sum over its local experts, (R, H) in x's dtype, through which
     autograd flows. One expert at a time is dequantized to that dtype."""
@@ -75,13 +96,34 @@ def _weighted_sum(
     for expert in torch.unique(ids_RK[ids_RK >= 0]).tolist():
         row, slot = (ids_RK == expert).nonzero(as_tuple=True)
         dense = held.select([expert]).dequantize(problem.quant, x_RH.dtype)
-        out.index_add_(
-            0, row, weights_RK[row, slot, None] * expert_mlp(x_RH[row], dense, 0, problem)
-        )
+        made = expert_mlp(x_RH[row], dense, 0, problem, _delta(*adapted, expert, row))
+        out.index_add_(0, row, weights_RK[row, slot, None] * made)
     return out
 
 
-class ReferenceExperts(PermuteExpertsUnpermute):
+def _delta(adapters: Adapters | None, slots_R: Tensor | None, expert: int, row_N: Tensor) -> _Delta:
+    """Return what adds the deltas of an expert to products of its rows."""
+    if adapters is None or slots_R is None:
+        return lambda name, made, rows: made
+    slots_N = slots_R[row_N]
+    present = torch.unique(slots_N[slots_N >= 0]).tolist()
+
+    def add(name: str, made_NM: Tensor, rows_NK: Tensor) -> Tensor:
+        if (pair := adapters.pair(name)) is None:
+            return made_NM
+        for slot in present:
+            mine = (slots_N == slot).nonzero()[:, 0]
+            a_GrK, b_Mr = (t[slot, expert].to(rows_NK.dtype) for t in pair)
+            b_Gmr = b_Mr.view(len(a_GrK), -1, b_Mr.shape[1])
+            low_Gnr = torch.matmul(rows_NK[mine], a_GrK.mT) * adapters.scaling[slot]
+            delta_nM = torch.bmm(low_Gnr, b_Gmr.mT).transpose(0, 1).flatten(1)
+            made_NM = made_NM.index_add(0, mine, delta_nM)
+        return made_NM
+
+    return add
+
+
+class ReferenceExperts(AdapterExperts):
     """STANDARD, not reducing: each assignment by itself, in fp32, one expert after another."""
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
@@ -100,12 +142,16 @@ class ReferenceExperts(PermuteExpertsUnpermute):
         assert tokens.topk_ids is not None
         named: dict[str, Any] = dict(weights.experts)
         held, x_RH = ExpertWeights(**named), dequantized_input(tokens, self.problem)
-        compute = self._one_by_one if self.problem.batch_invariant else expert_mlp
         for expert in range(self.problem.num_local_experts):
             row, slot = (tokens.topk_ids == expert).nonzero(as_tuple=True)
             if len(row):
                 fp32 = held.select([expert]).dequantize(self.problem.quant)
-                y[row, slot] = compute(x_RH[row], fp32, 0, self.problem).to(y.dtype)
+                if self.problem.batch_invariant:
+                    made = self._one_by_one(x_RH[row], fp32, 0, self.problem)
+                else:
+                    delta = _delta(weights.adapters, tokens.adapter_ids, expert, row)
+                    made = expert_mlp(x_RH[row], fp32, 0, self.problem, delta)
+                y[row, slot] = made.to(y.dtype)
 
     @staticmethod
     def _one_by_one(
@@ -122,12 +168,13 @@ class ReferenceExperts(PermuteExpertsUnpermute):
         return 4 * (4 * weights + activations)
 
 
-class TrainableReference(ReferenceExperts, TrainableExperts):
+class TrainableReference(ReferenceExperts, TrainableAdapterExperts):
     """Saves nothing: the backward computes everything again, by autograd in fp32."""
 
     def forward(self, y_RH: Tensor, tokens: Dispatched, weights: PackedWeights) -> list[Tensor]:
         assert tokens.topk_weights is not None
-        y_RH.copy_(self._sum(tokens.x.float(), tokens.topk_weights, tokens, weights.experts))
+        held = dict(weights.experts)
+        y_RH.copy_(self._sum(tokens.x.float(), tokens.topk_weights, tokens, held, weights.adapters))
         return []
 
     def backward_input(
@@ -141,12 +188,15 @@ class TrainableReference(ReferenceExperts, TrainableExperts):
         assert tokens.topk_weights is not None
         names = sorted(wanted.weights)
         held = {name: t.detach() for name, t in weights.experts.items()}
+        adapters = weights.adapters
+        if adapters is not None:
+            held |= {name: t.detach() for name, t in adapters.tensors().items()}
         held |= {name: held[name].requires_grad_() for name in names}
         with torch.enable_grad():
             x, topk_weights = (
                 t.detach().float().requires_grad_() for t in (tokens.x, tokens.topk_weights)
             )
-            y_RH = self._sum(x, topk_weights, tokens, held)
+            y_RH = self._sum(x, topk_weights, tokens, held, adapters)
             inputs = x, topk_weights, *(held[name] for name in names)
             if y_RH.requires_grad:
                 made = torch.autograd.grad(y_RH, inputs, grad_RH.float(), materialize_grads=True)
@@ -175,10 +225,21 @@ class TrainableReference(ReferenceExperts, TrainableExperts):
         weights = p.num_local_experts * p.hidden_size * (p.w13_rows + p.local_intermediate_size)
         return 2 * super().transient_bytes(rows) + weights * (4 + 3 * p.dtype.itemsize)
 
-    def _sum(self, x_RH: Tensor, weights_RK: Tensor, tokens: Dispatched, held: Any) -> Tensor:
+    def _sum(
+        self,
+        x_RH: Tensor,
+        weights_RK: Tensor,
+        tokens: Dispatched,
+        held: dict[str, Any],
+        adapters: Adapters | None,
+    ) -> Tensor:
+        """Return the sums, with the weights and the adapters' matrices of ``held``."""
         assert tokens.topk_ids is not None
-        weights = ExpertWeights(**held)
-        return _weighted_sum(x_RH, weights_RK, tokens.topk_ids, weights, self.problem)
+        weights = ExpertWeights(**{n: t for n, t in held.items() if n not in ADAPTER_NAMES})
+        if adapters is not None:
+            adapters = replace(adapters, **{n: t for n, t in held.items() if n in ADAPTER_NAMES})
+        adapted = adapters, tokens.adapter_ids
+        return _weighted_sum(x_RH, weights_RK, tokens.topk_ids, weights, self.problem, adapted)
 
 
 def dequantized_input(tokens: Dispatched, problem: MoEProblem) -> Tensor:

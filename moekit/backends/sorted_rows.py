@@ -31,7 +31,11 @@ class SortedRows:
 
     @classmethod
     def of(cls, ids_RK: Tensor, problem: MoEProblem) -> SortedRows:
-        L, grouped = problem.num_local_experts, has_grouped_mm(problem)
+        return cls.by(ids_RK, problem.num_local_experts, has_grouped_mm(problem))
+
+    @classmethod
+    def by(cls, ids_RK: Tensor, L: int, grouped: bool) -> SortedRows:
+        """Return the assignments sorted by ids of 0 to L - 1, -1 for none."""
         ids_S, order_S = torch.sort(torch.where(ids_RK < 0, L, ids_RK).view(-1), stable=True)
         experts = torch.arange(L, device=ids_S.device, dtype=ids_S.dtype)
         ends_L = torch.searchsorted(ids_S, experts, right=True).int()

@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 
 from moekit.backends import cpu_costs, cpu_experts, row_blocks
+from moekit.backends.adapted_rows import AdaptedRows
 from moekit.backends.cpu_experts import Experts, activate
 from moekit.backends.sorted_rows import SortedRows
-from moekit.contract import BufferSpec, Dispatched, PackedWeights, PermuteExpertsUnpermute
+from moekit.contract import BufferSpec, Dispatched, PackedWeights
+from moekit.contract.adapters import AdapterExperts
 from moekit.problem import quant
 from moekit.problem.weights import ExpertWeights
 
 
-class TorchExperts(PermuteExpertsUnpermute):
+class TorchExperts(AdapterExperts):
     """STANDARD, reducing: rows sorted by expert, one pair of matrix products per expert.
 
     Quantized weights are dequantized one expert at a time, and activations stay unquantized:
@@ -35,12 +37,12 @@ class TorchExperts(PermuteExpertsUnpermute):
         if self.problem.batch_invariant:
             with cpu_costs.onednn_kept():
                 row_blocks.sizes_for(self.problem, weights.w13.device)
-        elif self.problem.device.type == "cpu":
+        elif self._on_cpu:
             self._choice()  # methods are timed here, before the first call
         return PackedWeights(self.spec.name, *weights.by_expert())
 
     def workspace(self, rows: int) -> Sequence[BufferSpec]:
-        if self.problem.device.type != "cpu" or self.problem.batch_invariant:
+        if not self._on_cpu or self.problem.batch_invariant:
             return ()
         return (cpu_experts.workspace(self.problem, rows * self.problem.top_k),)
 
@@ -59,8 +61,12 @@ class TorchExperts(PermuteExpertsUnpermute):
         if p.batch_invariant:
             return row_blocks.transient_bytes(p, rows) + dequantized + 8 * weights
         activations += 12 * 8 * (assignments + p.num_local_experts)  # the sort's indices
-        if p.device.type == "cpu":
+        if self._on_cpu:
             activations = max(activations, cpu_experts.transient_bytes(p, assignments))
+        if p.adapters is not None:  # the rows of both products, between A and B, and the deltas
+            wide = 2 * p.hidden_size + p.w13_rows + p.local_intermediate_size
+            activations += assignments * (wide + 4 * p.adapters.rank) * (size + 4)
+            dequantized += 4 * p.adapters.rank * (wide + p.hidden_size)
         return activations + 2 * 4 * rows * p.hidden_size + dequantized
 
     def apply(
@@ -83,19 +89,26 @@ class TorchExperts(PermuteExpertsUnpermute):
                 x, tokens.x_scale, self.problem.quant.activation, self.problem.dtype
             )
         experts = Experts(self.problem, weights)
+        slots = None if weights.adapters is None else tokens.adapter_ids
         if self.problem.batch_invariant:
             with cpu_costs.onednn_kept():
                 sizes = row_blocks.sizes_for(self.problem, x.device)
                 return row_blocks.run(experts, sizes, y, x, ids)
-        if x.device.type == "cpu":
+        if self._on_cpu:
             cpu_experts.run(experts, self._choice(), y, x, ids, topk_weights, workspace[0])
         else:
-            _on_any_device(experts, y, x, ids, topk_weights)
+            _on_any_device(experts, y, x, ids, topk_weights, slots)
         if y.dtype == torch.float16 and not math.isfinite(y.sum(dtype=torch.float32).item()):
             row = (~y.isfinite().all(dim=1)).nonzero()[:, 0]
             again = y[row]
-            _on_any_device(experts.in_fp32(), again, x[row].float(), ids[row], topk_weights[row])
+            some = ids[row], topk_weights[row], None if slots is None else slots[row]
+            _on_any_device(experts.in_fp32(), again, x[row].float(), *some)
             y[row] = again
+
+    @property
+    def _on_cpu(self) -> bool:
+        """Whether `cpu_experts` runs, which has no adapters."""
+        return self.problem.device.type == "cpu" and self.problem.adapters is None
 
     def _choice(self) -> cpu_experts.Choice:
         now = torch.get_num_threads(), cpu_costs.onednn_enabled()
@@ -107,15 +120,24 @@ class TorchExperts(PermuteExpertsUnpermute):
 
 
 def _on_any_device(
-    experts: Experts, y_RH: Tensor, x_RH: Tensor, ids_RK: Tensor, topk_weights_RK: Tensor
+    experts: Experts,
+    y_RH: Tensor,
+    x_RH: Tensor,
+    ids_RK: Tensor,
+    topk_weights_RK: Tensor,
+    slots_R: Tensor | None = None,
 ) -> None:
     """Write the weighted sum of each token's experts to y, summed in fp32.
 
     Where there is a grouped GEMM, the host does not wait for the device.
     """
     rows = SortedRows.of(ids_RK, experts.problem)
-    h_SW = rows.linear(x_RH[rows.token_S], experts, "w13")
-    z_SH = rows.linear(activate(h_SW, experts.problem.activation), experts, "w2")
+    tokens = Dispatched(x_RH, topk_ids=ids_RK, adapter_ids=slots_R)
+    x_SH = x_RH[rows.token_S]
+    adapted = AdaptedRows.of(tokens, experts.weights, rows, experts.problem)
+    h_SW = adapted.add("w13", rows.linear(x_SH, experts, "w13"), x_SH)
+    a_SI = activate(h_SW, experts.problem.activation)
+    z_SH = adapted.add("w2", rows.linear(a_SI, experts, "w2"), a_SI)
     weighted_SH = rows.real(z_SH.float() * topk_weights_RK.reshape(-1)[rows.order_S, None])
     each = weighted_SH.new_zeros(ids_RK.numel(), x_RH.shape[1])
     each[rows.order_S] = weighted_SH

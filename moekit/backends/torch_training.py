@@ -18,17 +18,19 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from moekit.backends.adapted_rows import AdaptedRows
 from moekit.backends.cpu_experts import Experts
 from moekit.backends.sorted_rows import SortedRows, has_grouped_mm
 from moekit.backends.torch_experts import TorchExperts
 from moekit.contract import Dispatched, PackedWeights
-from moekit.contract.training import InputGradients, TrainableExperts, Wanted
+from moekit.contract.adapters import TrainableAdapterExperts
+from moekit.contract.training import InputGradients, Wanted
 from moekit.problem import MoEProblem
 from moekit.problem.activation import apply_activation
 from moekit.problem.weights import ExpertWeights
 
 
-class TrainableTorch(TorchExperts, TrainableExperts):
+class TrainableTorch(TorchExperts, TrainableAdapterExperts):
     """Every activation, bias and scheme: quantized experts pass gradients to x."""
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
@@ -40,8 +42,10 @@ class TrainableTorch(TorchExperts, TrainableExperts):
         ids, topk_weights = tokens.topk_ids, tokens.topk_weights
         assert ids is not None and topk_weights is not None
         experts, rows = Experts(self.problem, weights), SortedRows.of(ids, self.problem)
-        h_SW = rows.linear(tokens.x[rows.token_S], experts, "w13")
-        y_SH = rows.linear(apply_activation(h_SW, self.problem.activation), experts, "w2")
+        x_SH, adapted = tokens.x[rows.token_S], AdaptedRows.of(tokens, weights, rows, self.problem)
+        h_SW = adapted.add("w13", rows.linear(x_SH, experts, "w13"), x_SH)
+        a_SI = apply_activation(h_SW, self.problem.activation)
+        y_SH = adapted.add("w2", rows.linear(a_SI, experts, "w2"), a_SI)
         self._to_tokens(y_SH, rows, ids, topk_weights, y_RH)
         return [rows.real(h_SW), rows.order_S, rows.ends_L]
 
@@ -58,11 +62,13 @@ class TrainableTorch(TorchExperts, TrainableExperts):
         h_SW, rows = saved[0], self._rows(saved, ids)
         experts = Experts(self.problem, weights)
         g_SH = rows.real(grad_RH[rows.token_S])
+        adapted = AdaptedRows.of(tokens, weights, rows, self.problem)
         q_SI = rows.real(rows.product(g_SH, experts, "w2", back=True)).float()
+        low = {"w2": adapted.back("w2", g_SH, q_SI)}
         p_S1 = rows.real(topk_weights.reshape(-1)[rows.order_S, None])
         a_SI, pull = _activated(h_SW, self.problem)
         dh_SW = pull(p_S1 * q_SI).to(h_SW.dtype)
-        dx_RH = dp_RK = None
+        dx_RH = dp_RK = dx_SH = None
         if wanted.topk_weights:
             dp_S = (q_SI * a_SI).sum(dim=1)
             if (bias := experts.bias("w2")) is not None:
@@ -72,10 +78,17 @@ class TrainableTorch(TorchExperts, TrainableExperts):
             dp_RK = dp_RK.view(ids.shape)
         if wanted.x:
             dx_SH = rows.product(dh_SW, experts, "w13", back=True)
+        low["w13"] = adapted.back("w13", dh_SW, dx_SH)
+        if dx_SH is not None:
             dx_RH = torch.empty_like(tokens.x)
             self._to_tokens(dx_SH, rows, ids, torch.ones_like(topk_weights), dx_RH)
-        kept = (dh_SW, (p_S1 * a_SI).to(h_SW.dtype)) if wanted.weights else ()
-        return InputGradients(dx_RH, dp_RK, kept)
+        if not wanted.weights:
+            return InputGradients(dx_RH, dp_RK)
+        kept = [dh_SW, (p_S1 * a_SI).to(h_SW.dtype)]
+        for name, rows_SK in (("w13", tokens.x[rows.token_S]), ("w2", kept[1])):
+            if wanted.weights & {f"{name}_a", f"{name}_b"}:
+                kept += adapted.kept(name, rows_SK, low[name])
+        return InputGradients(dx_RH, dp_RK, tuple(kept))
 
     def backward_weight(
         self,
@@ -88,7 +101,7 @@ class TrainableTorch(TorchExperts, TrainableExperts):
     ) -> None:
         ids, topk_weights = tokens.topk_ids, tokens.topk_weights
         assert ids is not None and topk_weights is not None
-        rows, (dh_SW, pa_SI) = self._rows(saved, ids), kept
+        rows, (dh_SW, pa_SI, *low) = self._rows(saved, ids), kept
         token_S = rows.token_S
         if "w13" in into:
             rows.outer(dh_SW, rows.real(tokens.x[token_S]), into["w13"], add)
@@ -100,6 +113,11 @@ class TrainableTorch(TorchExperts, TrainableExperts):
         if "w2_bias" in into:
             p_S1 = topk_weights.reshape(-1)[rows.order_S, None]
             rows.sums(rows.real(p_S1 * g_SH), into["w2_bias"], add)
+        if low:
+            adapted, left = AdaptedRows.of(tokens, None, rows, self.problem), iter(low)
+            x_SH = rows.real(tokens.x[token_S])
+            for name, rows_SK, grad_SN in (("w13", x_SH, dh_SW), ("w2", pa_SI, g_SH)):
+                adapted.outer(name, into, add, rows_SK, grad_SN, left)
 
     def _to_tokens(
         self, rows_SH: Tensor, rows: SortedRows, ids_RK: Tensor, weights_RK: Tensor, y_RH: Tensor

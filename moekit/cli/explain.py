@@ -23,7 +23,7 @@ from moekit.cli.plugins import wrap
 from moekit.discovery.entry_points import Source
 from moekit.discovery.registry import registry
 from moekit.errors import InvalidProblem, MoekitError
-from moekit.problem import DTYPES
+from moekit.problem import DTYPES, AdapterSlots
 from moekit.problem.activation import ACTIVATIONS, Activation
 from moekit.problem.problem import summary
 from moekit.problem.quant import BUILTIN
@@ -99,6 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     field("--max-num-tokens", help="most tokens in one call", **number)
     field("--batch-invariant", help="the same bits at every T, position and --ep", **flag)
     field("--training", help="calls can be differentiated", **flag)
+    field("--adapters", type=_room, metavar="N:RANK", help="room for N adapters (LoRA)")
     devices = "cpu, cuda, sm90 (H100, H200), gfx942 and so on; default: this machine's"
     field("--device", help=devices)
     option = parser.add_argument
@@ -110,6 +111,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--experts", metavar="NAME", help="use this experts backend or none")
     option("--all", help="every runner-up, and every reason against the others", **flag)
     option("--json", help="machine-readable output", **flag)
+
+
+def _room(text: str) -> AdapterSlots:
+    if not re.fullmatch(r"\d{1,9}:\d{1,9}", text):
+        raise argparse.ArgumentTypeError("expected the number of adapters and their rank, as 8:32")
+    try:
+        count, rank = map(int, text.split(":"))
+        return AdapterSlots(count, rank)
+    except InvalidProblem as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _problem(args: argparse.Namespace) -> tuple[moekit.MoEProblem, Sequence[str]]:

@@ -7,6 +7,7 @@ Shape suffixes: T tokens on this rank, K top-k, H hidden size, I intermediate si
 L local experts, R dispatched rows, C capacity of the batched layout (rows for each expert).
 """
 
+from moekit.contract.interfaces import Adapters as Adapters
 from moekit.contract.interfaces import BufferSpec as BufferSpec
 from moekit.contract.interfaces import Dispatched as Dispatched
 from moekit.contract.interfaces import PackedWeights as PackedWeights

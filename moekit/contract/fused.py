@@ -62,6 +62,11 @@ class FusedSpec(DispatcherSpec, ExpertsSpec):
             if (given := getattr(self, name)) != value:
                 raise InvalidInput(f"{self.name}: {name}={given!r}: a fused kernel has {value!r}")
 
+    def unsupported(self, problem: MoEProblem) -> list[str]:
+        if problem.adapters is not None:
+            return ["does not take adapters (LoRA)"]
+        return super().unsupported(problem)
+
     def unsupported_routing(self, how: Any) -> list[str]:
         """Return every reason why the kernel does not choose experts as a RoutingConfig says."""
         if self.routes is None:

@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -37,11 +37,14 @@ class Routing:
     max_tokens: the most tokens that any rank passes to this call, equal on all ranks; None if the
     caller does not know it. A dispatcher of fixed capacity then works for so many tokens only, and
     a composite of dispatchers chooses its member by it.
+    adapter_ids: (T,) int32, the adapter slot of each token, -1 for none. Only in problems with
+    adapters; None is right where there is one slot, which every token then has.
     """
 
     topk_weights: Tensor
     topk_ids: Tensor
     max_tokens: int | None = None
+    adapter_ids: Tensor | None = None
 
     def most(self, capacity: int) -> int:
         """Return the tokens that a dispatcher of this capacity needs room for, at least 1."""
@@ -49,7 +52,8 @@ class Routing:
 
     def part(self, rows: slice, most: int) -> Routing:
         """Return the routing of these rows, in a call of at most ``most`` tokens on any rank."""
-        return Routing(self.topk_weights[rows], self.topk_ids[rows], most)
+        names = None if self.adapter_ids is None else self.adapter_ids[rows]
+        return Routing(self.topk_weights[rows], self.topk_ids[rows], most, names)
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,8 @@ class Dispatched:
     handle: what the dispatcher's `finalize` needs; others do not look at it.
     num_rows: STANDARD, int32 (1,) on the device of x, or None. Rows from it on are padding with ids
     of -1, which the experts need not look at: a call of few tokens need not cost what R rows cost.
+    adapter_ids: (R,) int32, contiguous: the adapter slot of each row, -1 for none, any value in
+    rows without a local expert. The kernel sets it where the weights have adapters.
     """
 
     x: Tensor
@@ -80,6 +86,7 @@ class Dispatched:
     expert_num_tokens: Tensor | None = None
     handle: Any = None
     num_rows: Tensor | None = None
+    adapter_ids: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,52 @@ class Unreduced:
 
 
 @dataclass(frozen=True, repr=False)
+class Adapters:
+    """Low-rank deltas of this rank's experts, for S adapters; the layout is every backend's.
+
+    A row of adapter s adds ``scaling[s] * B[s, e] @ (A[s, e] @ row)`` to what expert e's matrix
+    gives for it. All matrices have the problem's dtype, also over a quantized base, and there is no
+    None of a pair alone.
+
+    scaling: (S,) float32.
+    w13_a: (S, L, G, r, H); G is 2 if `AdapterSlots.separate` and the experts are gated: A of gate
+    and of up. Otherwise it is 1. w13_b: (S, L, W, r), W = `MoEProblem.w13_rows`, gate in front of
+    up. Row n of B goes with A of group ``n // (W / G)``.
+    w2_a: (S, L, r, I). w2_b: (S, L, H, r).
+
+    The last two dimensions are contiguous, and each matrix begins at a multiple of 16 bytes if its
+    rows are such a multiple. The other strides are arbitrary, and 0 where experts share a matrix.
+    An adapter of a smaller rank has zeros behind it. The memory stays where it is: adapters are
+    replaced in place, also between replays of a CUDA graph.
+    """
+
+    scaling: Tensor
+    w13_a: Tensor | None = None
+    w13_b: Tensor | None = None
+    w2_a: Tensor | None = None
+    w2_b: Tensor | None = None
+
+    def to(self, dtype: torch.dtype) -> Adapters:
+        """Return the adapters in a dtype; gradients flow."""
+        return replace(self, **{name: t.to(dtype) for name, t in self.tensors().items()})
+
+    def pair(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """Return A (S, L, G, r, in) and B of w13 or w2, or None if it has no delta."""
+        a, b = getattr(self, f"{name}_a"), getattr(self, f"{name}_b")
+        if a is None or b is None:
+            return None
+        return (a if a.dim() == 5 else a[:, :, None]), b
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the matrices by name."""
+        found = {name: getattr(self, name) for name in ADAPTER_NAMES}
+        return {name: t for name, t in found.items() if t is not None}
+
+
+ADAPTER_NAMES = ("w13_a", "w13_b", "w2_a", "w2_b")
+
+
+@dataclass(frozen=True, repr=False)
 class PackedWeights:
     """Weights in a backend's own layout.
 
@@ -104,12 +157,14 @@ class PackedWeights:
     experts: tensors with the L local experts in dim 0, so that experts can be moved.
     shared: tensors that belong to no single expert, for example a static activation scale.
     made_for: what `ModularKernel.pack` packed them for; a kernel for something else refuses them.
+    adapters: what the experts add to them, set by the caller and not by `pack`. None: nothing.
     """
 
     backend: str
     experts: Mapping[str, Tensor]
     shared: Mapping[str, Tensor] = field(default_factory=dict)
     made_for: Mapping[str, object] | None = field(default=None, kw_only=True)
+    adapters: Adapters | None = field(default=None, kw_only=True)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.experts[name]

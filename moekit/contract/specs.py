@@ -108,6 +108,8 @@ _BY_NAME = {
     "name": NAME,
     "target": _TARGET,
     "training": optional(_TARGET),
+    "adapters": optional(_TARGET),
+    "adapters_training": optional(_TARGET),
     "format": instance("an ActivationFormat", ActivationFormat),
     "dtypes": _some_of(DTYPES),
     "schemes": _some_schemes(),
@@ -321,6 +323,21 @@ class DispatcherSpec(BackendSpec):
     most_ranks: int | None = None
     schemes: Set[str] = SCHEMES
 
+    def unsupported(self, problem: MoEProblem) -> list[str]:
+        reasons = super().unsupported(problem.dispatched)
+        if problem.adapters is None:
+            return reasons
+        if self.format is ActivationFormat.BATCHED:
+            reasons.append("batched tokens have no room for the ids of adapters (LoRA)")
+        elif problem.dispatched is not problem and (
+            problem.num_physical_experts % problem.parallel.ep_size
+        ):
+            reasons.append(
+                f"ids of adapters (LoRA) travel only where {problem.num_physical_experts} experts "
+                f"are a multiple of ep_size={problem.parallel.ep_size}; add redundant experts"
+            )
+        return reasons
+
     def _unsupported_features(self, problem: MoEProblem) -> list[str]:
         reasons, parallel = [], problem.parallel
         if parallel.moves_tokens and not self.moves_tokens:
@@ -377,6 +394,8 @@ class ExpertsSpec(BackendSpec):
         rank's intermediate size to be multiples of. moekit then pads weights, tokens and output
         with zeros, which costs a copy of the tokens and of the output if the hidden size is padded,
         and creates the backend for the padded problem, which `check` sees.
+    adapters, adapters_training: the classes in place of ``target`` and of ``training`` for problems
+        with adapters (LoRA), which derive from `AdapterExperts`. None: it does not take adapters.
     """
 
     kind = "experts backend"
@@ -391,6 +410,8 @@ class ExpertsSpec(BackendSpec):
     emulates: bool = False
     movable: bool = True
     multiples: Callable[[MoEProblem], tuple[int, int]] | None = None
+    adapters: str | None = None
+    adapters_training: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -410,6 +431,12 @@ class ExpertsSpec(BackendSpec):
         reduces = self.reduces and not problem.batch_invariant
         return self if reduces == self.reduces else replace(self, reduces=reduces)
 
+    def target_for(self, problem: MoEProblem) -> str | None:
+        """Return the class that the backend has for ``problem``, or None if it has none."""
+        if problem.adapters is None:
+            return self.training if problem.training else self.target
+        return self.adapters_training if problem.training else self.adapters
+
     def padded(self, problem: MoEProblem) -> MoEProblem:
         """Return the problem that the backend is created for: sizes are rounded up as it needs."""
         try:
@@ -425,6 +452,8 @@ class ExpertsSpec(BackendSpec):
         reasons = super().unsupported(made)
         if problem.training and made != problem:
             reasons.append(f"{self.padding(problem)}, which has no backward")
+        elif problem.adapters is not None and made != problem:
+            reasons.append(f"{self.padding(problem)}, which takes no adapters")
         try:
             return reasons + sizes.faults(problem, made, self._multiples(problem))
         except Fault as fault:
@@ -473,6 +502,9 @@ class ExpertsSpec(BackendSpec):
             reasons.append(f"does not clamp silu (limit={problem.activation.limit})")
         if problem.has_bias and not self.bias:
             reasons.append("has no bias support")
+        if problem.adapters is not None and self.target_for(problem) is None:
+            backward = " of which gradients are wanted (training=True)" if problem.training else ""
+            reasons.append(f"does not take adapters (LoRA){backward}")
         if problem.batch_invariant and problem.quant.shared_scale and not self.takes_unquantized:
             reasons.append(
                 f"takes quantized tokens only, and {problem.quant.name} has one scale for all "

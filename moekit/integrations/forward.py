@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moekit.errors import MoekitError, Unsupported
 from moekit.integrations.packed_layer import ATTRIBUTE, Form, Layer
+from moekit.integrations.peft import operands_of
 from moekit.runtime.operators import Operators
 
 # Whether dynamo evaluates functions of modules while it compiles; torch 2.11 does not.
@@ -37,7 +38,8 @@ def experts_forward(
     if torch.is_grad_enabled():
         inputs = (hidden_states, top_k_weights, *self.parameters(recurse=False))
         needs_grad = [t for t in inputs if t.requires_grad]
-    if hasattr(self, "parametrizations") or (needs_grad and not torch.compiler.is_exporting()):
+    computed = hasattr(self, "parametrizations") or bool(operands_of(self))
+    if computed or (needs_grad and not torch.compiler.is_exporting()):
         made: Tensor = _differentiated(
             self, hidden_states, top_k_index, top_k_weights, weight_on_input
         )
@@ -61,7 +63,9 @@ def experts_forward(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _differentiated(module: nn.Module, *args: Any) -> Tensor:
-    return Layer.of(module).differentiate(*args)
+    if not operands_of(module):
+        return Layer.of(module).differentiate(*args)
+    return Layer.of(module).adapt(*args)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

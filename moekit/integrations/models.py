@@ -77,6 +77,12 @@ def _asks(module: nn.Module) -> bool:
     return hasattr(module, "is_concatenated") or hasattr(type(module), "config")
 
 
+def asks_for_moekit(module: nn.Module) -> bool:
+    """Return whether a module of transformers' experts interface runs in moekit."""
+    config: Any = getattr(module, "config", None)
+    return hasattr(module, "is_concatenated") and config._experts_implementation == NAME
+
+
 def asking(forward: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     """Return a forward that runs ``ours`` if the module's config names moekit."""
 

@@ -20,8 +20,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from moekit.contract import PackedWeights, Routing
 from moekit.errors import MoekitError, Unsupported, WeightsError
 from moekit.integrations.experts_module import converted, read, weights_of
+from moekit.integrations.peft import operands_of, slots_of, stack_of
 from moekit.kernel import ModularKernel
-from moekit.problem import MoEProblem
+from moekit.problem import AdapterSlots, MoEProblem
 from moekit.problem.quant import QuantScheme, scheme
 from moekit.runtime import graphs
 from moekit.selection.select import SWITCHES, compose
@@ -52,7 +53,7 @@ class Form(NamedTuple):
     """The properties of a call that a module is packed for, besides its parameters.
 
     dtype: of the tokens. autocast: the dtype to compute in, if not the weights'.
-    training: the call has gradients.
+    training: the call has gradients. adapters: the call has adapters (LoRA), in this room.
     """
 
     dtype: torch.dtype
@@ -60,6 +61,7 @@ class Form(NamedTuple):
     on_input: bool
     autocast: torch.dtype | None = None
     training: bool = False
+    adapters: AdapterSlots | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Packed:
     weights: PackedWeights
     eager: Callable[..., Tensor]  # computes a call
     graphed: graphs.Graphed | None  # the same, and replays small calls as CUDA graphs
+    interleaved: bool  # gate and up alternate in the parameters
 
 
 @dataclass(frozen=True)
@@ -181,6 +184,27 @@ class Layer:
             out = self.run(x, ids, topk_weights, on_input)
         return _without_backward(refused[1], out, x, topk_weights, *_parameters(module))
 
+    def adapt(self, x: Tensor, ids: Tensor, topk_weights: Tensor, on_input: bool) -> Tensor:
+        """Compute a call with the adapters of this forward, over frozen weights.
+
+        Raises MoekitError where moekit cannot take them.
+        """
+        module, device = self._module(), x.device.type
+        assert module is not None
+        if any(p.requires_grad for p in _parameters(module)):
+            raise WeightsError("the weights below the adapters require a gradient: freeze them")
+        operands = operands_of(module)
+        inputs = [x, topk_weights, *(p for o in operands.values() for p in o.parameters)]
+        training = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        form = Form(x.dtype, ids.shape[1], on_input, autocast, training, slots_of(operands))
+        packed = self.prepare(form)
+        problem = packed.kernel.problem
+        stack = stack_of(operands, problem, packed.interleaved, x.device)
+        weights = replace(packed.weights, adapters=stack)
+        sentinels = _has_sentinels(module, on_input)
+        return _compute(packed.kernel, weights, sentinels, x, ids, topk_weights)
+
     def _differentiable(self, module: nn.Module, form: Form) -> Callable[..., Tensor]:
         """Return what computes a call. Only frozen weights are packed."""
         if not _trainable(module):
@@ -236,6 +260,7 @@ class Layer:
             dtype=form.autocast or problem.dtype,
             batch_invariant=options.batch_invariant,
             training=form.training,
+            adapters=form.adapters,
         )
         key = problem, device, *map(os.environ.get, SWITCHES)
         kernel = self._kernels.get(key)
@@ -252,7 +277,8 @@ class Layer:
             problem, weights = read(module, form.dtype, form.top_k, options.quant, form.on_input)
             kernel = self._kernel(problem, weights.w13.device, form)
             self._drop()  # before packing, so that there is only one packed copy
-            problem, weights = kernel.problem, converted(weights.detach(), kernel.problem)
+            problem, interleaved = kernel.problem, weights.interleaved
+            weights = converted(weights.detach(), problem)
             try:
                 packed = kernel.pack(weights)
             except WeightsError as error:
@@ -268,7 +294,7 @@ class Layer:
         if options.graph_tokens and not graphs.unsupported(kernel):
             graphed = graphs.Graphed(eager, options.graph_tokens)
         storages = [_weak(p.untyped_storage()) for p in _parameters(module)]
-        return Packed(_seen(module, form), storages, kernel, packed, eager, graphed)
+        return Packed(_seen(module, form), storages, kernel, packed, eager, graphed, interleaved)
 
     def storages(self) -> tuple[dict[int, int], dict[int, int]]:
         """Return bytes by storage, of the parameters and of the packed weights."""
@@ -282,6 +308,8 @@ def _serves(packed: Packed | None, module: nn.Module, form: Form) -> bool:
     """Return whether a packed module serves a call."""
     seen = _seen(module, form)
     if packed is None or packed.seen[1:] != seen[1:]:
+        return False
+    if form.adapters not in (None, packed.kernel.problem.adapters):
         return False
     trains = packed.kernel.problem.training
     if packed.seen[0] == seen[0] and trains == form.training:

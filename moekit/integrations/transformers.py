@@ -15,6 +15,10 @@ and gradients flow to them, the tokens and the router weights. Frozen experts st
 quantized ones. Where there is no gradient (quantized weights, batch invariance), the call runs and
 ``backward()`` raises the reason. Under torch.compile a layer is one operator; with gradients it
 breaks the graph.
+
+Adapters of PEFT on the experts' parameters (`target_parameters`) go to the experts as an operand:
+the base stays frozen and packed, in any scheme, and no product of B and A is made. Where moekit
+cannot do so, it raises the reason; with ``batch_invariant``, PEFT adds them to the weights.
 """
 
 from __future__ import annotations
@@ -30,8 +34,9 @@ from torch import nn
 
 from moekit.discovery.registry import registry
 from moekit.errors import MoekitError
+from moekit.integrations import peft
 from moekit.integrations.forward import experts_forward
-from moekit.integrations.models import NAME, OWN, asking, settle
+from moekit.integrations.models import NAME, OWN, asking, asks_for_moekit, settle
 from moekit.integrations.packed_layer import Layer, Options
 from moekit.kernel import ModularKernel
 from moekit.problem.quant import scheme
@@ -178,11 +183,17 @@ def _patch() -> None:
             own = getattr(_import(f"models.{model}.modeling_{model}"), name)
             _set(own, "forward", asking(own.forward, ours))
             _set(own, "config", None)
+    with suppress(ImportError):
+        peft.patch(_set, _takes_adapters, lambda module: Layer.forget([Layer.of(module)]))
     base = _import("modeling_utils").PreTrainedModel
     _set(base, "post_init", _settling(base.post_init))
     _set(base, "set_experts_implementation", _switching(base.set_experts_implementation))
     quantizer = _import("quantizers.base").HfQuantizer
     _set(quantizer, "preprocess_model", _settling(quantizer.preprocess_model))
+
+
+def _takes_adapters(module: nn.Module) -> bool:
+    return asks_for_moekit(module) and not Layer.options.batch_invariant
 
 
 def _settling(original: Callable[..., Any]) -> Callable[..., Any]:

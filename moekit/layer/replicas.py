@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -62,7 +62,7 @@ def to_physical(routing: Routing, replicas: Tensor, offset: int = 0) -> Routing:
         turn = turn + ((hashed ^ hashed >> 32) * _MIX >> 33)
     replica = turn % counts[logical]
     physical = replicas[logical, replica]
-    return Routing(routing.topk_weights, torch.where(ids < 0, ids, physical))
+    return replace(routing, topk_ids=torch.where(ids < 0, ids, physical))
 
 
 def check_replicas(replicas: Tensor, problem: MoEProblem, device: torch.device) -> None:

@@ -179,4 +179,4 @@ class Router:
             return routing, None
         zero = routing.topk_ids >= self.num_experts
         weights_T1 = torch.where(zero, routing.topk_weights, 0.0).sum(dim=1, keepdim=True)
-        return Routing(routing.topk_weights, routing.topk_ids.masked_fill(zero, -1)), weights_T1
+        return replace(routing, topk_ids=routing.topk_ids.masked_fill(zero, -1)), weights_T1

@@ -7,6 +7,7 @@ from moekit.problem.parallel import ParallelConfig as ParallelConfig
 from moekit.problem.parallel import partition as partition
 from moekit.problem.problem import DTYPES as DTYPES
 from moekit.problem.problem import ActivationFormat as ActivationFormat
+from moekit.problem.problem import AdapterSlots as AdapterSlots
 from moekit.problem.problem import MoEProblem as MoEProblem
 from moekit.problem.quant import SCHEMES as SCHEMES
 from moekit.problem.quant import OperandQuant as OperandQuant

@@ -22,6 +22,7 @@ from moekit.untrusted.arguments import (
     MAX_WIDTH,
     Kind,
     accept,
+    accept_fields,
     converted,
     instance,
     optional,
@@ -47,6 +48,25 @@ class ActivationFormat(enum.Enum):
 
     def __repr__(self) -> str:
         return f"ActivationFormat.{self.name}"
+
+
+@dataclass(frozen=True)
+class AdapterSlots:
+    """The adapters (LoRA) that calls may name.
+
+    count: S, the adapters that a batch may mix. rank: r, the largest rank of an adapter.
+    separate: gate and up have an A each. Otherwise they share one.
+    """
+
+    count: int = 1
+    rank: int = 16
+    separate: bool = False
+
+    def __post_init__(self) -> None:
+        accept_fields(self, _SLOTS)
+
+
+_SLOTS = {"count": size(1, 1024), "rank": size(1, 256), "separate": FLAG}
 
 
 def _known_scheme(value: Any) -> QuantScheme:
@@ -76,6 +96,7 @@ _PROBLEM = {
     "max_num_tokens": optional(size()),
     "batch_invariant": FLAG,
     "training": FLAG,
+    "adapters": optional(instance("an AdapterSlots", AdapterSlots)),
     "parallel": instance("a ParallelConfig", ParallelConfig),
     "device": converted(
         "a DeviceSpec, a torch.device or the name of a device",
@@ -107,6 +128,8 @@ class MoEProblem:
         variables and numbers of CPU threads. Backends that do not declare it are refused, and so
         are ranks that add up partial sums: ``tp_size > 1``, and several ranks with ``dp_size=1``.
     training: calls can be differentiated. Backends without a backward are refused.
+    adapters: experts add low-rank deltas to their weights, `moekit.lora`. Backends that do not take
+        adapters are refused. None: there are no adapters.
 
     Raises InvalidProblem when the values contradict each other.
     """
@@ -124,6 +147,7 @@ class MoEProblem:
     max_num_tokens: int | None
     batch_invariant: bool
     training: bool
+    adapters: AdapterSlots | None
     parallel: ParallelConfig
     device: DeviceSpec
 
@@ -143,6 +167,7 @@ class MoEProblem:
         max_num_tokens: int | None = None,
         batch_invariant: bool = False,
         training: bool = False,
+        adapters: AdapterSlots | None = None,
         parallel: ParallelConfig | None = None,
         device: DeviceSpec | torch.device | str | None = None,
     ) -> None:
@@ -173,11 +198,12 @@ class MoEProblem:
             )
         if self.batch_invariant:
             _check_batch_invariant(self.parallel)
-            if self.training:
-                raise InvalidProblem(
-                    "training=True and batch_invariant=True exclude each other: no backward is "
-                    "batch-invariant"
-                )
+            for other in ("training", "adapters"):
+                if getattr(self, other):
+                    raise InvalidProblem(
+                        f"{other}={getattr(self, other)} and batch_invariant=True exclude each "
+                        f"other: no backend does both"
+                    )
 
     @property
     def num_physical_experts(self) -> int:
@@ -245,6 +271,18 @@ class MoEProblem:
         return 0 if activation is None else activation.scale_shape(1, self.hidden_size)[1]
 
     @property
+    def dispatched(self) -> MoEProblem:
+        """The problem that a dispatcher which moves tokens is made for.
+
+        The adapter of a token travels within the ids of its experts: of each physical expert there
+        is one for every adapter, and one for tokens without an adapter (`moekit.runtime.adapters`).
+        """
+        if self.adapters is None or not self.parallel.moves_tokens:
+            return self
+        count = self.num_physical_experts * (self.adapters.count + 1)
+        return self.replace(num_experts=count, num_redundant_experts=0, adapters=None)
+
+    @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
@@ -289,6 +327,8 @@ def summary(problem: MoEProblem) -> str:
     words += [] if p.max_num_tokens is None else [f"at most {p.max_num_tokens} tokens"]
     words += ["batch-invariant"] if p.batch_invariant else []
     words += ["training"] if p.training else []
+    if p.adapters is not None:
+        words.append(f"{p.adapters.count} adapters of rank {p.adapters.rank}")
     for kind in ("ep", "tp", "dp"):
         if (size := getattr(parallel, f"{kind}_size")) > 1:
             words.append(f"{kind} {size}")

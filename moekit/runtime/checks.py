@@ -14,7 +14,13 @@ from torch import Tensor
 
 from moekit.contract import PackedWeights, PermuteExpertsUnpermute, PrepareAndFinalize, Routing
 from moekit.contract.fused import FusedSpec, RouterLogits
-from moekit.errors import CapacityExceeded, InvalidInput, InvalidProblem, WeightsError
+from moekit.errors import (
+    BackendBroken,
+    CapacityExceeded,
+    InvalidInput,
+    InvalidProblem,
+    WeightsError,
+)
 from moekit.problem import MoEProblem
 from moekit.problem.weights import ExpertWeights
 from moekit.untrusted.arguments import MAX_TOKENS, TIMEOUT, accept, shown
@@ -94,6 +100,10 @@ def check_call(
     packed = next(iter(weights.experts.values()))
     if packed.device != device:
         raise InvalidInput(f"weights are on {packed.device}, x on {device}: move one")
+    if weights.adapters is not None or routing.adapter_ids is not None:
+        from moekit.runtime import adapters
+
+        adapters.check(problem, routing, weights.adapters, x, by_value)
     most = problem.max_num_tokens
     if most is not None and shape[0] > most:
         raise CapacityExceeded(
@@ -202,7 +212,7 @@ def check_parts(
 ) -> None:
     """Raise InvalidProblem for parts that do not make a kernel."""
     accept({"peer_timeout": TIMEOUT}, {"peer_timeout": peer_timeout})
-    if dispatcher.problem != experts.problem:
+    if dispatcher.problem != experts.problem.dispatched:
         raise InvalidProblem(
             "dispatcher and experts were made for different problems: make both for the same "
             "problem, or call moekit.compose"
@@ -212,6 +222,14 @@ def check_parts(
             f"the dispatcher gives {dispatcher.spec.format.value} tokens, but the experts take "
             f"{experts.spec.format.value} ones: call moekit.compose, which converts between them"
         )
+    if experts.problem.adapters is not None:
+        from moekit.contract.adapters import AdapterExperts
+
+        if not isinstance(experts, AdapterExperts):
+            raise BackendBroken(
+                f"the class that {experts.spec.name!r} declares for adapters is no AdapterExperts: "
+                "correct it, or name another backend"
+            )
     if dispatcher.spec.fused or experts.spec.fused:
         if id(dispatcher) != id(experts):
             raise InvalidProblem("a fused kernel is dispatcher and experts: pass it for both")

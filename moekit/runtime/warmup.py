@@ -42,4 +42,7 @@ def _random_call(kernel: Any, weights: PackedWeights, tokens: int) -> None:
     ids = torch.arange(tokens * p.top_k, device=device) % p.num_physical_experts
     ids = ids.view(tokens, p.top_k)
     ones = torch.ones_like(ids, dtype=torch.float32)
-    kernel(x, weights, Routing(ones, ids, max_tokens=tokens))
+    adapter_ids = None
+    if weights.adapters is not None:
+        adapter_ids = torch.full((tokens,), -1, dtype=torch.int32, device=device)
+    kernel(x, weights, Routing(ones, ids, max_tokens=tokens, adapter_ids=adapter_ids))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -115,7 +116,7 @@ def compose(
     logger.info("moekit: %s", made.explanation)
     tokens = made.dispatcher
     if tokens is None:
-        tokens = create(made.dispatcher_class, made.dispatcher_spec, problem, group)
+        tokens = create(made.dispatcher_class, made.dispatcher_spec, problem.dispatched, group)
     gemms: Any = made.experts or tokens
     try:
         if moves:
@@ -213,7 +214,8 @@ def _make(candidate: Candidate, selection: Selection, group: dist.ProcessGroup |
     if dispatcher.moves_tokens and not moves:
         dispatcher = local_spec(dispatcher)
     if problem.training:
-        dispatcher, experts = dispatcher.for_training(), experts.for_training()
+        dispatcher = dispatcher.for_training()
+    experts = replace(experts, target=experts.target_for(problem) or experts.target)
     with _blaming(dispatcher):
         dispatcher_class = dispatcher.load()
     # Experts first: they hold nothing that would have to be freed if the dispatcher fails.
@@ -222,7 +224,7 @@ def _make(candidate: Candidate, selection: Selection, group: dist.ProcessGroup |
             gemms = bridge(experts.load(), experts, problem, dispatcher.format)
     if not moves:
         with _blaming(dispatcher):
-            tokens = create(dispatcher_class, dispatcher, problem, group)
+            tokens = create(dispatcher_class, dispatcher, problem.dispatched, group)
             rows = check_dispatcher(tokens)
         with _blaming(experts):
             check_experts(gemms or tokens, rows)

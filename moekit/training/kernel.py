@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moekit.contract import Dispatched, PackedWeights, PrepareAndFinalize, Routing
-from moekit.contract.interfaces import PermuteExpertsUnpermute
+from moekit.contract.interfaces import Adapters, PermuteExpertsUnpermute
 from moekit.contract.training import TrainableDispatcher, TrainableExperts, Wanted
 from moekit.discovery.answers import packed_by
 from moekit.errors import BackendBroken, InvalidInput, WeightsError
@@ -63,7 +64,8 @@ class TrainableKernel(ModularKernel):
         Args:
             x: (T, H) in the problem's dtype.
             weights: this rank's parameters. Gradients flow to those that require one. Frozen
-                experts, of any scheme, may come from `pack`.
+                experts, of any scheme, may come from `pack`. With ``adapters`` they do, and
+                gradients flow to the adapters' matrices.
             routing: gradients flow to ``topk_weights``; they are zero where the id is -1.
             out: only for calls without gradients.
             add_to: buffers of the weights' canonical shapes, in the problem's dtype or float32. The
@@ -74,6 +76,8 @@ class TrainableKernel(ModularKernel):
                 fit. Otherwise as `ModularKernel.__call__`.
         """
         held, layout, tracked = self._views(weights)
+        if isinstance(weights, PackedWeights) and routing.adapter_ids is not None:
+            held, layout = [*held, routing.adapter_ids], f"{layout};adapter_ids"
         inputs = (x, routing.topk_weights, *tracked.values())
         saves = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
         compiles = torch.compiler.is_compiling()
@@ -89,8 +93,9 @@ class TrainableKernel(ModularKernel):
             x, topk_weights = (x * scale).to(x.dtype), torch.ones_like(topk_weights)
         ids, most = routing.topk_ids, routing.max_tokens
         if compiles:
-            if add_to is not None:
-                raise InvalidInput("torch.compile does not trace add_to: call in eager mode")
+            if add_to is not None or self._adapted:
+                what = "adapters" if self._adapted else "add_to"
+                raise InvalidInput(f"torch.compile does not trace {what}: call in eager mode")
             result: Tensor = operators.LAYER(
                 x, ids, topk_weights, held, self._number, layout, most, saves
             )
@@ -107,9 +112,13 @@ class TrainableKernel(ModularKernel):
         """Return weights and layout as `packed` takes them, and those that require a gradient."""
         if isinstance(weights, PackedWeights):
             check_weights(weights, self.experts.spec.name, self._made_for)
-            experts, shared = weights.experts, weights.shared
-            layout = f"{','.join(experts)};{','.join(shared)}"
-            return [*experts.values(), *shared.values()], layout, {}
+            stack, adapters = dict[str, Tensor](), weights.adapters
+            if adapters is not None:
+                stack = {"scaling": adapters.scaling, **adapters.tensors()}
+            parts = weights.experts, weights.shared, stack
+            layout = ";".join(map(",".join, parts))
+            tracked = {name: t for name, t in stack.items() if t.requires_grad}
+            return [t for part in parts for t in part.values()], layout, tracked
         p, given, compiles = self.problem, weights.tensors(), torch.compiler.is_compiling()
         form = weights.interleaved, [(n, t.shape, t.dtype, t.device) for n, t in given.items()]
         if compiles or form != self._checked or p.quant.weight is not None:  # which has values
@@ -132,17 +141,27 @@ class TrainableKernel(ModularKernel):
     def packed(self, held: Sequence[Tensor], layout: str) -> PackedWeights:
         """Return weights, without autograd, as the experts see them.
 
-        layout: names of canonical weights, as in "w13,w2"; of packed ones, as in "w13,w2;scale".
+        layout: names of canonical weights, as in "w13,w2"; of packed ones, what all experts share,
+            and adapters, as in "w13,w2;scale;scaling,w2_a,w2_b". The adapters' ids may follow.
         """
-        held = [t.detach() for t in held]
-        of_experts, is_packed, of_all = layout.partition(";")
-        names = of_experts.split(",")
-        experts: dict[str, Any] = dict(zip(names, held, strict=False))
-        if not is_packed:
-            made = packed_by(self.experts, ExpertWeights(**experts))
+        left = (t.detach() for t in held)
+        parts: list[Any] = [dict(zip(names, left, strict=False)) for names in _names(layout)]
+        if len(parts) == 1:
+            made = packed_by(self.experts, ExpertWeights(**parts[0]))
             return replace(made, made_for=self._made_for)
-        shared = dict(zip(of_all.split(","), held[len(names) :], strict=False))
-        return PackedWeights(self.experts.spec.name, experts, shared, made_for=self._made_for)
+        experts, shared, stack = parts[:3]
+        adapters = Adapters(**stack) if stack else None
+        name, made_for = self.experts.spec.name, self._made_for
+        return PackedWeights(name, experts, shared, made_for=made_for, adapters=adapters)
+
+    def frozen(self, weights: ExpertWeights) -> PackedWeights:
+        """Return weights as calls with adapters take them: views, which require no gradient."""
+        held, layout, tracked = self._views(weights)
+        if tracked and torch.is_grad_enabled():
+            raise WeightsError(
+                f"{', '.join(tracked)} require a gradient below adapters: freeze them"
+            )
+        return self.packed(held, layout)
 
     def _buffers(self, given: ExpertWeights, tracked: Mapping[str, Tensor]) -> dict[str, Tensor]:
         buffers = given.tensors()
@@ -180,10 +199,14 @@ class TrainableKernel(ModularKernel):
             arriving = self.dispatcher.prepare(x_TH, routing, None)
             observer.sent()
             tokens = arriving.result()
+            if self._adapted:
+                tokens = self._with_adapters(tokens, routing)
             observer.arrived()
             with self._ended_by_faults(tokens, observer):
                 y_RH = self._place(tokens, out, self.problem.dtype)
                 saved = self.experts.forward(y_RH, tokens, weights)
+                if tokens.adapter_ids is not None:
+                    saved = [tokens.adapter_ids, *saved]
                 observer.computed()
             out = torch.empty_like(x_TH) if out is None else out
             combining = self.dispatcher.finalize(y_RH, tokens, out)
@@ -207,8 +230,9 @@ class TrainableKernel(ModularKernel):
         asked: indices into (x, topk_weights, *weights).
         """
         x_RH, ids, topk_weights, *saved = kept
-        tokens = Dispatched(x_RH, None, ids, topk_weights, handle=handle)
-        weights, all_names = self.packed(held, layout), layout.split(",")
+        adapter_ids = saved.pop(0) if self._adapted else None
+        tokens = Dispatched(x_RH, None, ids, topk_weights, handle=handle, adapter_ids=adapter_ids)
+        weights, all_names = self.packed(held, layout), list(chain(*_names(layout)))
         names = [all_names[index - 2] for index in asked if index > 1]
         # All ranks send the same kinds of gradients.
         wanted = Wanted(0 in asked or self._moves, 1 in asked or self._moves, frozenset(names))
@@ -228,7 +252,9 @@ class TrainableKernel(ModularKernel):
             try:
                 if names:  # while the rows travel
                     if buffers is None:
-                        into = made = {name: torch.empty_like(weights[name]) for name in names}
+                        stack = {} if weights.adapters is None else weights.adapters.tensors()
+                        like = {**weights.experts, **stack}
+                        into = made = {name: _new(like[name]) for name in names}
                     else:
                         into = {name: buffers[name] for name in names}
                     add = buffers is not None
@@ -264,3 +290,13 @@ class TrainableKernel(ModularKernel):
 
 
 _AS_IS = nullcontext()
+
+
+def _new(like: Tensor) -> Tensor:
+    """Return contiguous memory of a shape, in which experts may share matrices."""
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+
+
+def _names(layout: str) -> list[list[str]]:
+    """Return the names of each part of a layout."""
+    return [names.split(",") if names else [] for names in layout.split(";")]

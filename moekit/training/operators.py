@@ -81,7 +81,8 @@ def _forward(
         packed = kernel.packed(weights, layout)
         if compiled and kernel.dispatcher.spec.moves_tokens:  # the handle may keep them
             x, topk_ids, topk_weights = (t.clone() for t in arguments)
-        routing = Routing(topk_weights, topk_ids, max_tokens=max_tokens)
+        adapter_ids = weights[-1] if layout.endswith("adapter_ids") else None
+        routing = Routing(topk_weights, topk_ids, max_tokens, adapter_ids)
         if not saves:
             out = ModularKernel.__call__(kernel, x, packed, routing)
             return out, torch.zeros(1, dtype=torch.int64)

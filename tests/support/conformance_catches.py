@@ -22,6 +22,7 @@ from right_naive import Naive
 from moekit import Registry, registry
 from moekit.plugin import FusedKernel, TrainableDispatcher, TrainableExperts
 from moekit.testing import (
+    AdapterConformance,
     DispatcherConformance,
     DispatcherGradientConformance,
     ExpertsConformance,
@@ -39,8 +40,12 @@ def suite(wrong: type, base: str, **declared: Any) -> Any:
     else:
         kit, origin = _kit(wrong, base)
     trains = issubclass(wrong, (TrainableExperts, TrainableDispatcher))
+    adapts = getattr(wrong, "ADAPTS", False)
+    kit = AdapterConformance if adapts else kit
     target = f"{wrong.__module__}:{wrong.__qualname__}"
     named = {"training" if trains else "target": target}
+    if adapts:
+        named = {"adapters": target, "adapters_training": target}
     spec = replace(origin, name="suspect", **named, **declared)
     backends = Registry(plugins=registry().plugins)
     backends.register(spec)
