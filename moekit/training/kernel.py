@@ -112,7 +112,8 @@ class TrainableKernel(ModularKernel):
         """Return weights and layout as `packed` takes them, and those that require a gradient."""
         if isinstance(weights, PackedWeights):
             check_weights(weights, self.experts.spec.name, self._made_for)
-            stack, adapters = dict[str, Tensor](), weights.adapters
+            stack: dict[str, Tensor] = {}
+            adapters = weights.adapters
             if adapters is not None:
                 stack = {"scaling": adapters.scaling, **adapters.tensors()}
             parts = weights.experts, weights.shared, stack
