@@ -12,6 +12,9 @@ the partial step comes first, so that it delays no step behind it.
 Two epilogues read memory: the product for q ("pull") reads h, and an outer product that adds reads
 the sums so far. Both come through the ring in chunks of 64 columns, as further steps of the tile,
 so they are loaded before the product ends. Results replace them in the same stage.
+
+Three more warps can copy rows into the order of the experts: those that the product reads, ahead of
+its tiles, as in `specialized`, or those of a later product.
 """
 
 from __future__ import annotations
@@ -35,14 +38,18 @@ from .training_gemm import CompactRows, Epilogue
 from .warps import (
     BLOCK_M,
     COLUMNS,
+    COPIED,
     ROWS,
     STAGES,
+    UNITS,
     WIDE,
     async_load,
     async_store,
     commit_message,
+    copy_unit,
     descriptor,
     halves_of,
+    load_acquire,
     messages,
     multiply,
     next_slot,
@@ -74,11 +81,13 @@ def specialized_rows(
     tile: SpecializedTile,
     num_sms: int,
     epilogue: Epilogue = _STORE,
+    source_RK: torch.Tensor | None = None,
 ) -> None:
     """Compute `rows_gemm` of rows in order, with silu and a gate, without clamp and bias.
 
-    All tensors are contiguous, except that ``w_LKN`` may have its matrices transposed. N and K are
-    multiples of 128. Other kinds than "pull" need ``out``; "pull" needs ``dh`` and weights.
+    All tensors are contiguous, except that ``w_LKN`` may have its matrices transposed, and of
+    ``source_RK`` rows alone. N and K are multiples of 128. Other kinds than "pull" need ``out``;
+    "pull" needs ``dh`` and weights. source_RK: fill ``a_SK`` from it, a row for each assignment.
     """
     kind, e = epilogue.kind, epilogue
     w = w_LKN.mT if (across := w_LKN.stride(2) != 1) else w_LKN
@@ -94,8 +103,8 @@ def specialized_rows(
         descriptor(w.view(-1, w.shape[2]), width if across else 64, 64 if across else COLUMNS),
         *_halves(loaded, wide), None if out is None else descriptor(out, 64, wide),
         *_halves(stored, wide), out, stored, rows.order_S, e.weights, e.partials, rows.blocks,
-        rows.ends_L, _counter(a_SK), 0, n, k, rows.most_blocks, tile.group_m, KIND=kind,
-        num_warps=4,
+        rows.ends_L, _counters(rows), 0, n, k, rows.most_blocks, tile.group_m,
+        *_copied(source_RK, a_SK, rows), KIND=kind, num_warps=4,
     )  # fmt: skip
 
 
@@ -107,10 +116,12 @@ def specialized_outer(
     tile: SpecializedTile,
     num_sms: int,
     add: bool,
+    copy: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Compute `outer_gemm` of rows in order.
 
-    All tensors are contiguous; M and N are multiples of 128.
+    All tensors are contiguous; M and N are multiples of 128. copy: a source (R, H) and the rows
+    (S, H) to fill from it meanwhile, one for each assignment.
     """
     experts, m, n = out_LMN.shape
     assert m % 128 == 0 and n % 128 == 0 and a_SM.shape[1] == m and b_SN.shape[1] == n
@@ -119,14 +130,24 @@ def specialized_outer(
     _launch(
         (min(experts * (m // BLOCK_M) * triton.cdiv(n, COLUMNS), num_sms),),
         descriptor(a_SM, 64, 64), descriptor(b_SN, 64, COLUMNS), out if add else None, None, out,
-        *[None] * 8, rows.ends_L, _counter(a_SM), m, n, 0, experts, tile.group_m,
-        KIND="add" if add else "outer", num_warps=4,
+        *[None] * 4, rows.order_S, *[None] * 3, rows.ends_L, _counters(rows), m, n, 0, experts,
+        tile.group_m, *_copied(*(copy or (None, b_SN)), rows), KIND="add" if add else "outer",
+        num_warps=4,
     )  # fmt: skip
 
 
-def _counter(like: torch.Tensor) -> torch.Tensor:
-    """Return the counter of a launch's tiles."""
-    return torch.zeros(1, dtype=torch.int32, device=like.device)
+def _counters(rows: CompactRows) -> torch.Tensor:
+    """Return counters of a launch: of its tiles, of units of copied rows, and of each block's."""
+    size = 2 + triton.cdiv(len(rows.order_S), BLOCK_M)
+    return torch.zeros(size, dtype=torch.int32, device=rows.order_S.device)
+
+
+def _copied(source: torch.Tensor | None, into: torch.Tensor, rows: CompactRows) -> list[Any]:
+    """Return the arguments of a copy."""
+    assert source is None or source.stride(1) == 1 and source.shape[1] == into.shape[1]
+    stride = 0 if source is None else source.stride(0)
+    sizes = len(rows.order_S), rows.top_k, into.shape[1], stride, len(rows.ends_L)
+    return [source, None if source is None else into, *sizes]
 
 
 def _halves(pairs_SW: torch.Tensor | None, columns: int) -> list[Any]:
@@ -369,9 +390,9 @@ def _tile(tile, tiles, row_blocks, sizes, blocks, ACROSS: gl.constexpr, KIND: gl
 
 
 @gluon.jit
-def _load(operands, sizes, blocks, memory, barriers, mail, KIND: gl.constexpr):
+def _load(operands, sizes, blocks, memory, barriers, mail, COPY: gl.constexpr, KIND: gl.constexpr):
     """Load every tile's operands, and what its epilogue reads. Outer: an expert's last rows come
-    first."""
+    first. Others: wait for rows that are copied."""
     OUTER: gl.constexpr = KIND == "outer" or KIND == "add"
     BYTES: gl.constexpr = (2 * ROWS + WIDE) * STEP * 2
     a, b, first, second = operands
@@ -396,6 +417,11 @@ def _load(operands, sizes, blocks, memory, barriers, mail, KIND: gl.constexpr):
     while tile < tiles:
         commit_message(mail, count, (row, col, length))
         count += 1
+        if COPY and not OUTER:
+            for block in range(row // (2 * ROWS), gl.cdiv(row + length, 2 * ROWS)):
+                copied = 0
+                while copied < COPIED:
+                    copied = load_acquire(counter_ptr + 2 + block)
         steps = gl.maximum(gl.cdiv(length, STEP), 1) if OUTER else gl.cdiv(K, STEP)
         look_ahead = gl.minimum(steps, STAGES) - 1
         following = renamed((tile, row, col, length, a_at, b_at))
@@ -439,13 +465,30 @@ def _load(operands, sizes, blocks, memory, barriers, mail, KIND: gl.constexpr):
     commit_message(mail, count, (0, 0, -1))
 
 
+# -- the copying warps --------------------------------------------------------------------------
+
+
+@gluon.jit
+def _copy(rows, experts, ends_ptr, counter_ptr, COPY: gl.constexpr):
+    """Copy units of rows until there are no more."""
+    if COPY:
+        end = gl.load(ends_ptr + experts - 1)
+        units = gl.cdiv(end, 2 * ROWS) * UNITS
+        next_unit = gl.atomic_add(counter_ptr + 1, 1, sem="relaxed")
+        while next_unit < units:
+            unit = next_unit + 0
+            next_unit = gl.atomic_add(counter_ptr + 1, 1, sem="relaxed")
+            copy_unit(unit, end, counter_ptr + 2, rows, 1, 1024, 1)
+
+
 # -- the kernel ---------------------------------------------------------------------------------
 
 
-@gluon.jit(do_not_specialize=["units", "group_m"])
+@gluon.jit(do_not_specialize=["units", "group_m", "assignments", "experts"])
 def _products(
     a, b, first, second, out, gate_out, up_out, out_ptr, pair_ptr, order_ptr, weights_ptr,
-    partials_ptr, blocks_ptr, ends_ptr, counter_ptr, M, N, K, units, group_m,
+    partials_ptr, blocks_ptr, ends_ptr, counter_ptr, M, N, K, units, group_m, source_ptr, copy_ptr,
+    assignments, top_k, width, stride, experts,
     KIND: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """``units``: the capacity of blocks; outer: experts. M is of outer products, K of others.
@@ -466,14 +509,19 @@ def _products(
     results = (out, gate_out, up_out, out_ptr, pair_ptr, order_ptr, weights_ptr, partials_ptr)
     operands, sizes = (a, b, first, second), (M, N, K, units, group_m)
     blocks = (blocks_ptr, ends_ptr, counter_ptr)
+    COPY: gl.constexpr = source_ptr is not None
+    rows = (source_ptr, copy_ptr, order_ptr, assignments, top_k, width, stride)
     gl.warp_specialize(
         [
             (_consume, (0, results, N, K, memory, barriers, mail, KIND)),
             (_consume, (1, results, N, K, memory, barriers, mail, KIND)),
-            (_load, (operands, sizes, blocks, memory, barriers, mail, KIND)),
+            (_load, (operands, sizes, blocks, memory, barriers, mail, COPY, KIND)),
+            (_copy, (rows, experts, ends_ptr, counter_ptr, COPY)),
+            (_copy, (rows, experts, ends_ptr, counter_ptr, COPY)),
+            (_copy, (rows, experts, ends_ptr, counter_ptr, COPY)),
         ],
-        [4, 1],  # warps of the second and third partition
-        [232, 40],  # registers per thread: with the first's 3 * 168 of the launch
+        [4, 1, 1, 1, 1],  # warps of all partitions but the first
+        [232, 40, 40, 40, 40],  # registers per thread: 232 + 232 + 40 = 3 * 168 of the launch
     )  # fmt: skip
 
 
