@@ -13,8 +13,8 @@ Two epilogues read memory: the product for q ("pull") reads h, and an outer prod
 the sums so far. Both come through the ring in chunks of 64 columns, as further steps of the tile,
 so they are loaded before the product ends. Results replace them in the same stage.
 
-Three more warps, in outer products two, can copy rows into the order of the experts: those that the
-product reads, ahead of its tiles, as in `specialized`, or those of a later product.
+Three more warps, in outer products two, can copy rows into the order of the experts: what the
+product reads, ahead of its tiles, as in `specialized`, or what a later product reads.
 """
 
 from __future__ import annotations
