@@ -6,6 +6,7 @@
 
 check: the relative RMS of each result against fp32, expert by expert: first with experts of 0, 1,
 63, 64, 65, 129 and 700 rows, then of some experts of each shape. Memory behind the last row is NaN.
+Specialized warps also copy rows, as in a step: up and pull what they read, outer_2 rows of x.
 time: µs and TFLOP/s of each product in a CUDA graph, in turns, rows in order, uniform routing.
 order: the same for several group_m (gN), the least of them marked.
 
@@ -47,8 +48,10 @@ class Step:
         experts = moekit.compose(problem, "local", "triton").experts
         self.rows, self.places = experts._sorted(ids_RK, 128)
         self.ends = self.rows.ends_L.tolist()
-        self.S, self.x_RH = ids_RK.numel(), normal(len(ids_RK), H)
-        self.x, self.g = normal(self.S, H), normal(self.S, H)
+        self.S, sizes = ids_RK.numel(), (len(ids_RK), H)
+        self.x_RH, self.g_RH = normal(*sizes), normal(*sizes)
+        self.order = self.rows.order_S[: self.ends[-1]].long() // ids_RK.shape[1]
+        self.x, self.g = (self.x_RH.new_full((self.S, H), NAN) for _ in range(2))
         self.w13 = normal(self.L, 2 * inner, H, std=H**-0.5)
         self.w2 = normal(self.L, H, inner, std=inner**-0.5)
         self.p = torch.rand(ids_RK.shape, device=DEVICE)
@@ -58,10 +61,18 @@ class Step:
         self.parts = {n: self.p.new_full((self.S, -(-inner // n)), NAN) for n in (128, 256)}
         self.dw13, self.dw2 = torch.empty_like(self.w13), torch.empty_like(self.w2)
         self.into = torch.ones_like(self.w2, dtype=torch.float32)
-        self.x[self.ends[-1] :], self.g[self.ends[-1] :] = NAN, NAN
+        self.x[: self.ends[-1]] = self.x_RH[self.order]
+        self.g[: self.ends[-1]] = self.g_RH[self.order]
         each = 2 * self.ends[-1] * H * inner
         self.flop = {"up": 2 * each, "down": each, "pull": each, "back": 2 * each,
                      "outer_13": 2 * each, "outer_2": each, "outer_2 add": each}  # fmt: skip
+
+    def forget(self, product: str) -> None:
+        """Fill rows that a product copies with NaN."""
+        if product in ("up", "outer_2"):
+            self.x.fill_(NAN)
+        elif product == "pull":
+            self.g.fill_(NAN)
 
     def run(self, product: str, special: bool, group_m: int = 8) -> None:
         plain, tile = GemmTile(128, 256, 64, num_warps=8, tma=True), SpecializedTile(group_m)
@@ -74,7 +85,8 @@ class Step:
                          "outer_2 add": (self.g, self.pa, self.into)}[product]  # fmt: skip
             add = product.endswith("add")
             if special:
-                specialized_outer(a, b, out, self.rows, tile, _SMS, add)
+                copy = (self.x_RH, self.x) if product == "outer_2" else None
+                specialized_outer(a, b, out, self.rows, tile, _SMS, add, copy)
             else:
                 outer_gemm(a, b, out, self.rows, plain, gather="none", add=add)
         else:
@@ -87,7 +99,8 @@ class Step:
                               "back": (self.dh, self.w13, self.dx, Epilogue()),
                               }[product]  # fmt: skip
             if special:
-                specialized_rows(a, w, out, self.rows, tile, _SMS, end)
+                source = {"up": self.x_RH, "pull": self.g_RH}.get(product)
+                specialized_rows(a, w, out, self.rows, tile, _SMS, end, source)
             else:
                 n = 128 if product in ("up", "pull") else 256
                 plain = GemmTile(128, n, 64, num_warps=8, num_stages=4, tma=True)
@@ -100,6 +113,10 @@ class Step:
             v[s:t].float() for v in (self.x, self.g, self.h, self.a, self.dh, self.pa)
         )
         w13, w2 = self.w13[expert].float(), self.w2[expert].float()
+        copied = {"up": "x", "pull": "g", "outer_2": "x"}.get(product)
+        if copied is not None:
+            source = getattr(self, f"{copied}_RH")[self.order[s:t]].float()
+            yield f"copy of {copied}", getattr(self, copied)[s:t], source
         if product == "up":
             gate, up = (x @ w13.T).chunk(2, dim=1)
             yield "h", h, torch.cat([gate, up], dim=1)
@@ -135,6 +152,7 @@ def check(args: argparse.Namespace) -> None:
         experts = range(step.L) if name == "uneven" else (0, 1, step.L - 1)
         for product in step.flop:
             with part(f"{name} {product}"):
+                step.forget(product)
                 step.run(product, True)
                 worst = dict[str, float]()
                 for expert in experts:
@@ -143,7 +161,7 @@ def check(args: argparse.Namespace) -> None:
                         error = float((got.float() - want).norm() / size)
                         error = NAN if error != error else max(error, worst.get(result, 0.0))
                         worst[result] = error
-                for result in (step.h, step.a, step.dh, step.pa, step.y, step.dx):
+                for result in (step.x, step.g, step.h, step.a, step.dh, step.pa, step.y, step.dx):
                     written = int((~result[step.ends[-1] :].isnan()).sum())
                     judge(f"{name} {product}: values behind the last row", written, 0)
                 for result, error in worst.items():

@@ -6,7 +6,8 @@
     backward_weight  of W2: g (p a)'; of W13: dh x'; of the biases: p g and dh
 
 p is the router weight and g the gradient of the output row. The products gather x and g, or read
-sorted copies by specialized warps, and the product for q writes dh, p a and partial sums of <q, a>.
+copies that specialized warps sort meanwhile, and the product for q writes dh, p a and partial sums
+of <q, a>.
 The host never waits for the device: grids are upper bounds. Each sum has a fixed order, so two runs
 give the same bits.
 
@@ -141,9 +142,8 @@ class TrainableTriton(TritonExperts, TrainableExperts):
         h_SW = x.new_empty((S, p.w13_rows))
         a_SI = x.new_empty((S, p.local_intermediate_size))
         first = Epilogue("activation", layer.activation, h_SW, _bias(weights, "w13_bias"))
-        y_SH = x.new_empty((S, p.hidden_size))
-        source = _source(x, tiles, places_A, y_SH)  # until GEMM 2 writes y
-        self._multiply(source, held["w13"].mT, a_SI, rows, tiles.up, first, gather=source is x)
+        y_SH = x.new_empty((S, p.hidden_size))  # holds a sorted copy of x until GEMM 2 writes y
+        self._multiply(x, held["w13"].mT, a_SI, rows, tiles.up, first, True, y_SH)
         kind, early = ("early", topk_weights) if layer.split_weights else ("store", None)
         second = Epilogue(kind, bias=_bias(weights, "w2_bias"), weights=early)
         self._multiply(a_SI, held["w2"].mT, y_SH, rows, tiles.down, second)
@@ -169,14 +169,14 @@ class TrainableTriton(TritonExperts, TrainableExperts):
         rows, S = _rows(saved, tiles, ids_RK), ids_RK.numel()
         inner, new = p.local_intermediate_size, h_SW.new_empty
         parts = cdiv(inner, tiles.pull.block_n)
-        g = _source(grad_RH, tiles, places_A)
-        gather = g is grad_RH
-        needed = wanted.x or wanted.weights or not gather  # specialized warps always write it
+        special, grad_RH = tiles.specialized, _unit(grad_RH)
+        g = new((S, p.hidden_size)) if special else None  # the sorted gradient
+        needed = wanted.x or wanted.weights or special  # specialized warps always write it
         dh_SW = torch.empty_like(h_SW) if needed else None
         pa_SI = new((S, inner)) if "w2" in wanted.weights else None
         partials = new((S, parts), dtype=torch.float32) if wanted.topk_weights else None
         pull = Epilogue("pull", self._layer.activation, h_SW, None, topk_weights, dh_SW, partials)
-        self._multiply(g, held["w2"], pa_SI, rows, tiles.pull, pull, gather=gather)
+        self._multiply(grad_RH, held["w2"], pa_SI, rows, tiles.pull, pull, True, g)
         dp_RK = dx_RH = None
         if partials is not None:
             dp_RK = torch.empty_like(topk_weights)
@@ -185,11 +185,11 @@ class TrainableTriton(TritonExperts, TrainableExperts):
             router_gradient(partials, places_A, dp_RK.view(-1), of_bias)
         if wanted.x:
             assert dh_SW is not None
-            dx_SH = new((S, p.hidden_size)) if gather or pa_SI is not None else g
+            dx_SH = new((S, p.hidden_size)) if g is None or pa_SI is not None else g
             self._multiply(dh_SW, held["w13"], dx_SH, rows, tiles.back, Epilogue())
             dx_RH = grad_RH.new_empty(tokens.x.shape)
             weighted_sum(dx_SH, None, ids_RK, dx_RH, places_A)
-        made = dh_SW, pa_SI, None if gather or pa_SI is None else g
+        made = dh_SW, pa_SI, None if pa_SI is None else g
         kept = tuple(t for t in made if t is not None) if wanted.weights else ()
         return InputGradients(dx_RH, dp_RK, kept)
 
@@ -204,16 +204,18 @@ class TrainableTriton(TritonExperts, TrainableExperts):
     ) -> None:
         ids_RK, topk_weights = _ids_and_weights(tokens)
         tiles = self._choose(ids_RK.numel())
-        rows, places_A = _rows(saved, tiles, ids_RK), saved[2]
-        if "w13" in into:
-            x = _unit(tokens.x)
-            b = _source(x, tiles, places_A)
-            gather = "b" if b is x else ""
-            self._outer(kept[0], b, into["w13"], rows, "outer_13", gather, add)
+        rows, x, copied = _rows(saved, tiles, ids_RK), _unit(tokens.x), False
+        copy = (x, _empty_copy(x, rows)) if tiles.specialized and "w13" in into else None
         if "w2" in into:
-            g = kept[2] if len(kept) == 3 else _source(grad_RH, tiles, places_A)
-            gather = "a" if g is grad_RH else ""
-            self._outer(g, kept[1], into["w2"], rows, "outer_2", gather, add)
+            g, gather = (kept[2], "") if len(kept) == 3 else (_unit(grad_RH), "a")
+            if gather and tiles.specialized:
+                g, gather = _copy(g, _empty_copy(g, rows), saved[2]), ""
+            copied = self._outer(g, kept[1], into["w2"], rows, "outer_2", gather, add, copy)
+        if "w13" in into:
+            if copy is not None and not copied:
+                _copy(*copy, saved[2])
+            b, gather = (x, "b") if copy is None else (copy[1], "")
+            self._outer(kept[0], b, into["w13"], rows, "outer_13", gather, add)
         if "w13_bias" in into:
             sum_rows(kept[0], rows.ends_L, into["w13_bias"], add)
         if "w2_bias" in into:
@@ -249,11 +251,14 @@ class TrainableTriton(TritonExperts, TrainableExperts):
         tile: GemmTile | SpecializedTile,
         epilogue: Epilogue,
         gather: bool = False,
+        sorted_SK: Tensor | None = None,
     ) -> None:
-        """Compute a product of rows. ``gather`` is of a tile that does not need sorted rows."""
+        """Compute a product of rows. ``gather``: of rows of ``a`` that are not sorted. Specialized
+        warps copy these to ``sorted_SK``."""
         if isinstance(tile, SpecializedTile):
+            a, source = (a, None) if sorted_SK is None else (sorted_SK, a)
             _specialized().specialized_rows(
-                a, w_LKN, out, rows, tile, num_sms(self.problem), epilogue
+                a, w_LKN, out, rows, tile, num_sms(self.problem), epilogue, source
             )
         else:
             rows_gemm(a, w_LKN, out, rows, tile, gather=gather, epilogue=epilogue)
@@ -267,14 +272,19 @@ class TrainableTriton(TritonExperts, TrainableExperts):
         product: str,
         gather: str,
         add: bool,
-    ) -> None:
-        """Compute the gradient of a weight, by specialized warps if they can write it."""
+        copy: tuple[Tensor, Tensor] | None = None,
+    ) -> bool:
+        """Compute the gradient of a weight, by specialized warps if they can write it. Return
+        whether they filled the second tensor of ``copy`` with sorted rows of the first."""
         possible = not gather and _contiguous(out_LMN)
         tile = getattr(self._choose(rows.order_S.shape[0], possible), product)
         if isinstance(tile, SpecializedTile):
-            _specialized().specialized_outer(a, b, out_LMN, rows, tile, num_sms(self.problem), add)
-        else:
-            outer_gemm(a, b, out_LMN, rows, tile, gather=gather, add=add)
+            _specialized().specialized_outer(
+                a, b, out_LMN, rows, tile, num_sms(self.problem), add, copy
+            )
+            return copy is not None
+        outer_gemm(a, b, out_LMN, rows, tile, gather=gather, add=add)
+        return False
 
     def _sorted(self, ids_RK: Tensor, block_m: int) -> tuple[CompactRows, Tensor]:
         """Sort the assignments, and return their rows and the row of each assignment."""
@@ -311,14 +321,13 @@ def _rows(saved: list[Tensor], tiles: Tiles, ids_RK: Tensor) -> CompactRows:
     return CompactRows(order_S, ends_L, blocks, tiles.up.block_m, ids_RK.shape[1])
 
 
-def _source(rows: Tensor, tiles: Tiles, places_A: Tensor, out_SH: Tensor | None = None) -> Tensor:
-    """Return what products read in place of gathered rows: for specialized warps a copy in the
-    order of the experts, for others ``rows`` itself."""
-    if not tiles.specialized:
-        return rows
-    if out_SH is None:
-        out_SH = rows.new_empty((len(places_A), rows.shape[1]))
-    copy_rows(_unit(rows), SortedAssignments(None, None, None, 1, places_A, places_A), out_SH)
+def _empty_copy(x: Tensor, rows: CompactRows) -> Tensor:
+    """Return memory for rows of x in the order of the experts."""
+    return x.new_empty((len(rows.order_S), x.shape[1]))
+
+
+def _copy(x: Tensor, out_SH: Tensor, places_A: Tensor) -> Tensor:
+    copy_rows(x, SortedAssignments(None, None, None, 1, places_A, places_A), out_SH)
     return out_SH
 
 

@@ -34,16 +34,19 @@ from .tiles import SpecializedTile
 from .warps import (
     BLOCK_M,
     COLUMNS,
+    COPIED,
     OF_BLOCKS,
     ROWS,
     STAGES,
+    UNIT,
+    UNITS,
     WIDE,
     apply_weight_before,
     async_load,
     clear,
     commit_message,
+    copy_unit,
     descriptor,
-    fence_proxies,
     halves_of,
     load_acquire,
     messages,
@@ -62,10 +65,7 @@ from .warps import (
 )
 
 STEP = gl.constexpr(64)  # of K
-_UNIT = gl.constexpr(8)  # rows copied at a time
-_UNITS = gl.constexpr(BLOCK_M // 8)  # units of a block
 _COPIERS = gl.constexpr(3)
-_COPIED = gl.constexpr(BLOCK_M // 8 * 128)  # count of a copied block: 128 per unit
 
 
 def specialized_gemm(g: SortedLaunch) -> None:
@@ -135,52 +135,25 @@ def _consume(
 
 
 @gluon.jit
-def _copy(
-    unit, copied_ptr, rows, AT_ONCE: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr
-):  # fmt: skip
-    """Copy a[s] = x[assignment of s // K] for one unit of rows, AT_ONCE x WIDTH at a time."""
-    layout: gl.constexpr = gl.BlockedLayout([AT_ONCE // WARPS, 8], [1, 32], [WARPS, 1], [1, 0])
-    x_ptr, a_ptr, sorted_ptr, padding, top_k, K, x_stride = rows
-    cols = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
-    for first in range(0, _UNIT, AT_ONCE):
-        sorted_row = unit * _UNIT + first + gl.arange(0, AT_ONCE, gl.SliceLayout(1, layout))
-        assignment = gl.load(sorted_ptr + sorted_row)
-        row = (assignment // top_k).to(gl.int64)
-        x_ptrs = x_ptr + (row * x_stride)[:, None] + cols
-        a_ptrs = a_ptr + (sorted_row.to(gl.int64) * K)[:, None] + cols
-        used = (assignment < padding)[:, None]
-        for col in range(0, K, WIDTH):
-            mask = used & (col + cols < K)
-            gl.store(a_ptrs + col, gl.load(x_ptrs + col, mask=mask), mask=mask)
-    # Asynchronous copies, another proxy, read these rows: each thread fences its own writes and
-    # releases them by its share of the block's count.
-    fence_proxies()
-    threads: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    block = gl.full([32 * WARPS], 0, gl.int32, threads) + unit // _UNITS
-    share = gl.full([32 * WARPS], _COPIED // (32 * WARPS * _UNITS), gl.int32, threads)
-    gl.atomic_add(copied_ptr + block, share, sem="release")
-
-
-@gluon.jit
 def _copy_first(blocks, rows, num_rows_ptr, counters_ptr):
     """Copy this program's share of the first blocks' units."""
-    each = gl.cdiv(blocks * _UNITS, gl.num_programs(0))
+    each = gl.cdiv(blocks * UNITS, gl.num_programs(0))
     first = gl.atomic_add(counters_ptr + 1, each, sem="relaxed")
-    units = gl.load(num_rows_ptr) // _UNIT
+    units = gl.load(num_rows_ptr) // UNIT
     for unit in range(first, gl.minimum(first + each, units)):
-        _copy(unit, counters_ptr + OF_BLOCKS, rows, _UNIT, 2048, 4)
+        copy_unit(unit, units * UNIT, counters_ptr + OF_BLOCKS, rows, UNIT, 2048, 4)
 
 
 @gluon.jit
 def _copy_ahead(rows, num_rows_ptr, counters_ptr, COPY: gl.constexpr):
     """Copy units until there are no more."""
     if COPY:
-        units = gl.load(num_rows_ptr) // _UNIT
+        units = gl.load(num_rows_ptr) // UNIT
         next_unit = gl.atomic_add(counters_ptr + 1, 1, sem="relaxed")
         while next_unit < units:
             unit = next_unit + 0
             next_unit = gl.atomic_add(counters_ptr + 1, 1, sem="relaxed")
-            _copy(unit, counters_ptr + OF_BLOCKS, rows, 1, 1024, 1)
+            copy_unit(unit, units * UNIT, counters_ptr + OF_BLOCKS, rows, 1, 1024, 1)
         ended = gl.atomic_add(counters_ptr + 2, 1, sem="acq_rel")
         if ended == _COPIERS * gl.num_programs(0) - 1:  # the last copier: no unit is taken any more
             gl.store(counters_ptr + 1, 0)
@@ -221,7 +194,7 @@ def _load(
         following = renamed((tile, block_m, w_row, halves))
         if COPY:
             copied = 0
-            while copied < _COPIED:
+            while copied < COPIED:
                 copied = load_acquire(counters_ptr + OF_BLOCKS + block_m)
         for step in range(steps):
             mbarrier.wait(empty.index(slot), phase)

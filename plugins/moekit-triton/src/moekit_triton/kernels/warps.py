@@ -35,6 +35,9 @@ BLOCK_M, COLUMNS = 128, 256
 ROWS = gl.constexpr(64)  # of a consumer warp group
 WIDE = gl.constexpr(COLUMNS)
 STAGES = gl.constexpr(4)
+UNIT = gl.constexpr(8)  # rows copied at a time
+UNITS = gl.constexpr(BLOCK_M // 8)  # units of a block
+COPIED = gl.constexpr(BLOCK_M // 8 * 128)  # count of a copied block: 128 per unit
 OF_BLOCKS = gl.constexpr(COUNTERS)  # index of the first block's counter
 # Messages. The producer is at most STAGES + 1 tiles ahead of a consumer warp group, and STAGES + 3
 # ahead of a warp that stores such a group's results: with a shorter ring, a barrier's parity would
@@ -206,6 +209,34 @@ def load_acquire(ptr):
         "ld.acquire.gpu.global.u32 $0, [$1];\n fence.proxy.async;", "=r,l", [ptr], dtype=gl.int32,
         is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@gluon.jit
+def copy_unit(
+    unit, end, copied_ptr, rows, AT_ONCE: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
+    """Copy a[s] = x[assignment of s // K] for a unit's rows s before ``end``, AT_ONCE x WIDTH at a
+    time, and release them by the counter of their block of BLOCK_M rows."""
+    layout: gl.constexpr = gl.BlockedLayout([AT_ONCE // WARPS, 8], [1, 32], [WARPS, 1], [1, 0])
+    x_ptr, a_ptr, sorted_ptr, padding, top_k, K, x_stride = rows
+    cols = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
+    for first in range(0, UNIT, AT_ONCE):
+        sorted_row = unit * UNIT + first + gl.arange(0, AT_ONCE, gl.SliceLayout(1, layout))
+        assignment = gl.load(sorted_ptr + sorted_row, mask=sorted_row < end, other=padding)
+        row = (assignment // top_k).to(gl.int64)
+        x_ptrs = x_ptr + (row * x_stride)[:, None] + cols
+        a_ptrs = a_ptr + (sorted_row.to(gl.int64) * K)[:, None] + cols
+        used = (assignment < padding)[:, None]
+        for col in range(0, K, WIDTH):
+            mask = used & (col + cols < K)
+            gl.store(a_ptrs + col, gl.load(x_ptrs + col, mask=mask), mask=mask)
+    # Asynchronous copies, another proxy, read these rows: each thread fences its own writes and
+    # releases them by its share of the block's count.
+    fence_proxies()
+    threads: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    block = gl.full([32 * WARPS], 0, gl.int32, threads) + unit // UNITS
+    share = gl.full([32 * WARPS], COPIED // (32 * WARPS * UNITS), gl.int32, threads)
+    gl.atomic_add(copied_ptr + block, share, sem="release")
 
 
 @gluon.jit
