@@ -13,7 +13,7 @@ has the fastest turn of each. On a GPU the engine captures CUDA graphs of the ba
 Several ranks hold whole experts each. With --split tp they share the other layers and the tokens,
 which moekit does not move. With --split dp every rank has a process and as many sequences as a
 batch says, vLLM gathers tokens for its own kernel (allgather_reducescatter), and --dispatcher
-moves them for moekit's. A time is then that of the slowest rank.
+moves them for moekit's. The times are the slowest rank's.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _versions() -> str:
 def environments(args: argparse.Namespace, mode: str) -> list[dict[str, str]]:
     """Return the variables of each process of an engine with MOEKIT_VLLM=mode."""
     common = {**os.environ, "MOEKIT_VLLM": mode, "HF_HUB_OFFLINE": "1"}
-    # With an engine in a process of its own, data parallel ranks go on for up to 32 steps.
+    # Data parallel engines in other processes go on for up to 32 steps after their last token.
     common.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     if args.ranks == 1 or args.split == "tp":
         return [common]
@@ -161,7 +161,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class Ranks:
-    """This process among those of an engine."""
+    """The processes of an engine, of which this is one."""
 
     def __init__(self) -> None:
         self.rank, self.size = (int(os.environ.get(f"VLLM_DP_{name}", default))
