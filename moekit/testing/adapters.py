@@ -122,11 +122,8 @@ class AdapterConformance(ExpertsBase):
         watch = Watch(x=case.x, **({} if adapters is None else adapters.tensors()))
         ids = case.routing.adapter_ids if adapters is not None else None
         with poisoned_allocations():
-            out = kernel(
-                case.x,
-                replace(packed, adapters=adapters),
-                replace(case.routing, adapter_ids=ids),
-            )
+            routing = replace(case.routing, adapter_ids=ids)
+            out = kernel(case.x, replace(packed, adapters=adapters), routing)
         watch.check("the call")
         return out
 
