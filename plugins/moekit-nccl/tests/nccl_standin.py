@@ -187,7 +187,7 @@ class Tensor:
         if window is not None and buffer.numel():
             assert window.begin + window_offset == buffer.data_ptr()
             assert buffer.data_ptr() + buffer.nbytes <= window.end
-        self._buffer, self.window = buffer, window
+        self._buffer, self.window = None if self.raw else buffer, window
 
     @property
     def buffer(self):
