@@ -206,7 +206,7 @@ class Memory:
                 self._memory, nccl.core.WindowFlag.COLL_SYMMETRIC
             )
             self.y = self._part(2, s.dtype, s.hidden_size)
-            self.y_tensor = self.tensor(2, self.y)
+            self.combined = ep.CombineInputs(tokens=self.tensor(2, self.y))
         # What a dispatch writes, by whether rows are quantized: tensors, and the library's outputs.
         x = self._part(0, s.dtype, s.hidden_size)
         self.x_tensor = self.tensor(0, x)
@@ -259,7 +259,7 @@ def _described(address: int, dtype: torch.dtype, shape: torch.Size) -> Any:
     return ep.Tensor(address, dtype=kind, shape=shape)
 
 
-# The library's records take 10 us to make, and hold addresses, which come again.
+# The library's records take 10 us to make, and addresses come again. They must hold no memory.
 record = lru_cache(4096)(lambda kind, **fields: kind(**fields))
 
 

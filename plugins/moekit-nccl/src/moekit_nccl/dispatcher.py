@@ -167,15 +167,15 @@ class NcclDispatcher(PrepareAndFinalize):
         held, memory = self.lease.value, call.memory
         held.calls.keep_order()
         if self.low_latency:
-            rows, given = described(y), {"topk_weights": described(call.weights)}
+            inputs = record(ep.CombineInputs, tokens=described(y))
+            given = {"topk_weights": described(call.weights)}
         else:
-            rows, given = memory.y_tensor, {}
+            inputs, given = memory.combined, {}
             if y.data_ptr() != memory.y.data_ptr():
                 memory.y[: len(y)].copy_(y)
 
         def combine(mine: Tensor) -> None:
             outputs = record(ep.CombineOutputs, tokens=described(mine), **given)
-            inputs = record(ep.CombineInputs, tokens=rows)
             memory.handle.combine(inputs, outputs, stream=held.stream())
 
         out = self._gathered(out_TH, combine)
