@@ -159,7 +159,7 @@ def nccl(c: Case) -> Callable[[], None]:
     ids, inputs = ep.Tensor(routing.topk_ids), c.dispatcher.inputs(routing.topk_weights, *c.sent)
     _, _, outputs = memory.got[c.sent[1] is not None]
     config = None if c.sent[1] is None else _FORWARDED
-    rows = ep.CombineInputs(tokens=ep.Tensor(c.y) if few else memory.y_tensor)
+    rows = ep.CombineInputs(tokens=ep.Tensor(c.y)) if few else memory.combined
     weights = ep.Tensor(routing.topk_weights) if few else None
     combined = ep.CombineOutputs(tokens=ep.Tensor(out), topk_weights=weights)
 

@@ -8,6 +8,8 @@ dispatchers over it as ``<name>_standin``.
 
 from __future__ import annotations
 
+import ctypes
+import math
 import os
 import sys
 import threading
@@ -164,15 +166,33 @@ _SENT = (torch.bfloat16, torch.float16, torch.float32)
 _FORWARDED = (*_SENT, torch.float8_e4m3fn)
 
 
+def _at(address, dtype, shape):
+    """The tensor at an address, which must live, as the library would read it."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if not nbytes:
+        return torch.empty(shape, dtype=dtype)
+    memory = (ctypes.c_char * nbytes).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+
+
 class Tensor:
-    def __init__(self, buffer, *, window=None, window_offset=None):
+    def __init__(self, buffer, *, dtype=None, shape=None, window=None, window_offset=None):
+        self.raw = (buffer, dtype, shape) if isinstance(buffer, int) else None
+        if self.raw:
+            with _disable_current_modes():
+                buffer = _at(*self.raw)
         assert isinstance(buffer, torch.Tensor) and buffer.dim() and buffer.is_contiguous()
         assert buffer.dtype in (*_FORWARDED, torch.int32, torch.int64), "no such type in NCCL"
         assert (window is None) == (window_offset is None)
         if window is not None and buffer.numel():
             assert window.begin + window_offset == buffer.data_ptr()
             assert buffer.data_ptr() + buffer.nbytes <= window.end
-        self.buffer, self.window = buffer, window
+        self._buffer, self.window = None if self.raw else buffer, window
+
+    @property
+    def buffer(self):
+        """A descriptor holds an address, where another tensor may lie at the next call."""
+        return _at(*self.raw) if self.raw else self._buffer
 
 
 def _struct(name, **defaults):
@@ -457,6 +477,7 @@ def _named(*names):
 
 _memory = _module(
     "nccl.core.interop.torch",
+    resolve_tensor=lambda tensor: (tensor.data_ptr(), tensor.numel(), tensor.dtype, None),
     empty=lambda nbytes, dtype, device=None: garbage((nbytes,), dtype),
 )
 _interop = _module("nccl.core.interop", torch=_memory)

@@ -2,8 +2,6 @@
 
 nccl_ht   STANDARD: one row per (token, rank), written into memory that the experts read
 nccl_ll   BATCHED: a row per assignment, for few tokens
-
-The library compiles its kernels with nvcc at their first use.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from . import library
 _HOSTS, _RANKS_OF_HOST, _TOKENS, _SLOTS = 8, 8, 8192, 32
 # Its low-latency kernels have a warp for each expert of a token, and few of them with many experts.
 _LOW_LATENCY_SLOTS, _LOW_LATENCY_EXPERTS = 21, 1400
-# Nobody has compared them with others on one host.
+# On one host others are faster, or were not compared.
 _PRIORITY = -5
 # Rows are forwarded as bytes, so rows with a scale for 16 or 32 columns travel like others.
 _WIRE_SCHEMES = WIRE_SCHEMES | {"mxfp8", "mxfp4_w4a8", "nvfp4"}
@@ -65,7 +63,7 @@ def check_ll(problem: MoEProblem) -> list[str]:
 
 def _prefer(problem: MoEProblem) -> int:
     """Precede `naive`, of priority 0, over hosts, where the other dispatchers do not serve."""
-    return 1 if problem.parallel.nodes > 1 and not problem.training else _PRIORITY
+    return 1 if problem.parallel.nodes > 1 else _PRIORITY
 
 
 @hookimpl

@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import nccl.core
@@ -23,7 +24,6 @@ from moekit.plugin import Agreement, CallBuffers, Lease, SharedBuffers, exchange
 
 logger = logging.getLogger("moekit")
 BYTE = torch.float8_e4m3fn  # quantized rows travel as these: the library forwards no int8
-_WORKSPACE_BYTES = 32 << 20  # of each group of the library
 _COMPILING_SECONDS = 30.0  # in which ranks wait inside a kernel for others that compile it
 # How long a rank waits for the other ranks before it leaves buffers to the end of the process.
 _FAREWELL_SECONDS = 20.0
@@ -54,10 +54,6 @@ class Sizes:
         back = self.hidden_size * self.dtype.itemsize
         _, columns, scales = self.wire or (None, 0, 0)
         return max(back, columns), 4 * scales, back
-
-    @property
-    def token_bytes(self) -> int:
-        return sum(self.row_bytes[:2])
 
 
 class Connection:
@@ -110,13 +106,13 @@ class Held:
         if sizes.share > 1:
             rank = self.connection.rank
             self.sharers = self.connection.comm.split(color=rank // sizes.share, key=rank)
-        few = sizes.low_latency
+        few, self._token_bytes = sizes.low_latency, sum(sizes.row_bytes[:2])
         # No rank can get more rows than this, so none overflows.
         self.rows = self.connection.ranks * sizes.capacity
         self.local = sizes.experts // self.connection.ranks
         config = ep.GroupConfig(
             algorithm=ep.Algorithm.LOW_LATENCY if few else ep.Algorithm.HIGH_THROUGHPUT,
-            num_experts=sizes.experts, max_token_bytes=sizes.token_bytes,
+            num_experts=sizes.experts, max_token_bytes=self._token_bytes,
             max_dispatch_tokens_per_rank=sizes.capacity,
             max_recv_tokens_per_rank=0 if few else self.rows,
             timeout_ns=int((sizes.timeout + _COMPILING_SECONDS) * 1e9),
@@ -135,10 +131,10 @@ class Held:
         """The bytes of all calls' memory, and about what the library allocates."""
         s = self.sizes
         if s.low_latency:  # two buffers, each for what a combine sends and receives
-            library = 2 * s.capacity * (s.experts + s.slots) * s.token_bytes * 65 // 64
+            library = 2 * s.capacity * (s.experts + s.slots) * self._token_bytes * 65 // 64
         else:
-            library = self.rows * (s.token_bytes + 8 * s.experts // self.connection.hosts)
-        return _WORKSPACE_BYTES + library + sum(call.nbytes for call in self.calls.all)
+            library = self.rows * (self._token_bytes + 8 * s.experts // self.connection.hosts)
+        return (32 << 20) + library + sum(call.nbytes for call in self.calls.all)
 
     def free(self) -> None:
         """Destroy everything if all ranks do, as the library waits for every rank."""
@@ -184,8 +180,8 @@ class Held:
 class Memory:
     """A handle, and the memory of a call's rows: x, scales and, high-throughput only, y.
 
-    Leading dimensions are (R,), or (L, C) in low latency. Other ranks write and read the rows of
-    high-throughput calls, which also have ids and weights (R, slots).
+    Leading dimensions are (R,), or (L, C) in low latency. High-throughput calls have ids and
+    weights (R, slots), and other ranks write and read their rows.
     """
 
     def __init__(self, held: Held) -> None:
@@ -202,15 +198,15 @@ class Memory:
         self.weights = torch.empty_like(self.ids, dtype=torch.float32)
         self.counts = torch.empty(held.local, dtype=torch.int32, device=held.device)
         if few:
-            self.info = ep.LayoutInfo(expert_counters=ep.Tensor(self.counts))
+            self.info = ep.LayoutInfo(expert_counters=described(self.counts))
         else:
             self.info = ep.LayoutInfo(recv_topk_idx_kind=ep.ExpertIdKind.LOCAL)
-            lists = {"topk_weights": ep.Tensor(self.weights), "topk_idx": ep.Tensor(self.ids)}
+            lists = {"topk_weights": described(self.weights), "topk_idx": described(self.ids)}
             self._window = held.connection.comm.register_window(
                 self._memory, nccl.core.WindowFlag.COLL_SYMMETRIC
             )
             self.y = self._part(2, s.dtype, s.hidden_size)
-            self.y_tensor = self.tensor(2, self.y)
+            self.combined = ep.CombineInputs(tokens=self.tensor(2, self.y))
         # What a dispatch writes, by whether rows are quantized: tensors, and the library's outputs.
         x = self._part(0, s.dtype, s.hidden_size)
         self.x_tensor = self.tensor(0, x)
@@ -224,7 +220,7 @@ class Memory:
             self.got[True] = q, scales, outputs
         nowhere = torch.full((1, s.slots), -1, dtype=torch.int64, device=held.device)
         layout = ep.Layout.EXPERT_MAJOR if few else ep.Layout.FLAT
-        self.handle = held.library.create_handle(layout, ep.Tensor(nowhere), stream=held.stream())
+        self.handle = held.library.create_handle(layout, described(nowhere), stream=held.stream())
 
     def _part(self, i: int, dtype: torch.dtype, columns: int) -> Tensor:
         shape = (*self._lead, columns)
@@ -234,7 +230,7 @@ class Memory:
     def tensor(self, i: int, part: Tensor) -> Any:
         """Return the first rows of x (0), scales (1) or y (2) as the library takes them."""
         if self._window is None:
-            return ep.Tensor(part)
+            return described(part)
         return ep.Tensor(part, window=self._window, window_offset=self._ends[i])
 
     @property
@@ -250,6 +246,21 @@ class Memory:
 _connections: SharedBuffers[Connection] = SharedBuffers(Connection.destroy)
 _shared: SharedBuffers[Held] = SharedBuffers(Held.free)
 _left: list[Held] = []  # kept, so that nothing of the library is collected
+
+
+def described(tensor: Tensor) -> Any:
+    """Return a tensor, which must be contiguous and live on, as the library takes it."""
+    return _described(tensor.data_ptr(), tensor.dtype, tensor.shape)
+
+
+@lru_cache(4096)
+def _described(address: int, dtype: torch.dtype, shape: torch.Size) -> Any:
+    _, _, kind, _ = nccl.core.interop.torch.resolve_tensor(torch.empty(0, dtype=dtype))
+    return ep.Tensor(address, dtype=kind, shape=shape)
+
+
+# The library's records take 10 us to make, and addresses come again. They must hold no memory.
+record = lru_cache(4096)(lambda kind, **fields: kind(**fields))
 
 
 def lease(group: dist.ProcessGroup, sizes: Sizes, device_type: str) -> Lease[Held]:

@@ -1,14 +1,8 @@
 """The two dispatchers over `nccl.ep`, whose ranks may be on several hosts.
 
-    nccl_ht   high throughput, for many tokens
-    update    find which tokens go to which ranks, with an all-gather of a bit for each expert
-    dispatch  one row per (token, rank), ordered by source rank and token, written by the senders
-              into memory that the experts read
-    combine   read each token's weighted rows from all ranks and add them in fp32
-
-    nccl_ll   low latency, for few tokens
-    dispatch  a row per assignment into the batched layout, in any order
-    combine   weight each token's rows from all its experts and add them in fp32
+    nccl_ht   a row per (token, rank), ordered by source rank and token, written by the senders into
+              memory that the experts read; the combine adds a token's weighted rows from all ranks
+    nccl_ll   a row per assignment in the batched layout, in any order; the combine weights them
 
 Shapes are fixed, the host waits for nothing, and no rank gets more rows than its memory holds.
 """
@@ -41,16 +35,14 @@ from moekit.plugin import (
 )
 
 from . import buffers, library
+from .buffers import described, record
 
 _FORWARDED = ep.DispatchConfig(quantization_recipe=ep.DispatchQuantizationRecipe.FWD)
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call in flight.
-
-    ids, weights: (T', slots) of the tokens that this rank sends. tokens: T. rows: R.
-    """
+    """A call in flight: ids and weights (T', slots) of the tokens that this rank sends, T and R."""
 
     memory: buffers.Memory
     ids: Tensor
@@ -136,7 +128,8 @@ class NcclDispatcher(PrepareAndFinalize):
         x, scale, held = x_TH, None, self.lease.value
         if quantize is not None:
             x, scale = quantize_for_transfer(x_TH, routing.topk_ids, quantize, self.problem)
-        ids, weights = self._sliced(routing)
+            scale = self._mine(F.pad(scale, (0, odd)) if (odd := -scale.shape[1] % 4) else scale)
+        x, (ids, weights) = self._mine(x), self._sliced(routing)
         rows = held.connection.ranks * self._each(routing.most(self._capacity))
         call = Call(held.calls.take(), ids, weights, len(x_TH), rows)
         try:
@@ -148,7 +141,7 @@ class NcclDispatcher(PrepareAndFinalize):
     def _send(self, call: Call, x: Tensor, scale: Tensor | None) -> Dispatched:
         held, memory, p = self.lease.value, call.memory, self.problem
         got, scales, outputs = memory.got[scale is not None]
-        memory.handle.update(ep.Tensor(call.ids), stream=held.stream())
+        memory.handle.update(described(call.ids), stream=held.stream())
         memory.handle.dispatch(
             self.inputs(call.weights, x, scale), outputs, layout_info=memory.info,
             config=None if scale is None else _FORWARDED, stream=held.stream(),
@@ -163,28 +156,27 @@ class NcclDispatcher(PrepareAndFinalize):
         return Dispatched(got[used], scales, ids, weights, handle=call)
 
     def inputs(self, weights: Tensor, x: Tensor, scale: Tensor | None) -> Any:
-        """Return this rank's part of the tokens, and its weights, as the library takes them."""
-        given = {} if self.low_latency else {"topk_weights": ep.Tensor(weights)}
-        x = self._mine(x)
+        """Return tokens, which must live until the dispatch, as the library takes them."""
+        given = {} if self.low_latency else {"topk_weights": described(weights)}
         if scale is not None:
-            padded = F.pad(self._mine(scale), (0, -scale.shape[1] % 4))
-            x, given["scales"] = x.view(buffers.BYTE), ep.Tensor(padded)
-        return ep.DispatchInputs(tokens=ep.Tensor(x), **given)
+            x, given["scales"] = x.view(buffers.BYTE), described(scale)
+        return record(ep.DispatchInputs, tokens=described(x), **given)
 
     def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
         call: Call = dispatched.handle
         held, memory = self.lease.value, call.memory
         held.calls.keep_order()
         if self.low_latency:
-            rows, given = ep.Tensor(y), {"topk_weights": ep.Tensor(call.weights)}
+            inputs = record(ep.CombineInputs, tokens=described(y))
+            given = {"topk_weights": described(call.weights)}
         else:
-            rows, given = memory.y_tensor, {}
+            inputs, given = memory.combined, {}
             if y.data_ptr() != memory.y.data_ptr():
                 memory.y[: len(y)].copy_(y)
 
         def combine(mine: Tensor) -> None:
-            outputs = ep.CombineOutputs(tokens=ep.Tensor(mine), **given)
-            memory.handle.combine(ep.CombineInputs(tokens=rows), outputs, stream=held.stream())
+            outputs = record(ep.CombineOutputs, tokens=described(mine), **given)
+            memory.handle.combine(inputs, outputs, stream=held.stream())
 
         out = self._gathered(out_TH, combine)
         held.calls.give_back(memory)

@@ -43,10 +43,7 @@ def loaded_nccl() -> tuple[int, ...] | None:
 
 
 def _nccl_reasons() -> list[str]:
-    """Return what is wrong with the NCCL of this process, or with its headers.
-
-    Kernels compiled with headers of another version misread what NCCL passes to them.
-    """
+    """Return what is wrong with NCCL or its headers: kernels of other headers misread its data."""
     loaded, reasons, get = loaded_nccl(), [], os.environ.get
     if loaded is not None and loaded < _OLDEST:
         reasons.append(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moekit.plugin import Dispatched, Pending, Quantizer, Routing, TrainableDispatcher
 
+from .buffers import described
 from .dispatcher import Call, HighThroughputDispatcher
 
 _DISPATCH = ep.DispatchConfig(pass_direction=ep.PassDir.BWD)
@@ -48,10 +49,11 @@ class TrainableHighThroughput(HighThroughputDispatcher, TrainableDispatcher):
         held = self.lease.value
         call = Call(held.calls.take(), saved.ids, saved.weights, saved.tokens, saved.rows)
         stream, memory = held.stream(), call.memory
-        inputs = ep.DispatchInputs(tokens=ep.Tensor(self._mine(grad_TH)))
+        grad = self._mine(grad_TH)  # must live until the dispatch
+        inputs = ep.DispatchInputs(tokens=described(grad))
         outputs = ep.DispatchOutputs(tokens=memory.x_tensor)
         try:
-            memory.handle.update(ep.Tensor(call.ids), stream=stream)
+            memory.handle.update(described(call.ids), stream=stream)
             memory.handle.dispatch(inputs, outputs, config=_DISPATCH, stream=stream)
         except BaseException:
             held.calls.give_back(memory)
@@ -74,12 +76,12 @@ class TrainableHighThroughput(HighThroughputDispatcher, TrainableDispatcher):
             sent[:, : p.top_k] = grad_RK
         out_TH = grad.new_empty((call.tokens, p.hidden_size))
         out_TS = sent.new_empty((call.tokens, slots))
-        inputs = ep.CombineInputs(tokens=memory.tensor(2, grad), topk_weights=ep.Tensor(sent))
+        inputs = ep.CombineInputs(tokens=memory.tensor(2, grad), topk_weights=described(sent))
 
         def both(mine_TH: Tensor) -> None:
             def combine(mine_TS: Tensor) -> None:
-                weights = ep.Tensor(mine_TS)
-                outputs = ep.CombineOutputs(tokens=ep.Tensor(mine_TH), topk_weights=weights)
+                weights = described(mine_TS)
+                outputs = ep.CombineOutputs(tokens=described(mine_TH), topk_weights=weights)
                 memory.handle.combine(inputs, outputs, config=_COMBINE, stream=held.stream())
 
             self._gathered(out_TS, combine)
