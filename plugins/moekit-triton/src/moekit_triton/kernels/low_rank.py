@@ -1,0 +1,164 @@
+"""Low-rank deltas of expert rows (LoRA): `shrink` multiplies rows by A, GEMMs add B times that.
+
+A tile of rows of one expert may have rows of several slots. `shrink` has a program for each slot,
+which ends at once where the tile has no row of it; `add_low_rank` walks over the slots of its tile.
+
+Shape suffixes beyond `plans`': U columns between A and B, G * r of w13 and r of w2.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from moekit_kernels.launch import Launcher, cdiv, next_power_of_2, wait_then_launch_dependents
+from moekit_kernels.numerics import SCALE_GROUP, convert, dot
+
+from .operands import Rows
+
+_GROUP = tl.constexpr(SCALE_GROUP)
+_NO_SLOT = tl.constexpr(2**31 - 1)
+
+
+class LowRank(NamedTuple):
+    """What a GEMM adds to its sums: rows of ``low`` times B of their slot and expert.
+
+    low_PAU: fp32, addends of ``scaling A row`` by assignment, undefined where there is no slot.
+    b_SLNr: B, its last dimension contiguous. slots_R: int32, the slot of each token, -1 for none.
+    top_k: assignments of a token.
+    """
+
+    low_PAU: torch.Tensor
+    b_SLNr: torch.Tensor
+    slots_R: torch.Tensor
+    top_k: int
+
+    @property
+    def form(self) -> tuple[int, int, int, int]:
+        """Return the constants of `add_low_rank`: r, U, addends, and assignments of a token."""
+        return self.b_SLNr.shape[3], self.low_PAU.shape[2], self.low_PAU.shape[0], self.top_k
+
+    @property
+    def strides(self) -> tuple[int, int, int, int]:
+        """Return the strides of low's addends, and of B's slots, experts and rows."""
+        return self.low_PAU.stride(0), *self.b_SLNr.stride()[:3]
+
+
+def shrink(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    a_SLGrK: torch.Tensor,
+    scaling_S: torch.Tensor,
+    low: LowRank,
+    rows: Rows,
+    block_m: int,
+) -> None:
+    """Write ``low.low_PAU`` for the assignments in ``rows``; each addend sums a part of K.
+
+    x (rows, K), of A's dtype or quantized with ``x_scale`` as `grouped_gemm` takes it. a: its last
+    two dimensions are contiguous.
+    """
+    slots, _, groups, rank, k = a_SLGrK.shape
+    parts, count, columns = low.low_PAU.shape
+    assert x.shape[1] == k and x.stride(1) == a_SLGrK.stride(4) == 1
+    assert columns == groups * rank and low.low_PAU.is_contiguous()
+    if rows.blocks == 0:
+        return
+    scale = (0, 0) if x_scale is None or x_scale.numel() == 1 else x_scale.stride()
+    kind = "none" if x_scale is None else "group" if x_scale.shape[1] > 1 else "row"
+    block_u = min(64, max(16, next_power_of_2(columns)))
+    _launch_shrink(
+        (rows.blocks * parts, cdiv(columns, block_u), slots),
+        x, a_SLGrK, low.low_PAU, rows.experts, rows.assignments, low.slots_R, scaling_S, x_scale,
+        count, k, x.stride(0), a_SLGrK.stride()[:4], scale,
+        IDS=low.top_k, TOP_K=rows.top_k, DIRECT=rows.kind == "direct", SCALE=kind, RANK=rank,
+        COLUMNS=columns, PARTS=parts, BLOCK_M=block_m, BLOCK_U=block_u,
+        BLOCK_K=SCALE_GROUP if block_m <= 32 else SCALE_GROUP // 2, num_warps=4, num_stages=4,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["count"])
+def _shrink(
+    x, a, low, experts, assignments, slots, scaling, x_scale, count, K, x_stride, a_strides,
+    scale_strides, IDS: tl.constexpr, TOP_K: tl.constexpr, DIRECT: tl.constexpr,
+    SCALE: tl.constexpr, RANK: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Compute a block of rows by BLOCK_U columns over one part of K for one slot."""
+    if PDL:
+        wait_then_launch_dependents()
+    block, part, slot = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(2)
+    expert = tl.load(experts + block).to(tl.int64)
+    if expert < 0:
+        return
+    m = tl.arange(0, BLOCK_M)
+    if DIRECT:
+        assignment_M = tl.where(m == 0, block, count)
+    else:
+        assignment_M = tl.load(assignments + block * BLOCK_M + m)
+    slot_M = tl.load(slots + assignment_M // IDS, mask=assignment_M < count, other=-1)
+    mine_M = slot_M == slot
+    if tl.max(mine_M.to(tl.int32)) == 0:
+        return
+    u = tl.program_id(1) * BLOCK_U + tl.arange(0, BLOCK_U)
+    k = part * BLOCK_K + tl.arange(0, BLOCK_K)
+    row_M = (assignment_M // TOP_K).to(tl.int64)
+    x_ptrs = x + row_M[:, None] * x_stride + k[None, :]
+    a += slot.to(tl.int64) * a_strides[0] + expert * a_strides[1]
+    u_rows = (u // RANK).to(tl.int64) * a_strides[2] + u % RANK * a_strides[3]
+    a_ptrs = a + u_rows[None, :] + k[:, None]
+    scale_ptrs = x_scale
+    if SCALE != "none":
+        scale_ptrs += row_M * scale_strides[0]
+    acc = tl.zeros((BLOCK_M, BLOCK_U), tl.float32)
+    for first in range(part * BLOCK_K, K, PARTS * BLOCK_K):
+        k_ok = k < K - first + part * BLOCK_K
+        x_tile = tl.load(x_ptrs, mask=mine_M[:, None] & k_ok[None, :], other=0.0)
+        a_tile = tl.load(a_ptrs, mask=(u < COLUMNS)[None, :] & k_ok[:, None], other=0.0)
+        if SCALE == "group":
+            column = first // _GROUP * scale_strides[1]
+            scale_M = tl.load(scale_ptrs + column, mask=mine_M, other=0.0)
+            product = dot(x_tile, a_tile, tl.zeros((BLOCK_M, BLOCK_U), tl.float32), "ieee")
+            acc += product * scale_M[:, None]
+        else:
+            acc = dot(x_tile, a_tile, acc, "ieee")
+        x_ptrs += PARTS * BLOCK_K
+        a_ptrs += PARTS * BLOCK_K
+    if SCALE == "row":
+        acc *= tl.load(scale_ptrs, mask=mine_M, other=0.0)[:, None]
+    acc *= tl.load(scaling + slot)
+    low += (part * count + assignment_M[:, None]).to(tl.int64) * COLUMNS + u[None, :]
+    tl.store(low, acc, mask=mine_M[:, None] & (u < COLUMNS)[None, :])
+
+
+@triton.jit
+def add_low_rank(
+    value, low, b, slot_M, assignment_M, expert, row_N, ok_N, low_column, strides,
+    RANK: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Return value (M, N) plus low @ B.T for rows with a slot; other rows keep their bits.
+
+    row_N: the rows of B. low_column: where A's group begins. The rest as `LowRank` says.
+    """
+    R: tl.constexpr = 16 if RANK <= 16 else (32 if RANK <= 32 else 64)
+    b += expert * strides[2] + row_N[None, :].to(tl.int64) * strides[3]
+    low += assignment_M[:, None].to(tl.int64) * COLUMNS + low_column
+    slot = tl.min(tl.where(slot_M < 0, _NO_SLOT, slot_M))
+    while slot < _NO_SLOT:
+        mine_M = slot_M == slot
+        b_slot = b + slot.to(tl.int64) * strides[1]
+        delta = tl.zeros(value.shape, tl.float32)
+        for first in tl.static_range(0, RANK, R):
+            r = first + tl.arange(0, R)
+            low_ok = mine_M[:, None] & (r < RANK)[None, :]
+            low_MR = tl.load(low + r[None, :], mask=low_ok, other=0.0)
+            for part in tl.static_range(1, PARTS):
+                low_MR += tl.load(low + part * strides[0] + r[None, :], mask=low_ok, other=0.0)
+            b_RN = tl.load(b_slot + r[:, None], mask=(r < RANK)[:, None] & ok_N[None, :], other=0.0)
+            delta = dot(convert(low_MR, b.dtype.element_ty), b_RN, delta, "ieee")
+        value = tl.where(mine_M[:, None], value + delta, value)
+        slot = tl.min(tl.where(slot_M > slot, slot_M, _NO_SLOT))
+    return value
+
+
+_launch_shrink = Launcher(_shrink)
