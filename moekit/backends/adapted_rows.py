@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moekit.backends.low_rank import matrices
 from moekit.backends.sorted_rows import SortedRows, has_grouped_mm
 from moekit.contract import Adapters, Dispatched, PackedWeights
 from moekit.problem import MoEProblem
@@ -59,19 +58,19 @@ class AdaptedRows:
 
     def add(self, name: str, into_SN: Tensor, rows_SK: Tensor) -> Tensor:
         """Add the deltas of w13 or w2 to the base's product, in place, and return it."""
-        a, b = matrices(self.adapters, name)
-        if a is not None and b is not None:
-            low_PU = self._shrink(a, rows_SK)
-            parts = zip(low_PU.chunk(a.shape[2], 1), b.chunk(a.shape[2], 2), strict=True)
+        if (pair := self._pair(name)) is not None:
+            a, b = pair
+            lows = self._shrink(a, rows_SK).chunk(a.shape[2], 1)
+            parts = zip(lows, b.chunk(a.shape[2], 2), strict=True)
             delta_PN = torch.cat([self._product(low, b_SLnr.mT) for low, b_SLnr in parts], dim=1)
             self._put(into_SN, delta_PN)
         return into_SN
 
     def back(self, name: str, grad_SN: Tensor, into_SK: Tensor | None) -> Tensor | None:
         """Return ``scaling B' grad`` (P, U), and add ``A'`` times it to ``into`` unless None."""
-        a, b = matrices(self.adapters, name)
-        if a is None or b is None:
+        if (pair := self._pair(name)) is None:
             return None
+        a, b = pair
         parts = zip(grad_SN[self.place_P].chunk(a.shape[2], 1), b.chunk(a.shape[2], 2), strict=True)
         low_PU = torch.cat([self._product(grad, b_SLnr) for grad, b_SLnr in parts], dim=1)
         low_PU = self._scaled(low_PU)
@@ -81,8 +80,8 @@ class AdaptedRows:
 
     def kept(self, name: str, rows_SK: Tensor, back_PU: Tensor | None) -> list[Tensor]:
         """Return what `outer` needs of w13 or w2: ``scaling A row``, and what `back` returned."""
-        a, _ = matrices(self.adapters, name)
-        return [] if a is None or back_PU is None else [self._shrink(a, rows_SK), back_PU]
+        pair = self._pair(name)
+        return [] if pair is None or back_PU is None else [self._shrink(pair[0], rows_SK), back_PU]
 
     def outer(
         self,
@@ -106,6 +105,9 @@ class AdaptedRows:
             parts = (t.chunk(groups, dim=1) for t in (grad_PN, low_PU, b.flatten(0, 1)))
             for grad_Pn, low_Pr, b_Qnr in zip(*parts, strict=True):
                 self.rows.outer(grad_Pn, low_Pr, b_Qnr, add)
+
+    def _pair(self, name: str) -> tuple[Tensor, Tensor] | None:
+        return None if self.adapters is None else self.adapters.pair(name)
 
     def _put(self, into_SN: Tensor, rows_PN: Tensor) -> None:
         into_SN[self.place_P] += self.rows.real(rows_PN).to(into_SN.dtype)

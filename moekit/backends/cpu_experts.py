@@ -18,7 +18,6 @@ from torch import Tensor
 
 from moekit.backends import cpu_costs
 from moekit.backends.cpu_costs import Costs, Points
-from moekit.backends.low_rank import add_delta
 from moekit.contract import BufferSpec, PackedWeights
 from moekit.problem import MoEProblem, quant
 from moekit.problem.activation import Activation, apply_activation
@@ -55,13 +54,6 @@ class Experts:
 
     def bias(self, name: str) -> Tensor | None:
         return self.weights.get(f"{name}_bias")
-
-    def add_delta(
-        self, name: str, expert: int, into_nN: Tensor, rows_nK: Tensor, slots_n: Tensor | None
-    ) -> None:
-        """Add what the adapters of these rows add to their product."""
-        if slots_n is not None:
-            add_delta(self.weights.adapters, name, expert, into_nN, rows_nK, slots_n)
 
     def matrices(self, expert: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return self.matrix("w13", expert, dtype), self.matrix("w2", expert, dtype)
@@ -255,23 +247,16 @@ def activate(h: Tensor, activation: Activation, dim: int = -1) -> Tensor:
     return apply_activation(h, activation, dim=dim)
 
 
-def run_expert(
-    method: str,
-    experts: Experts,
-    expert: int,
-    x_nH: Tensor,
-    z_nH: Tensor,
-    slots_n: Tensor | None = None,
-) -> None:
-    """Run one expert on its rows and write z, fp32 and unweighted. slots: of their adapters."""
+def run_expert(method: str, experts: Experts, expert: int, x_nH: Tensor, z_nH: Tensor) -> None:
+    """Run one expert on its rows and write z, fp32 and unweighted."""
     if method == "native":
-        cpu_costs.without_onednn(partial(_right, _mm, experts, expert, x_nH, z_nH, slots_n))
+        cpu_costs.without_onednn(partial(_right, _mm, experts, expert, x_nH, z_nH))
     elif method == "fp32":
-        _right(_fp32, experts, expert, x_nH.float(), z_nH, slots_n)
+        _right(_fp32, experts, expert, x_nH.float(), z_nH)
     elif method == "left":
-        _left(experts, expert, x_nH, z_nH, slots_n)
+        _left(experts, expert, x_nH, z_nH)
     else:
-        _right(_mm, experts, expert, x_nH, z_nH, slots_n)
+        _right(_mm, experts, expert, x_nH, z_nH)
     if (bias := experts.bias("w2")) is not None:
         z_nH += bias[expert]
 
@@ -282,29 +267,22 @@ def _right(
     expert: int,
     x: Tensor,
     z: Tensor,
-    slots: Tensor | None,
 ) -> None:
     """Compute x @ W.T by ``product`` of x and W.T, in x's dtype."""
     w13, w2 = experts.matrices(expert, x.dtype)
     h = product(x, w13.T)
     if (bias := experts.bias("w13")) is not None:
         h += bias[expert]
-    experts.add_delta("w13", expert, h, x, slots)
-    a = activate(h, experts.problem.activation)
-    z.copy_(product(a, w2.T))
-    experts.add_delta("w2", expert, z, a, slots)
+    z.copy_(product(activate(h, experts.problem.activation), w2.T))
 
 
-def _left(experts: Experts, expert: int, x: Tensor, z: Tensor, slots: Tensor | None) -> None:
+def _left(experts: Experts, expert: int, x: Tensor, z: Tensor) -> None:
     w13, w2 = experts.matrices(expert, x.dtype)
     h = _mm(w13, x.T)
     if (bias := experts.bias("w13")) is not None:
         h += bias[expert, :, None]
-    experts.add_delta("w13", expert, h.T, x, slots)
-    a = activate(h, experts.problem.activation, dim=0)
-    out = _mm(w2, a)
+    out = _mm(w2, activate(h, experts.problem.activation, dim=0))
     z[None].copy_(out.T[None])  # as 3-D: a 2-D transposing copy is single-threaded
-    experts.add_delta("w2", expert, z, a.T, slots)
 
 
 _last_thread = 0
@@ -317,51 +295,24 @@ def _alone() -> bool:
     return before == _last_thread
 
 
-def run_batched(
-    experts: Experts, x_NH: Tensor, z_NH: Tensor, slots_N: Tensor | None = None
-) -> None:
+def run_batched(experts: Experts, x_NH: Tensor, z_NH: Tensor) -> None:
     """Run all experts on the same number of rows each, in expert order."""
     w13, w2 = experts.weights["w13"], experts.weights["w2"]
     x, z = x_NH.view(len(w13), -1, x_NH.shape[1]), z_NH.view(len(w13), -1, z_NH.shape[1])
     h = torch.bmm(w13, x.mT)
     if (bias := experts.bias("w13")) is not None:
         h += bias[:, :, None]
-    slots_LC = None if slots_N is None else slots_N.view(len(w13), -1)
-    _add_deltas(experts, "w13", h.mT, x, slots_LC)
-    a = activate(h, experts.problem.activation, dim=1)
-    z.copy_(torch.bmm(w2, a).mT)
-    _add_deltas(experts, "w2", z, a.mT, slots_LC)
+    z.copy_(torch.bmm(w2, activate(h, experts.problem.activation, dim=1)).mT)
     if (bias := experts.bias("w2")) is not None:
         z += bias[:, None]
 
 
-def _add_deltas(
-    experts: Experts,
-    name: str,
-    into_L: Sequence[Tensor] | Tensor,
-    rows_L: Sequence[Tensor] | Tensor,
-    slots_L: Sequence[Tensor] | Tensor | None,
-) -> None:
-    """Add the deltas to the rows of every expert."""
-    for expert, slots_n in enumerate(() if slots_L is None else slots_L):
-        experts.add_delta(name, expert, into_L[expert], rows_L[expert], slots_n)
-
-
-def run_grouped(
-    experts: Experts, x_SH: Tensor, count_L: Tensor, slots_S: Tensor | None = None
-) -> Tensor:
+def run_grouped(experts: Experts, x_SH: Tensor, count_L: Tensor) -> Tensor:
     """Run all experts on expert-sorted rows, count_L of each, in a C++ loop: (S, H) fp32."""
     ends_L = count_L.cumsum(0, dtype=torch.int32)
     h = F.grouped_mm(x_SH, experts.weights["w13"].mT, offs=ends_L)
-    counts = [] if slots_S is None else count_L.tolist()
-    slots_L = None if slots_S is None else torch.split(slots_S, counts)
-    if slots_L is not None:
-        _add_deltas(experts, "w13", torch.split(h, counts), torch.split(x_SH, counts), slots_L)
     act = activate(h, experts.problem.activation)
-    z_SH = F.grouped_mm(act, experts.weights["w2"].mT, offs=ends_L).float()
-    if slots_L is not None:
-        _add_deltas(experts, "w2", torch.split(z_SH, counts), torch.split(act, counts), slots_L)
-    return z_SH
+    return F.grouped_mm(act, experts.weights["w2"].mT, offs=ends_L).float()
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:
@@ -406,18 +357,15 @@ def run(
     ids_RK: Tensor,
     weights_RK: Tensor,
     buffer: Tensor,
-    slots_R: Tensor | None = None,
 ) -> None:
     """Write the weighted sum of each token's experts to y.
 
-    ids: local, -1 for none. weights: fp32. buffer: as `workspace` describes it. slots: of the
-    adapters, -1 for none.
+    ids: local, -1 for none. weights: fp32. buffer: as `workspace` describes it.
     """
     (R, K), L, alone = ids_RK.shape, experts.problem.num_local_experts, _alone()
     x_NH, z_NH = _x_and_z(buffer, x_RH)
     if R == 1:
-        method = chosen.loop(1, alone)
-        return _one_token(method, experts, y_RH, x_RH, ids_RK, weights_RK, z_NH, slots_R)
+        return _one_token(chosen.loop(1, alone), experts, y_RH, x_RH, ids_RK, weights_RK, z_NH)
     ids_S, order_S = torch.sort(ids_RK.reshape(-1), stable=True)
     count_L = torch.bincount(ids_S + 1, minlength=L + 1)
     skipped, *counts = count_L.tolist()
@@ -439,18 +387,16 @@ def run(
         row_N = padded.index_copy_(0, place_S, row_N)
     x_NH = torch.index_select(x_RH, 0, row_N, out=x_NH[: len(row_N)])
     z_NH = z_NH[: len(row_N)]
-    slots_N = None if slots_R is None else slots_R[row_N]
     if at_once == "grouped":
-        z_NH = run_grouped(experts, x_NH, count_L, slots_N)
+        z_NH = run_grouped(experts, x_NH, count_L)
     elif at_once == "batched":
-        run_batched(experts, x_NH, z_NH, slots_N)
+        run_batched(experts, x_NH, z_NH)
     else:
         end = 0
         for expert, rows in enumerate(counts):
             if rows:
                 mine, end = slice(end, end + rows), end + rows
-                method, slots = chosen.loop(rows, alone), None if slots_N is None else slots_N[mine]
-                run_expert(method, experts, expert, x_NH[mine], z_NH[mine], slots)
+                run_expert(chosen.loop(rows, alone), experts, expert, x_NH[mine], z_NH[mine])
 
     # embedding_bag: gather, weight and sum over K in one threaded, ordered fp32 pass.
     place_RK = torch.empty(R * K, dtype=torch.int64, device="cpu").index_copy_(0, order_S, place_S)
@@ -471,13 +417,12 @@ def _one_token(
     ids_1K: Tensor,
     weights_1K: Tensor,
     z_NH: Tensor,
-    slots_1: Tensor | None,
 ) -> None:
     """Run the experts of a single token, without operators that sort, gather and scatter."""
     used = [(k, expert) for k, expert in enumerate(ids_1K[0].tolist()) if expert >= 0]
     z_SH = z_NH[: len(used)]
     for row, (_, expert) in enumerate(used):
-        run_expert(method, experts, expert, x_1H, z_SH[row : row + 1], slots_1)
+        run_expert(method, experts, expert, x_1H, z_SH[row : row + 1])
     if len(used) < ids_1K.shape[1]:
         weights_1K = weights_1K[:, [k for k, _ in used]]
     y_1H.copy_(weights_1K @ z_SH)

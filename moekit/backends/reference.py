@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from moekit.backends.local import LocalBatchedDispatcher, local_ids
-from moekit.backends.low_rank import add_delta
 from moekit.contract import Adapters, BufferSpec, Dispatched, PackedWeights, Routing
 from moekit.contract.adapters import AdapterExperts, TrainableAdapterExperts
 from moekit.contract.interfaces import ADAPTER_NAMES
@@ -104,8 +103,24 @@ def _weighted_sum(
 
 def _delta(adapters: Adapters | None, slots_R: Tensor | None, expert: int, row_N: Tensor) -> _Delta:
     """Return what adds the deltas of an expert to products of its rows."""
-    slots_N = None if slots_R is None else slots_R[row_N]
-    return lambda name, made, rows: add_delta(adapters, name, expert, made, rows, slots_N)
+    if adapters is None or slots_R is None:
+        return lambda name, made, rows: made
+    slots_N = slots_R[row_N]
+    present = torch.unique(slots_N[slots_N >= 0]).tolist()
+
+    def add(name: str, made_NM: Tensor, rows_NK: Tensor) -> Tensor:
+        if (pair := adapters.pair(name)) is None:
+            return made_NM
+        for slot in present:
+            mine = (slots_N == slot).nonzero()[:, 0]
+            a_GrK, b_Mr = (t[slot, expert].to(rows_NK.dtype) for t in pair)
+            b_Gmr = b_Mr.view(len(a_GrK), -1, b_Mr.shape[1])
+            low_Gnr = torch.matmul(rows_NK[mine], a_GrK.mT) * adapters.scaling[slot]
+            delta_nM = torch.bmm(low_Gnr, b_Gmr.mT).transpose(0, 1).flatten(1)
+            made_NM = made_NM.index_add(0, mine, delta_nM)
+        return made_NM
+
+    return add
 
 
 class ReferenceExperts(AdapterExperts):

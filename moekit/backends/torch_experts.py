@@ -37,12 +37,12 @@ class TorchExperts(AdapterExperts):
         if self.problem.batch_invariant:
             with cpu_costs.onednn_kept():
                 row_blocks.sizes_for(self.problem, weights.w13.device)
-        elif self.problem.device.type == "cpu":
+        elif self._on_cpu:
             self._choice()  # methods are timed here, before the first call
         return PackedWeights(self.spec.name, *weights.by_expert())
 
     def workspace(self, rows: int) -> Sequence[BufferSpec]:
-        if self.problem.device.type != "cpu" or self.problem.batch_invariant:
+        if not self._on_cpu or self.problem.batch_invariant:
             return ()
         return (cpu_experts.workspace(self.problem, rows * self.problem.top_k),)
 
@@ -61,7 +61,7 @@ class TorchExperts(AdapterExperts):
         if p.batch_invariant:
             return row_blocks.transient_bytes(p, rows) + dequantized + 8 * weights
         activations += 12 * 8 * (assignments + p.num_local_experts)  # the sort's indices
-        if p.device.type == "cpu":
+        if self._on_cpu:
             activations = max(activations, cpu_experts.transient_bytes(p, assignments))
         if p.adapters is not None:  # the rows of both products, between A and B, and the deltas
             wide = 2 * p.hidden_size + p.w13_rows + p.local_intermediate_size
@@ -94,8 +94,8 @@ class TorchExperts(AdapterExperts):
             with cpu_costs.onednn_kept():
                 sizes = row_blocks.sizes_for(self.problem, x.device)
                 return row_blocks.run(experts, sizes, y, x, ids)
-        if x.device.type == "cpu":
-            cpu_experts.run(experts, self._choice(), y, x, ids, topk_weights, workspace[0], slots)
+        if self._on_cpu:
+            cpu_experts.run(experts, self._choice(), y, x, ids, topk_weights, workspace[0])
         else:
             _on_any_device(experts, y, x, ids, topk_weights, slots)
         if y.dtype == torch.float16 and not math.isfinite(y.sum(dtype=torch.float32).item()):
@@ -104,6 +104,11 @@ class TorchExperts(AdapterExperts):
             some = ids[row], topk_weights[row], None if slots is None else slots[row]
             _on_any_device(experts.in_fp32(), again, x[row].float(), *some)
             y[row] = again
+
+    @property
+    def _on_cpu(self) -> bool:
+        """Whether `cpu_experts` runs, which has no adapters."""
+        return self.problem.device.type == "cpu" and self.problem.adapters is None
 
     def _choice(self) -> cpu_experts.Choice:
         now = torch.get_num_threads(), cpu_costs.onednn_enabled()

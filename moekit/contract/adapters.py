@@ -10,8 +10,8 @@ With s = adapter_ids[r], every assignment of row r to expert e is then::
     h = W13 x + b13 + scaling[s] B13[s, e] (A13[s, e] x)     x as it arrived, dequantized
     y = W2 a + b2 + scaling[s] B2[s, e] (A2[s, e] a)         a = act(h), in front of the weighting
 
-Where a matrix is missing there is no delta. A row without an adapter, and a row whose delta is
-zero, have the bits that the same backend gives them without adapters.
+Where a pair is missing there is no delta. A row without an adapter, and a row whose delta is zero,
+have the bits that the same kernel gives them in a call without adapters.
 """
 
 from __future__ import annotations

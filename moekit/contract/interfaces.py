@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -120,6 +120,17 @@ class Adapters:
     w13_b: Tensor | None = None
     w2_a: Tensor | None = None
     w2_b: Tensor | None = None
+
+    def to(self, dtype: torch.dtype) -> Adapters:
+        """Return the adapters in a dtype; gradients flow."""
+        return replace(self, **{name: t.to(dtype) for name, t in self.tensors().items()})
+
+    def pair(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """Return A (S, L, G, r, in) and B of w13 or w2, or None if it has no delta."""
+        a, b = getattr(self, f"{name}_a"), getattr(self, f"{name}_b")
+        if a is None or b is None:
+            return None
+        return (a if a.dim() == 5 else a[:, :, None]), b
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the matrices by name."""

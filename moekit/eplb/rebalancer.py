@@ -143,6 +143,9 @@ class Rebalancer:
         if not spec.movable:
             reason = "its packed weights cannot move between ranks"
             raise Unsupported(f"experts {spec.name!r}: {reason}; choose another backend", [reason])
+        if problem.adapters is not None:
+            reason = "adapters do not migrate with their experts"
+            raise Unsupported(f"{reason}: compose the layers without adapters", [reason])
         placed = [Placement.default(problem)] * len(packed) if placements is None else placements
         if not packed or len(placed) != len(packed):
             raise InvalidInput(

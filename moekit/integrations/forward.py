@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -12,14 +11,11 @@ from torch import Tensor, nn
 
 from moekit.errors import MoekitError, Unsupported
 from moekit.integrations.packed_layer import ATTRIBUTE, Form, Layer
-from moekit.integrations.peft import by_product, operands_of
+from moekit.integrations.peft import operands_of
 from moekit.runtime.operators import Operators
-
-logger = logging.getLogger("moekit")
 
 # Whether dynamo evaluates functions of modules while it compiles; torch 2.11 does not.
 BINDS_MODULES = torch.__version__ >= (2, 13)  # type: ignore[operator]  # a TorchVersion
-_said: set[str] = set()  # reasons that were logged
 RUN_FIRST = "before torch 2.13, run the model once before torch.compile sees it"
 
 
@@ -69,21 +65,7 @@ def experts_forward(
 def _differentiated(module: nn.Module, *args: Any) -> Tensor:
     if not operands_of(module):
         return Layer.of(module).differentiate(*args)
-    try:
-        call = Layer.of(module).adapted(*args)
-    except MoekitError as error:
-        return _by_product(module, error, args)
-    return call(*args[:3])
-
-
-def _by_product(module: nn.Module, error: MoekitError, args: tuple[Any, ...]) -> Tensor:
-    """Compute a call with weights to which PEFT adds the adapters."""
-    reason = f"adapters of {type(module).__name__} are added to its weights: {error}"
-    if reason not in _said:
-        _said.add(reason)
-        logger.warning("moekit: %s", reason)
-    with by_product(module):
-        return Layer.of(module).differentiate(*args)
+    return Layer.of(module).adapt(*args)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -187,10 +187,8 @@ class Layer:
             out = self.run(x, ids, topk_weights, on_input)
         return _without_backward(refused[1], out, x, topk_weights, *_parameters(module))
 
-    def adapted(
-        self, x: Tensor, ids: Tensor, topk_weights: Tensor, on_input: bool
-    ) -> Callable[..., Tensor]:
-        """Return what computes a call with the adapters of this forward, over frozen weights.
+    def adapt(self, x: Tensor, ids: Tensor, topk_weights: Tensor, on_input: bool) -> Tensor:
+        """Compute a call with the adapters of this forward, over frozen weights.
 
         Raises MoekitError where moekit cannot take them.
         """
@@ -207,7 +205,8 @@ class Layer:
         problem = packed.kernel.problem
         stack = stack_of(operands, problem, packed.interleaved, x.device)
         weights = replace(packed.weights, adapters=stack)
-        return partial(_compute, packed.kernel, weights, _has_sentinels(module, on_input))
+        sentinels = _has_sentinels(module, on_input)
+        return _compute(packed.kernel, weights, sentinels, x, ids, topk_weights)
 
     def _differentiable(self, module: nn.Module, form: Form) -> Callable[..., Tensor]:
         """Return what computes a call. Only frozen weights are packed."""

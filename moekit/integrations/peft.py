@@ -7,8 +7,8 @@ its context names A and B to the module instead, and `Layer.adapt` passes them t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +22,11 @@ OPERANDS = "_moekit_adapters"  # of an experts module: its `Operand`s by the par
 _MATRICES = {"gate_up_proj": "w13", "up_proj": "w13", "down_proj": "w2"}
 
 
-class Operand:
+class Operand(NamedTuple):
     """The active adapters of a parameter: PEFT's wrapper, and their names."""
 
-    def __init__(self, wrapper: Any, names: list[str], product: Callable[..., Any]) -> None:
-        self.wrapper, self.names, self._product = wrapper, names, product
+    wrapper: Any
+    names: list[str]
 
     @property
     def rank(self) -> int:
@@ -36,11 +36,6 @@ class Operand:
     def parameters(self) -> list[Tensor]:
         held = (self.wrapper.lora_A, self.wrapper.lora_B)
         return [side[name].weight for name in self.names for side in held]
-
-    def product(self) -> AbstractContextManager[None]:
-        """Return PEFT's own context, in which the parameter is ``W + B A``."""
-        made: AbstractContextManager[None] = self._product(self.wrapper, self.names)
-        return made
 
     def matrices(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return A (E, r, in) and scaled B (E, out, r); several adapters lie behind each other."""
@@ -80,19 +75,6 @@ def stack_of(
     return Adapters(torch.ones(1, dtype=torch.float32, device=device), **made)
 
 
-@contextmanager
-def by_product(module: nn.Module) -> Iterator[None]:
-    """Let PEFT compute ``W + B A``, for a layer whose adapters moekit cannot take."""
-    operands = vars(module).pop(OPERANDS)
-    try:
-        with ExitStack() as stack:
-            for operand in operands.values():
-                stack.enter_context(operand.product())
-            yield
-    finally:
-        vars(module)[OPERANDS] = operands
-
-
 def patch(
     set_: Callable[[Any, str, Any], None],
     ours: Callable[[nn.Module], bool],
@@ -117,7 +99,7 @@ def patch(
                 yield
             return
         operands = vars(module).setdefault(OPERANDS, {})
-        operands[which] = Operand(self, names, product)
+        operands[which] = Operand(self, names)
         try:
             yield
         finally:

@@ -18,7 +18,7 @@ breaks the graph.
 
 Adapters of PEFT on the experts' parameters (`target_parameters`) go to the experts as an operand:
 the base stays frozen and packed, in any scheme, and no product of B and A is made. Where moekit
-cannot do so, it says why once, and PEFT adds them to the weights.
+cannot do so, it raises the reason; with ``batch_invariant``, PEFT adds them to the weights.
 """
 
 from __future__ import annotations
@@ -184,12 +184,16 @@ def _patch() -> None:
             _set(own, "forward", asking(own.forward, ours))
             _set(own, "config", None)
     with suppress(ImportError):
-        peft.patch(_set, asks_for_moekit, lambda module: Layer.forget([Layer.of(module)]))
+        peft.patch(_set, _takes_adapters, lambda module: Layer.forget([Layer.of(module)]))
     base = _import("modeling_utils").PreTrainedModel
     _set(base, "post_init", _settling(base.post_init))
     _set(base, "set_experts_implementation", _switching(base.set_experts_implementation))
     quantizer = _import("quantizers.base").HfQuantizer
     _set(quantizer, "preprocess_model", _settling(quantizer.preprocess_model))
+
+
+def _takes_adapters(module: nn.Module) -> bool:
+    return asks_for_moekit(module) and not Layer.options.batch_invariant
 
 
 def _settling(original: Callable[..., Any]) -> Callable[..., Any]:

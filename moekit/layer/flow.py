@@ -32,6 +32,7 @@ class LayerInputs(NamedTuple):
     is_padding: Tensor | None
     max_tokens: int | None
     token_ids: Tensor | None = None
+    adapter_ids: Tensor | None = None
 
 
 class LayerFlow:
@@ -78,7 +79,7 @@ class LayerFlow:
 
     def _route(self, rows: TokenRows, inputs: LayerInputs) -> tuple[Routing, Tensor | None]:
         """Return physical ids with their weights, and the weights (T, 1) of identity experts."""
-        _, router_logits, topk_weights, topk_ids, is_padding, _, token_ids = inputs
+        _, router_logits, topk_weights, topk_ids, is_padding, _, token_ids, adapter_ids = inputs
         checked = self.kernel.checked
         padding = None if is_padding is None else rows.take("is_padding", is_padding)
         if router_logits is not None:
@@ -103,6 +104,8 @@ class LayerFlow:
         routing, identity = self.router.take_zero_experts(routing)
         if self.to_physical is not None:
             routing = self.to_physical(routing)
+        if adapter_ids is not None:
+            routing = replace(routing, adapter_ids=rows.take("adapter_ids", adapter_ids))
         return routing, identity
 
     def _fork_shared(self, x_TH: Tensor) -> ConcurrentExperts | None:
@@ -127,11 +130,12 @@ class LayerFlow:
         parts = [(slice(None), x_TH, routing)]
         if chunks > 1:
             parts = list(_parts(x_TH, routing, chunks, -(-most // chunks)))
-        if isinstance(weights, ExpertWeights):  # by autograd, which no given output can enter
+        if self.kernel.problem.training:  # by autograd, which no given output can enter
             if meanwhile is not None:
                 meanwhile()
             outs = [self.kernel(x, weights, part) for _, x, part in parts]  # type: ignore[arg-type]
             return outs[0] if chunks == 1 else torch.cat(outs)
+        assert isinstance(weights, PackedWeights)
         start = partial(self.kernel.start, weights=weights)
         if chunks == 1:
             return start(x_TH, routing=routing, meanwhile=meanwhile).result()

@@ -22,7 +22,8 @@ from moekit.layer.placement import Placement
 from moekit.layer.ranks import LayerRanks
 from moekit.layer.replicas import check_replicas, to_physical
 from moekit.layer.router import Router, RoutingConfig
-from moekit.problem import MoEProblem
+from moekit.lora.stack import Stack
+from moekit.problem import AdapterSlots, MoEProblem
 from moekit.problem.activation import Activation
 from moekit.problem.device import DeviceSpec
 from moekit.problem.problem import summary
@@ -64,6 +65,8 @@ class FusedMoE(nn.Module):
             must be invariant themselves.
         trainable: Make the weights parameters, with the values that `torch.nn.Linear` begins with.
             Calls compute in params_dtype, in autocast's dtype, or in the one that FSDP casts to.
+        adapters: Room for adapters (LoRA), which ``layer.adapters``, a `moekit.lora.Stack`, holds.
+            In a trainable layer their matrices may require gradients, and the weights must not.
         shared_experts: (T, H) -> (T, H), added to every token's output. It runs on a separate
             stream while tokens travel, and stays its owner's: it is no submodule of the layer.
         dispatcher, experts, checked, peer_timeout: As in `moekit.compose`.
@@ -94,6 +97,7 @@ class FusedMoE(nn.Module):
         max_num_tokens: int | None = None,
         batch_invariant: bool = False,
         trainable: bool = False,
+        adapters: AdapterSlots | None = None,
         shared_experts: Callable[[Tensor], Tensor] | None = None,
         dispatcher: str | None = None,
         experts: str | None = None,
@@ -125,6 +129,7 @@ class FusedMoE(nn.Module):
             max_num_tokens=max_num_tokens,
             batch_invariant=batch_invariant,
             training=trainable,
+            adapters=adapters,
             parallel=replace(parallel, dp_size=parallel.num_ranks) if sequence else parallel,
             device=self.device,
         )
@@ -153,6 +158,9 @@ class FusedMoE(nn.Module):
         # Whether calls can be captured in a CUDA graph.
         self.graph_safe = all(s.graph_safe for s in specs) and not self.kernel.checked
         self.packed: PackedWeights | None = None
+        self.adapters: Stack | None = None
+        if adapters is not None:
+            self.adapters = Stack(self.problem, self.device, self.local_experts)
         if trainable:
             parameters.add(self, self.problem, self.device)
             # Not a decorator: it imports dynamo.
@@ -287,6 +295,7 @@ class FusedMoE(nn.Module):
         is_padding: Tensor | None = None,
         max_tokens: int | None = None,
         token_ids: Tensor | None = None,
+        adapter_ids: Tensor | None = None,
     ) -> Tensor:
         """Compute the layer's output. Pass router_logits, or topk_weights and topk_ids.
 
@@ -300,6 +309,8 @@ class FusedMoE(nn.Module):
                 saves an all-reduce, and CUDA graphs need it where the group has no CPU backend.
                 Ranks replay graphs together that were captured with one max_tokens.
             token_ids: (...) int32 or int64, the rows of the routing's hash_table if it has one.
+            adapter_ids: (...) int32, slots of `adapters`, -1 for none. May be left out if there is
+                one slot, which every token then has.
 
         Returns:
             (..., H) in params_dtype.
@@ -309,8 +320,9 @@ class FusedMoE(nn.Module):
             WeightsError: The layer has no weights.
         """
         inputs = LayerInputs(
-            x, router_logits, topk_weights, topk_ids, is_padding, max_tokens, token_ids
-        )
+            x, router_logits, topk_weights, topk_ids, is_padding, max_tokens, token_ids,
+            adapter_ids,
+        )  # fmt: skip
         if self.problem.training:
             trained: Tensor = self._train(self, inputs)
             return trained
@@ -339,7 +351,10 @@ class FusedMoE(nn.Module):
     def run(self, inputs: LayerInputs) -> Tensor:
         """Compute `forward` without the operator."""
         with on_device(inputs.x):
-            return self.flow(self.packed, inputs)
+            return self.flow(self._adapted(self.packed), inputs)
+
+    def _adapted(self, packed: PackedWeights | None) -> PackedWeights | None:
+        return packed if packed is None or self.adapters is None else self.adapters.on(packed)
 
     # -- the module -------------------------------------------------------------------------
 
@@ -403,4 +418,9 @@ def _train(layer: FusedMoE, inputs: LayerInputs) -> Tensor:
         inputs = inputs._replace(x=inputs.x.to(dtype))
     weights = parameters.of(layer, dtype)
     with on_device(inputs.x):
-        return layer._flow_in(weights.w13.dtype)(weights, inputs)
+        flow = layer._flow_in(weights.w13.dtype)
+        if layer.adapters is None:
+            return flow(weights, inputs)
+        kernel: Any = flow.kernel  # a TrainableKernel
+        frozen, adapters = kernel.frozen(weights), layer.adapters.adapters
+        return flow(replace(frozen, adapters=adapters.to(weights.w13.dtype)), inputs)

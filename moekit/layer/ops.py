@@ -19,7 +19,8 @@ from moekit.runtime.operators import Operators
 
 _SCHEMA = (
     "(Tensor x, Tensor? router_logits, Tensor? topk_weights, Tensor? topk_ids, "
-    "Tensor? is_padding, SymInt? max_tokens, Tensor? token_ids, int layer) -> Tensor"
+    "Tensor? is_padding, SymInt? max_tokens, Tensor? token_ids, Tensor? adapter_ids, int layer) "
+    "-> Tensor"
 )
 
 _layers: WeakValueDictionary[int, Any] = WeakValueDictionary()  # of `FusedMoE`

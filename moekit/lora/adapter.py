@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moekit.errors import WeightsError
-from moekit.problem import ExpertWeights, MoEProblem
+from moekit.problem import MoEProblem
 
 MOST_RANK = 256
 
@@ -71,16 +71,19 @@ class Adapter:
         p, faults = problem, []
         E, H, inner = p.num_experts, p.hidden_size, p.intermediate_size
         rows = 2 * inner if p.activation.gated else inner
-        sizes: dict[str, tuple[int, ...]] = {
-            "w13_a": (-1, H), "w13_b": (rows, -1), "w2_a": (-1, inner), "w2_b": (H, -1),
+        sizes: dict[str, tuple[int | str, ...]] = {
+            "w13_a": ("1 or 2", "r", H), "w13_b": (rows, "r"), "w2_a": ("r", inner),
+            "w2_b": (H, "r"),
         }  # fmt: skip
         found = self.tensors()
         for name, t in found.items():
-            wanted = (E, *((-1,) if name == "w13_a" else ()), *sizes[name])
-            fits = t.dim() == len(wanted) and t.shape[0] in (1, E) and t.is_floating_point()
-            if not fits or any(w not in (-1, n) for n, w in zip(t.shape[1:], wanted[1:])):  # noqa: B905
-                said = str((f"{E} or 1", *wanted[1:])).replace("-1", "r").replace("'", "")
-                faults.append(f"{name} is {tuple(t.shape)} {t.dtype}, expected {said}")
+            wanted, (first, *rest) = sizes[name], t.shape
+            fits = first in (1, E) and len(rest) == len(wanted) and t.is_floating_point()
+            if not fits or any(
+                type(w) is int and w != n for n, w in zip(rest, wanted, strict=True)
+            ):
+                said = ", ".join(map(str, (f"{E} or 1", *wanted)))
+                faults.append(f"{name} is {tuple(t.shape)} {t.dtype}, expected ({said})")
         for which in ("w13", "w2"):
             a, b = found.get(f"{which}_a"), found.get(f"{which}_b")
             if (a is None) != (b is None):
@@ -128,16 +131,3 @@ class Adapter:
                 t = sliced(t, 2)
             made[name] = t
         return replace(self, **made)
-
-    def merged(self, weights: ExpertWeights) -> ExpertWeights:
-        """Return ``W + scaling B A`` for unquantized canonical weights of the same experts, in
-        fp32."""
-        made: dict[str, Any] = {"w13": weights.w13.float(), "w2": weights.w2.float()}
-        for name in ("w13", "w2"):
-            a, b = getattr(self, f"{name}_a"), getattr(self, f"{name}_b")
-            if a is not None and b is not None:
-                a = a if a.dim() == 4 else a[:, None]
-                parts = b.float().chunk(a.shape[1], dim=1)
-                delta = [part @ a[:, g].float() for g, part in enumerate(parts)]
-                made[name] = made[name] + self.scaling * torch.cat(delta, dim=1)
-        return replace(weights, **made)

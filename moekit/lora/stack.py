@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -18,14 +18,12 @@ from moekit.runtime.adapters import shapes
 class Stack:
     """The adapters of a layer on one rank. CUDA graphs that were captured with it see changes.
 
-    Writes are copies on the current stream: load and drop where calls are launched.
-    A token that names an empty slot gets NaN, and an error from a checked kernel.
+    Writes are copies on the current stream: load and drop where calls are launched. A token that
+    names an empty slot gets NaN, and an error from a checked kernel.
 
     Args:
         problem: with ``adapters``.
         experts: as in `Adapter.local`.
-        shared: names of the matrices that all experts share (``w13_a``, ``w2_b``). They are kept
-            once, and other adapters are refused.
     """
 
     def __init__(
@@ -33,22 +31,15 @@ class Stack:
         problem: MoEProblem,
         device: torch.device | str,
         experts: Sequence[int] | None = None,
-        shared: Iterable[str] = (),
     ) -> None:
         if problem.adapters is None:
             raise InvalidInput("the problem has no room: set adapters=AdapterSlots() in it")
-        self.problem, self.experts, self.shared = problem, experts, frozenset(shared)
+        self.problem, self.experts, self.room = problem, experts, problem.adapters
         self.slots: dict[str, int] = {}
-        wanted = shapes(problem)
-        if unknown := self.shared - wanted.keys():
-            raise InvalidInput(f"shared names {sorted(unknown)}, expected of {sorted(wanted)}")
-        made = {}
-        for name, (count, experts_, *rest) in wanted.items():
-            held = 1 if name in self.shared else experts_
-            zeros = torch.zeros(count, held, *rest, dtype=problem.dtype, device=device)
-            made[name] = zeros.expand(count, experts_, *rest)
-        scaling = torch.full((problem.adapters.count,), torch.nan, device=device)
-        self.adapters = Adapters(scaling.float(), **made)
+        named = shapes(problem).items()
+        made = {n: torch.zeros(shape, dtype=problem.dtype, device=device) for n, shape in named}
+        empty = torch.full((self.room.count,), torch.nan, dtype=torch.float32, device=device)
+        self.adapters = Adapters(empty, **made)
 
     def on(self, packed: PackedWeights) -> PackedWeights:
         """Return packed weights with these adapters."""
@@ -56,37 +47,29 @@ class Stack:
 
     @torch.no_grad()
     def load(self, name: str, adapter: Adapter) -> int:
-        """Copy an adapter of the whole layer, or of this rank's name, to a slot, and return it.
+        """Copy an adapter of the whole layer to a slot, and return the slot.
 
-        An adapter of that name is replaced. Raises WeightsError, which lists what does not fit, and
-        InvalidInput if no slot is free.
+        An adapter of the same name is replaced.
+
+        Raises WeightsError, which lists what does not fit, and InvalidInput if no slot is free.
         """
-        slots = self.problem.adapters
-        assert slots is not None
-        mine = adapter.local(self.problem, self.experts)
-        faults = []
-        if adapter.rank > slots.rank:
-            faults.append(f"its rank is {adapter.rank}, and there is room for {slots.rank}")
-        if mine.w13_a is not None and mine.w13_a.shape[1] == 2 and not slots.separate:
+        mine, faults = adapter.local(self.problem, self.experts), []
+        if adapter.rank > self.room.rank:
+            faults.append(f"its rank is {adapter.rank}, and there is room for {self.room.rank}")
+        if mine.w13_a is not None and mine.w13_a.shape[1] == 2 and not self.room.separate:
             faults.append("gate and up have an A each: set AdapterSlots(separate=True)")
-        faults += [
-            f"its experts do not share {n}" for n, t in mine.tensors().items()
-            if n in self.shared and len(t) != 1
-        ]  # fmt: skip
         if faults:
             raise WeightsError(f"the adapter {name!r} does not fit: {'; '.join(faults)}")
-        free = set(range(slots.count)) - set(self.slots.values())
+        free = set(range(self.room.count)) - set(self.slots.values())
         if name not in self.slots and not free:
-            raise InvalidInput(f"all {slots.count} slots hold an adapter: drop one before {name!r}")
+            raise InvalidInput(f"all {self.room.count} slots are taken: drop one before {name!r}")
         slot = self.slots[name] if name in self.slots else min(free)
-        held, given = self.adapters.tensors(), mine.tensors()
-        for which, into in held.items():
-            into = into[slot, :1] if which in self.shared else into[slot]
-            into.zero_()
+        given = mine.tensors()
+        for which, into in self.adapters.tensors().items():
+            into[slot].zero_()
             if (t := given.get(which)) is not None:
-                rank = t.shape[-1 if which.endswith("b") else -2]
-                room = into[..., :rank] if which.endswith("b") else into[..., :rank, :]
-                room.copy_(t)  # A that gate and up share, and what experts share, broadcasts
+                rows = t.shape[-2] if which.endswith("a") else None
+                into[slot][..., :rows, : t.shape[-1]] = t  # what groups or experts share broadcasts
         self.adapters.scaling[slot] = adapter.scaling
         self.slots[name] = slot
         return slot

@@ -27,6 +27,7 @@ except ImportError as error:
 pytest.register_assert_rewrite(*(f"{__name__}.{each.name}" for each in iter_modules(__path__)))
 
 from moekit.backends.reference import oracle  # noqa: E402
+from moekit.testing.adapters import AdapterConformance  # noqa: E402
 from moekit.testing.cases import Case  # noqa: E402
 from moekit.testing.compare import Tolerance, relative_error, tolerance  # noqa: E402
 from moekit.testing.diagnose import assert_close  # noqa: E402
@@ -37,6 +38,7 @@ from moekit.testing.gradients import GradientConformance  # noqa: E402
 from moekit.testing.runner import run  # noqa: E402
 
 __all__ = [
+    "AdapterConformance",
     "Case",
     "DispatcherConformance",
     "DispatcherGradientConformance",

@@ -112,6 +112,15 @@ class TrainableKernel(ModularKernel):
         packed = packed_by(self.experts, made.detach())
         return replace(packed, made_for=self._made_for), tracked
 
+    def frozen(self, weights: ExpertWeights) -> PackedWeights:
+        """Return weights as calls with adapters take them: views, which require no gradient."""
+        packed, tracked = self._views(weights)
+        if tracked and torch.is_grad_enabled():
+            raise WeightsError(
+                f"{', '.join(tracked)} require a gradient below adapters: freeze them"
+            )
+        return packed
+
     def _buffers(self, given: ExpertWeights, tracked: Mapping[str, Tensor]) -> dict[str, Tensor]:
         buffers = given.tensors()
         for name, weight in tracked.items():

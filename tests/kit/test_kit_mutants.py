@@ -21,7 +21,7 @@ PAGES = {
     "kit_mutants_dispatchers.md": (
         "dispatchers", "naive", "transfers", "buffers", "failures", "locks",
     ),
-    "kit_mutants_gradients.md": ("experts", "dispatchers"),
+    "kit_mutants_gradients.md": ("experts", "adapters", "dispatchers"),
 }  # fmt: skip
 
 

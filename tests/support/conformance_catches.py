@@ -21,6 +21,7 @@ from right_naive import Naive
 from moekit import Registry, registry
 from moekit.plugin import TrainableDispatcher, TrainableExperts
 from moekit.testing import (
+    AdapterConformance,
     DispatcherConformance,
     DispatcherGradientConformance,
     ExpertsConformance,
@@ -35,9 +36,13 @@ def suite(wrong: type, base: str, **declared: Any) -> Any:
     trains = issubclass(wrong, (TrainableExperts, TrainableDispatcher))
     kits = GradientConformance, DispatcherGradientConformance
     kit = (kits if trains else (ExpertsConformance, DispatcherConformance))[not experts]
+    adapts = getattr(wrong, "ADAPTS", False)
+    kit = AdapterConformance if adapts else kit
     origin = registry().expert(base) if experts else registry().dispatcher(base)
     target = f"{wrong.__module__}:{wrong.__qualname__}"
     named = {"training" if trains else "target": target}
+    if adapts:
+        named = {"adapters": target, "adapters_training": target}
     spec = replace(origin, name="suspect", **named, **declared)
     backends = Registry(plugins=registry().plugins)
     backends.register(spec)
