@@ -1,6 +1,6 @@
 """moekit's conformance kit; on the CPU in Triton's interpreter (see conftest)."""
 
-from moekit.testing import ExpertsConformance
+from moekit.testing import AdapterConformance, ExpertsConformance
 
 
 class TestTriton(ExpertsConformance):
@@ -9,3 +9,7 @@ class TestTriton(ExpertsConformance):
 
 class TestTritonBatched(ExpertsConformance):
     backend = "triton_batched"
+
+
+class TestTritonAdapters(AdapterConformance):
+    backend = "triton"

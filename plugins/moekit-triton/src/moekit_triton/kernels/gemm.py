@@ -500,8 +500,9 @@ def _values(acc, scale_M, pointers, strides, expert, assignment_M, row_ok, rows,
         bias_N = tl.load(pointers.bias + offs_n, mask=n_ok, other=0.0).to(tl.float32)
         value += tl.where(tl.program_id(1) == 0, bias_N, 0.0)[None, :]
     if FINISH.rank > 0:
-        first = row_ok & (tl.program_id(1) == 0)
-        slot_M = tl.load(pointers.slots + assignment_M // FINISH.top_k, mask=first, other=-1)
+        slots = pointers.slots + assignment_M // FINISH.top_k
+        slot_M = tl.load(slots, mask=row_ok, other=-1)
+        slot_M = tl.where(tl.program_id(1) == 0, slot_M, -1)
         value = add_low_rank(
             value, pointers.low, pointers.low_b, slot_M, assignment_M, expert,
             row0 + tl.arange(0, BLOCK_N), n_ok, low_column,
