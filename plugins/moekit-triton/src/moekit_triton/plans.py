@@ -125,10 +125,9 @@ def _low_rank(
     call: Call | BatchedCall, name: str, x: Tensor, x_scale: Tensor | None, rows: Rows, block_m: int
 ) -> LowRank | None:
     """Return the deltas of a GEMM's rows, None for a call without adapters."""
-    adapters = call.adapters if isinstance(call, Call) else None
-    if adapters is None:
+    if not isinstance(call, Call) or call.adapters is None:
         return None
-    return adapters.shrink(name, x, x_scale, call.ids_RK, rows, block_m)
+    return call.adapters.shrink(name, x, x_scale, call.ids_RK, rows, block_m)
 
 
 class _Operands(NamedTuple):

@@ -489,7 +489,7 @@ def _compute(
 def _values(acc, scale_M, pointers, strides, expert, assignment_M, row_ok, rows, row0, n_ok,
             low_column, SCHEME: tl.constexpr, FINISH: tl.constexpr,
             BLOCK_N: tl.constexpr):  # fmt: skip
-    """Return acc * a_scale * w_scale + bias + delta in fp32, with the scales that serve all of K."""
+    """Return acc * a_scale * w_scale + bias + delta in fp32; these scales serve all of K."""
     offs_n = expert * rows + row0 + tl.arange(0, BLOCK_N)
     value = acc.to(tl.float32) * scale_M[:, None]
     if SCHEME.w_scale == "tensor":

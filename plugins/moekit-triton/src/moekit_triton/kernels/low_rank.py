@@ -41,7 +41,8 @@ class LowRank(NamedTuple):
     @property
     def strides(self) -> tuple[int, int, int, int]:
         """Return the strides of low's addends, and of B's slots, experts and rows."""
-        return self.low_PAU.stride(0), *self.b_SLNr.stride()[:3]
+        slot, expert, row, _ = self.b_SLNr.stride()
+        return self.low_PAU.stride(0), slot, expert, row
 
 
 def shrink(
