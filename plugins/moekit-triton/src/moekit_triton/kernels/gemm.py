@@ -505,7 +505,7 @@ def _values(acc, scale_M, pointers, strides, expert, assignment_M, row_ok, rows,
         slot_M = tl.where(tl.program_id(1) == 0, slot_M, -1)
         value = add_low_rank(
             value, pointers.low, pointers.low_b, slot_M, assignment_M, expert,
-            row0 + tl.arange(0, BLOCK_N), n_ok, low_column,
+            row0, rows, low_column,
             (strides.low_addend, strides.b_slot, strides.b_expert, strides.b_row), FINISH.rank,
             FINISH.low_columns, FINISH.low_addends,
         )  # fmt: skip

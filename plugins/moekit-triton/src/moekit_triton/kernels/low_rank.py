@@ -134,13 +134,36 @@ def _shrink(
 
 @triton.jit
 def add_low_rank(
-    value, low, b, slot_M, assignment_M, expert, row_N, ok_N, low_column, strides,
+    value, low, b, slot_M, assignment_M, expert, row0, rows, low_column, strides,
     RANK: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Return value (M, N) plus low @ B.T for rows with a slot; other rows keep their bits.
 
-    row_N: the rows of B. low_column: where A's group begins. The rest as `LowRank` says.
+    row0: the first row of B, of ``rows`` that may be read. low_column: where A's group begins. The
+    rest as `LowRank` says.
     """
+    M: tl.constexpr = value.shape[0]
+    N: tl.constexpr = value.shape[1]
+    if M * N >= 128 * 128:  # by halves of the columns: registers do not hold all deltas
+        left, right = value.reshape(M, 2, N // 2).permute(0, 2, 1).split()
+        left = _add(left, low, b, slot_M, assignment_M, expert, row0, rows, low_column, strides,
+                    RANK, COLUMNS, PARTS)  # fmt: skip
+        right = _add(right, low, b, slot_M, assignment_M, expert, row0 + N // 2, rows, low_column,
+                     strides, RANK, COLUMNS, PARTS)  # fmt: skip
+        value = tl.join(left, right).permute(0, 2, 1).reshape(M, N)
+    else:
+        value = _add(value, low, b, slot_M, assignment_M, expert, row0, rows, low_column, strides,
+                     RANK, COLUMNS, PARTS)  # fmt: skip
+    return value
+
+
+@triton.jit
+def _add(
+    value, low, b, slot_M, assignment_M, expert, row0, rows, low_column, strides,
+    RANK: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    row_N = row0 + tl.arange(0, value.shape[1])
+    ok_N = row_N < rows
     R: tl.constexpr = 16 if RANK <= 16 else (32 if RANK <= 32 else 64)
     b += expert * strides[2] + row_N[None, :].to(tl.int64) * strides[3]
     low += assignment_M[:, None].to(tl.int64) * COLUMNS + low_column
