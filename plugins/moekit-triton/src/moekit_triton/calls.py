@@ -120,11 +120,16 @@ class CallAdapters(NamedTuple):
             return None
         a, b = pair
         count, columns = ids_RK.numel(), a.shape[2] * a.shape[3]
-        addends = next(addends for most, addends in _ADDENDS if count <= most)
+        addends = low_rank_addends(count)
         low_PAU = self.memory[: addends * count * columns].view(addends, count, columns)
         low = LowRank(low_PAU, b, self.slots_R, ids_RK.shape[1])
         shrink(x, x_scale, a, self.stack.scaling, low, rows, block_m)
         return low
+
+
+def low_rank_addends(count: int) -> int:
+    """Return the addends of `LowRank.low_PAU` for so many assignments."""
+    return next(addends for most, addends in _ADDENDS if count <= most)
 
 
 def low_rank_entries(problem: MoEProblem, rows: int) -> int:

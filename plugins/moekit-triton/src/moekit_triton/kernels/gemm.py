@@ -63,10 +63,7 @@ class _Strides(NamedTuple):
     scale_row: int
     scale_group: int
     out_scale: int
-    low_addend: int
-    b_slot: int
-    b_expert: int
-    b_row: int
+    low_rank: tuple[int, ...]
 
 
 # Constants of a kernel. `functools.cache` makes one object for equal values, so that a launch
@@ -197,7 +194,7 @@ def grouped_gemm(
         rows.capacity, tile.group_m,
         _Strides(a.stride(0), out.stride(0), *scale_strides,
                  0 if out_scale is None else out_scale.stride(0),
-                 *(low_rank.strides if low_rank else (0, 0, 0, 0))),
+                 low_rank.strides if low_rank else ()),
         act.alpha, act.limit or 0.0,
         TOP_K=rows.top_k, ROWS=rows.kind, IN_ORDER=rows.in_order, SCHEME=scheme,
         FINISH=_finish(bias_LN is not None, act.name, act.gated, act.limit is not None,
@@ -505,9 +502,7 @@ def _values(acc, scale_M, pointers, strides, expert, assignment_M, row_ok, rows,
         slot_M = tl.where(tl.program_id(1) == 0, slot_M, -1)
         value = add_low_rank(
             value, pointers.low, pointers.low_b, slot_M, assignment_M, expert,
-            row0, rows, low_column,
-            (strides.low_addend, strides.b_slot, strides.b_expert, strides.b_row), FINISH.rank,
-            FINISH.low_columns, FINISH.low_addends,
+            row0, rows, low_column, strides.low_rank, FINISH.rank, FINISH.low_addends,
         )  # fmt: skip
     return value
 

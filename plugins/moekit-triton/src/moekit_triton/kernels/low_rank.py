@@ -23,9 +23,9 @@ _NO_SLOT = tl.constexpr(2**31 - 1)
 class LowRank(NamedTuple):
     """What a GEMM adds to its sums: rows of ``low`` times B of their slot and expert.
 
-    low_PAU: fp32, addends of ``scaling A row`` by assignment, undefined where there is no slot.
-    b_SLNr: B, its last dimension contiguous. slots_R: int32, the slot of each token, -1 for none.
-    top_k: assignments of a token.
+    low_PAU: fp32, addends of ``scaling A row`` by assignment, undefined where there is no slot;
+    unit stride along U. b_SLNr: B, any strides. slots_R: int32, the slot of each token, -1 for
+    none. top_k: assignments of a token.
     """
 
     low_PAU: torch.Tensor
@@ -39,10 +39,9 @@ class LowRank(NamedTuple):
         return self.b_SLNr.shape[3], self.low_PAU.shape[2], self.low_PAU.shape[0], self.top_k
 
     @property
-    def strides(self) -> tuple[int, int, int, int]:
-        """Return the strides of low's addends, and of B's slots, experts and rows."""
-        slot, expert, row, _ = self.b_SLNr.stride()
-        return self.low_PAU.stride(0), slot, expert, row
+    def strides(self) -> tuple[int, ...]:
+        """Return the strides of low's addends and rows, and of B."""
+        return *self.low_PAU.stride()[:2], *self.b_SLNr.stride()
 
 
 def shrink(
@@ -53,16 +52,17 @@ def shrink(
     low: LowRank,
     rows: Rows,
     block_m: int,
+    places_A: torch.Tensor | None = None,
 ) -> None:
     """Write ``low.low_PAU`` for the assignments in ``rows``; each addend sums a part of K.
 
-    x (rows, K), of A's dtype or quantized with ``x_scale`` as `grouped_gemm` takes it. a: its last
-    two dimensions are contiguous.
+    x (rows, K), of A's dtype or quantized with ``x_scale`` as `grouped_gemm` takes it. a: any
+    strides. places_A: the row of x of each assignment; None: ``assignment // rows.top_k``.
     """
     slots, _, groups, rank, k = a_SLGrK.shape
     parts, count, columns = low.low_PAU.shape
-    assert x.shape[1] == k and x.stride(1) == a_SLGrK.stride(4) == 1
-    assert columns == groups * rank and low.low_PAU.is_contiguous()
+    assert x.shape[1] == k and x.stride(1) == low.low_PAU.stride(2) == 1
+    assert columns == groups * rank
     if rows.blocks == 0:
         return
     scale = (0, 0) if x_scale is None or x_scale.numel() == 1 else x_scale.stride()
@@ -71,7 +71,7 @@ def shrink(
     _launch_shrink(
         (rows.blocks * parts, cdiv(columns, block_u), slots),
         x, a_SLGrK, low.low_PAU, rows.experts, rows.assignments, low.slots_R, scaling_S, x_scale,
-        count, k, x.stride(0), a_SLGrK.stride()[:4], scale,
+        places_A, count, k, x.stride(0), a_SLGrK.stride(), low.low_PAU.stride()[:2], scale,
         IDS=low.top_k, TOP_K=rows.top_k, DIRECT=rows.kind == "direct", SCALE=kind, RANK=rank,
         COLUMNS=columns, PARTS=parts, BLOCK_M=block_m, BLOCK_U=block_u,
         BLOCK_K=SCALE_GROUP if block_m <= 32 else SCALE_GROUP // 2, num_warps=4, num_stages=4,
@@ -80,8 +80,8 @@ def shrink(
 
 @triton.jit(do_not_specialize=["count"])
 def _shrink(
-    x, a, low, experts, assignments, slots, scaling, x_scale, count, K, x_stride, a_strides,
-    scale_strides, IDS: tl.constexpr, TOP_K: tl.constexpr, DIRECT: tl.constexpr,
+    x, a, low, experts, assignments, slots, scaling, x_scale, places, count, K, x_stride, a_strides,
+    low_strides, scale_strides, IDS: tl.constexpr, TOP_K: tl.constexpr, DIRECT: tl.constexpr,
     SCALE: tl.constexpr, RANK: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -103,11 +103,14 @@ def _shrink(
         return
     u = tl.program_id(1) * BLOCK_U + tl.arange(0, BLOCK_U)
     k = part * BLOCK_K + tl.arange(0, BLOCK_K)
-    row_M = (assignment_M // TOP_K).to(tl.int64)
+    if places is None:
+        row_M = (assignment_M // TOP_K).to(tl.int64)
+    else:
+        row_M = tl.load(places + assignment_M, mask=mine_M, other=0).to(tl.int64)
     x_ptrs = x + row_M[:, None] * x_stride + k[None, :]
     a += slot.to(tl.int64) * a_strides[0] + expert * a_strides[1]
     u_rows = (u // RANK).to(tl.int64) * a_strides[2] + u % RANK * a_strides[3]
-    a_ptrs = a + u_rows[None, :] + k[:, None]
+    a_ptrs = a + u_rows[None, :] + k[:, None].to(tl.int64) * a_strides[4]
     scale_ptrs = x_scale
     if SCALE != "none":
         scale_ptrs += row_M * scale_strides[0]
@@ -124,18 +127,19 @@ def _shrink(
         else:
             acc = dot(x_tile, a_tile, acc, "ieee")
         x_ptrs += PARTS * BLOCK_K
-        a_ptrs += PARTS * BLOCK_K
+        a_ptrs += PARTS * BLOCK_K * a_strides[4]
     if SCALE == "row":
         acc *= tl.load(scale_ptrs, mask=mine_M, other=0.0)[:, None]
     acc *= tl.load(scaling + slot)
-    low += (part * count + assignment_M[:, None]).to(tl.int64) * COLUMNS + u[None, :]
-    tl.store(low, acc, mask=mine_M[:, None] & (u < COLUMNS)[None, :])
+    low_ptrs = low + part * low_strides[0] + u[None, :]
+    low_ptrs += assignment_M[:, None].to(tl.int64) * low_strides[1]
+    tl.store(low_ptrs, acc, mask=mine_M[:, None] & (u < COLUMNS)[None, :])
 
 
 @triton.jit
 def add_low_rank(
     value, low, b, slot_M, assignment_M, expert, row0, rows, low_column, strides,
-    RANK: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    RANK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Return value (M, N) plus low @ B.T for rows with a slot; other rows keep their bits.
 
@@ -147,30 +151,30 @@ def add_low_rank(
     if M * N >= 128 * 128:  # by halves of the columns: registers do not hold all deltas
         left, right = value.reshape(M, 2, N // 2).permute(0, 2, 1).split()
         left = _add(left, low, b, slot_M, assignment_M, expert, row0, rows, low_column, strides,
-                    RANK, COLUMNS, PARTS)  # fmt: skip
+                    RANK, PARTS)  # fmt: skip
         right = _add(right, low, b, slot_M, assignment_M, expert, row0 + N // 2, rows, low_column,
-                     strides, RANK, COLUMNS, PARTS)  # fmt: skip
+                     strides, RANK, PARTS)  # fmt: skip
         value = tl.join(left, right).permute(0, 2, 1).reshape(M, N)
     else:
         value = _add(value, low, b, slot_M, assignment_M, expert, row0, rows, low_column, strides,
-                     RANK, COLUMNS, PARTS)  # fmt: skip
+                     RANK, PARTS)  # fmt: skip
     return value
 
 
 @triton.jit
 def _add(
     value, low, b, slot_M, assignment_M, expert, row0, rows, low_column, strides,
-    RANK: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    RANK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     row_N = row0 + tl.arange(0, value.shape[1])
     ok_N = row_N < rows
     R: tl.constexpr = 16 if RANK <= 16 else (32 if RANK <= 32 else 64)
-    b += expert * strides[2] + row_N[None, :].to(tl.int64) * strides[3]
-    low += assignment_M[:, None].to(tl.int64) * COLUMNS + low_column
+    b += expert.to(tl.int64) * strides[3] + row_N[None, :].to(tl.int64) * strides[4]
+    low += assignment_M[:, None].to(tl.int64) * strides[1] + low_column
     slot = tl.min(tl.where(slot_M < 0, _NO_SLOT, slot_M))
     while slot < _NO_SLOT:
         mine_M = slot_M == slot
-        b_slot = b + slot.to(tl.int64) * strides[1]
+        b_slot = b + slot.to(tl.int64) * strides[2]
         delta = tl.zeros(value.shape, tl.float32)
         for first in tl.static_range(0, RANK, R):
             r = first + tl.arange(0, R)
@@ -178,7 +182,8 @@ def _add(
             low_MR = tl.load(low + r[None, :], mask=low_ok, other=0.0)
             for part in tl.static_range(1, PARTS):
                 low_MR += tl.load(low + part * strides[0] + r[None, :], mask=low_ok, other=0.0)
-            b_RN = tl.load(b_slot + r[:, None], mask=(r < RANK)[:, None] & ok_N[None, :], other=0.0)
+            b_ptrs = b_slot + r[:, None].to(tl.int64) * strides[5]
+            b_RN = tl.load(b_ptrs, mask=(r < RANK)[:, None] & ok_N[None, :], other=0.0)
             delta = dot(convert(low_MR, b.dtype.element_ty), b_RN, delta, "ieee")
         value = tl.where(mine_M[:, None], value + delta, value)
         slot = tl.min(tl.where(slot_M > slot, slot_M, _NO_SLOT))
