@@ -232,7 +232,7 @@ class AdapterConformance(ExpertsBase):
 
     @over("scheme", list(SCHEMES))
     def test_adapter_gradients_over_scheme(self, scheme: str) -> None:
-        self._check_gradients(*self._named("random", quant=scheme))
+        self._check_gradients(*self._named("random", quant=scheme, training=True))
 
     def test_wanted_adapter_gradients(self) -> None:
         case, adapters = self._named("random")

@@ -1,6 +1,6 @@
 """moekit's conformance kit; on the CPU in Triton's interpreter (see conftest)."""
 
-from moekit.testing import ExpertsConformance, GradientConformance
+from moekit.testing import AdapterConformance, ExpertsConformance, GradientConformance
 
 
 class TestTriton(ExpertsConformance):
@@ -12,4 +12,8 @@ class TestTritonBatched(ExpertsConformance):
 
 
 class TestTritonGradients(GradientConformance):
+    backend = "triton"
+
+
+class TestTritonAdapters(AdapterConformance):
     backend = "triton"

@@ -28,7 +28,7 @@ import torch
 import triton
 from gpu_compile import Compiled, recorded
 from moekit_triton import capabilities, moekit_experts, training
-from moekit_triton.calls import Buffers, Call, Layer
+from moekit_triton.calls import Buffers, Call, CallAdapters, Layer, low_rank_entries
 from moekit_triton.heuristics import Planner
 from moekit_triton.kernels.tiles import GemmTile
 from moekit_triton.packing import pack_weights
@@ -37,15 +37,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moekit import DeviceSpec, MoEProblem
-from moekit.plugin import Dispatched, Wanted
+from moekit.plugin import AdapterSlots, Dispatched, Wanted
+from moekit.testing.adapters import random_adapters
 from moekit.testing.cases import random_weights
 
 _ARCHITECTURES = [80, 86, 89, 90, 100, 120]
 _SIZES = {
     "qwen3-30b": (128, 8, 2048, 768), "mixtral": (8, 2, 4096, 14336), "gpt-oss": (32, 4, 2880, 2880)
 }  # fmt: skip
+_SLOTS = AdapterSlots(2, 32)
 _QUICK = [("qwen3-30b", {}, (1,)), ("qwen3-30b", {"quant": "fp8_block"}, (16,)),
-          ("qwen3-30b", {"quant": "int4_w4a16_g128"}, (16,))]  # fmt: skip
+          ("qwen3-30b", {"quant": "int4_w4a16_g128"}, (16,)),
+          ("qwen3-30b", {"adapters": _SLOTS}, (1,))]  # fmt: skip
 _MOST_SINGLES = 64  # a kernel loads that many scales
 _TOKENS = (1, 16, 64, 256, 1024, 4096, 16384)
 _ALL = [
@@ -60,6 +63,11 @@ _ALL = [
     ("qwen3-30b", {"dtype": torch.float32}, _TOKENS),
     ("qwen3-30b", {"activation": "relu2"}, _TOKENS),
     ("qwen3-30b", {"batch_invariant": True}, (64, 4096)),
+    *(("qwen3-30b", {"quant": quant, "adapters": _SLOTS}, _TOKENS)
+      for quant in ("none", "fp8_block", "fp8_channel_token", "int4_w4a16_g128")),
+    ("mixtral", {"adapters": AdapterSlots(2, 128, separate=True)}, _TOKENS),
+    ("gpt-oss", {"quant": "mxfp4_w4a16", "has_bias": True, "activation": "swigluoai",
+                 "adapters": AdapterSlots(1, 8)}, _TOKENS),
 ]  # fmt: skip
 _SMALL_TILES = training.Tiles(*[GemmTile(64, 32, 32, tma=True)] * 6)  # which compile fast
 _TRAINED: list = [
@@ -106,7 +114,12 @@ def call(problem: MoEProblem, plan: LaunchPlan, rows: int, live_R: Tensor | None
     ids = torch.zeros(rows, problem.top_k, dtype=torch.int64)
     y_rows = ids.numel() if problem.batch_invariant else rows  # then K's sum is the dispatcher's
     y = torch.zeros(y_rows, problem.hidden_size, dtype=problem.dtype)
-    return Call(layer, x, None, ids, ids.float(), packed, y, buffers, live_R)
+    adapters = None
+    if problem.adapters is not None:
+        memory = torch.empty(low_rank_entries(problem, rows))
+        stack = random_adapters(problem.replace(device="cpu"))
+        adapters = CallAdapters(stack, torch.zeros(rows, dtype=torch.int32), memory)
+    return Call(layer, x, None, ids, ids.float(), packed, y, buffers, live_R, adapters)
 
 
 class _NoValues(TorchDispatchMode):

@@ -86,6 +86,10 @@ def _spec(name: str, target: str, format: ActivationFormat) -> ExpertsSpec:
         name=name,
         target=f"moekit_triton.experts:{target}",
         training="moekit_triton.training:TrainableTriton" if standard else None,
+        adapters="moekit_triton.experts:AdapterTriton" if standard else None,
+        adapters_training="moekit_triton.training_adapters:TrainableAdapterTriton"
+        if standard
+        else None,
         format=format,
         activations=ACTIVATIONS,
         schemes=_SCHEMES,

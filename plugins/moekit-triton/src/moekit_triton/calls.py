@@ -15,7 +15,10 @@ from moekit_kernels.numerics import Activation
 from moekit_kernels.rows import ValidRows, quantize_rows, quantize_rows_per_tensor
 from torch import Tensor
 
-from moekit.plugin import BufferSpec, MoEProblem, PackedWeights
+from moekit.plugin import Adapters, BufferSpec, MoEProblem, PackedWeights
+
+from .kernels.low_rank import LowRank, shrink
+from .kernels.operands import Rows
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,46 @@ def buffer_specs(layer: Layer, **sizes: int) -> tuple[BufferSpec, ...]:
     )
 
 
+# Up to so many assignments, `shrink` divides K among so many programs, whose results are added.
+_ADDENDS = ((1024, 4), (16384, 2), (1 << 40, 1))
+
+
+class CallAdapters(NamedTuple):
+    """The adapters of a call, the slot of each token (R,) int32, and `low_rank_entries` fp32."""
+
+    stack: Adapters
+    slots_R: Tensor
+    memory: Tensor
+
+    def shrink(
+        self, name: str, x: Tensor, x_scale: Tensor | None, ids_RK: Tensor, rows: Rows, block_m: int
+    ) -> LowRank | None:
+        """Return what GEMM 1 (w13) or GEMM 2 (w2) of the rows adds, None without a delta."""
+        pair = self.stack.pair(name)
+        if pair is None:
+            return None
+        a, b = pair
+        count, columns = ids_RK.numel(), a.shape[2] * a.shape[3]
+        addends = low_rank_addends(count)
+        low_PAU = self.memory[: addends * count * columns].view(addends, count, columns)
+        low = LowRank(low_PAU, b, self.slots_R, ids_RK.shape[1])
+        shrink(x, x_scale, a, self.stack.scaling, low, rows, block_m)
+        return low
+
+
+def low_rank_addends(count: int) -> int:
+    """Return the addends of `LowRank.low_PAU` for so many assignments."""
+    return next(addends for most, addends in _ADDENDS if count <= most)
+
+
+def low_rank_entries(problem: MoEProblem, rows: int) -> int:
+    """Return the entries of `CallAdapters.memory` for calls of at most ``rows`` rows."""
+    slots, count = problem.adapters, rows * problem.top_k
+    assert slots is not None
+    columns = slots.rank * (2 if slots.separate and problem.activation.gated else 1)
+    return columns * max(min(count, most) * addends for most, addends in _ADDENDS)
+
+
 class Call(NamedTuple):
     """The tensors of one call in the STANDARD format.
 
@@ -114,6 +157,7 @@ class Call(NamedTuple):
     y: Tensor
     workspace: Sequence[Tensor]
     live_R: Tensor | None = None
+    adapters: CallAdapters | None = None
 
     @property
     def buffers(self) -> Buffers:

@@ -6,11 +6,13 @@ import functools
 import logging
 from collections.abc import Sequence
 
+import torch
 from moekit_kernels.rows import quantize_activations, weight_and_reduce
 from torch import Tensor
 
 from moekit.plugin import (
     ActivationFormat,
+    AdapterExperts,
     BufferSpec,
     Dispatched,
     ExpertsSpec,
@@ -21,7 +23,7 @@ from moekit.plugin import (
     Unreduced,
 )
 
-from .calls import GEMM_OUT, BatchedCall, Call, Layer
+from .calls import GEMM_OUT, BatchedCall, Call, CallAdapters, Layer, low_rank_entries
 from .heuristics import Planner, workspace
 from .packing import pack_weights
 from .plans import Batched, StandardPlan
@@ -131,6 +133,24 @@ class TritonExperts(_TritonExperts):
             self._layer, tokens.x, tokens.x_scale, ids_RK, weights_RK, weights, y, workspace,
             tokens.num_rows,
         )  # fmt: skip
+
+
+class AdapterTriton(TritonExperts, AdapterExperts):
+    """With adapters, which `kernels.gemm` adds; their rows have the input of the base's GEMMs."""
+
+    def workspace(self, rows: int) -> Sequence[BufferSpec]:
+        memory = BufferSpec((low_rank_entries(self.problem, rows),), torch.float32)
+        return (*super().workspace(rows), memory)
+
+    def _call(
+        self, y: Tensor, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
+    ) -> tuple[StandardPlan, Call]:
+        *buffers, memory = workspace
+        plan, call = super()._call(y, tokens, weights, buffers)
+        if weights.adapters is None or tokens.adapter_ids is None:
+            return plan, call
+        adapters = CallAdapters(weights.adapters, tokens.adapter_ids, memory)
+        return plan, call._replace(adapters=adapters)
 
 
 class BatchedTritonExperts(_TritonExperts):

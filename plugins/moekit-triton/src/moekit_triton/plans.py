@@ -48,6 +48,7 @@ from .calls import (
 from .capabilities import BLOCKS_M, num_sms
 from .kernels.gemm import grouped_gemm
 from .kernels.gemv import gemv_down, gemv_up
+from .kernels.low_rank import LowRank
 from .kernels.operands import Epilogue, Rows, Scales, SortedLaunch
 from .kernels.sorted_gemm import sorted_gemm
 from .kernels.tiles import (
@@ -120,6 +121,15 @@ def _reduce(rows: Unreduced, call: Call) -> None:
         )  # fmt: skip
 
 
+def _low_rank(
+    call: Call | BatchedCall, name: str, x: Tensor, x_scale: Tensor | None, rows: Rows, block_m: int
+) -> LowRank | None:
+    """Return the deltas of a GEMM's rows, None for a call without adapters."""
+    if not isinstance(call, Call) or call.adapters is None:
+        return None
+    return call.adapters.shrink(name, x, x_scale, call.ids_RK, rows, block_m)
+
+
 class _Operands(NamedTuple):
     """Inputs and outputs of the GEMMs of a plan that gathers rows; h None: fused activation."""
 
@@ -165,10 +175,11 @@ class _TwoGemms(_Plan):
             kind = "none" if not layer.quantized else "tensor" if layer.static else "group"
             epilogue = Epilogue(layer.activation, kind, o.a_scale)
         out = o.a if o.h is None else o.h
+        low = _low_rank(call, "w13", call.x, call.x_scale, o.first, self.block_m)
         grouped_gemm(
             o.x, w["w13"], out, o.first, self.first, a_scale=o.x_scale,
             w_scale=w.get("w13_scale"), w_offset=w.get("w13_offset"), bias_LN=w.get("w13_bias"),
-            epilogue=epilogue,
+            epilogue=epilogue, low_rank=low,
         )  # fmt: skip
         if o.h is not None:
             activate_rows(
@@ -181,10 +192,12 @@ class _TwoGemms(_Plan):
         w, o, a_scale = call.weights, operands, operands.a_scale
         if a_scale is not None and o.a.dim() == 3 and not call.layer.static:
             a_scale = a_scale.view(*o.a.shape[:2], -1)
+        low = _low_rank(call, "w2", o.a, a_scale, o.second, self.block_m)
         grouped_gemm(
             o.a, w["w2"], o.y, o.second, self.second, a_scale=a_scale,
             w_scale=w.get("w2_scale"), w_offset=w.get("w2_offset"), bias_LN=w.get("w2_bias"),
             weights_RK=call.early_weights if isinstance(call, Call) else None, splits=self.splits,
+            low_rank=low,
         )  # fmt: skip
 
     def _a_scale(self, call: Call | BatchedCall, computed: Tensor) -> Tensor | None:

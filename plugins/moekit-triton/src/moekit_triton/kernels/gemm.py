@@ -27,6 +27,7 @@ from moekit_kernels.numerics import (
 )
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .low_rank import LowRank, add_low_rank
 from .operands import Epilogue, Rows
 from .order import tile_at
 from .packed import packed_products
@@ -48,6 +49,9 @@ class _Pointers(NamedTuple):
     bias: torch.Tensor | None
     weights: torch.Tensor | None
     out_scale: torch.Tensor | None
+    low: torch.Tensor | None
+    low_b: torch.Tensor | None
+    slots: torch.Tensor | None
 
 
 class _Strides(NamedTuple):
@@ -59,6 +63,7 @@ class _Strides(NamedTuple):
     scale_row: int
     scale_group: int
     out_scale: int
+    low_rank: tuple[int, ...]
 
 
 # Constants of a kernel. `functools.cache` makes one object for equal values, so that a launch
@@ -83,7 +88,7 @@ class _Scheme:
 
 @dataclass(frozen=True, eq=False)
 class _Finish:
-    """What follows the sums over K."""
+    """What follows the sums over K; rank and the rest: `LowRank.form`, 0 for none."""
 
     bias: bool
     activation: str
@@ -91,6 +96,10 @@ class _Finish:
     clamp: bool
     quantize: str
     qmax: float
+    rank: int
+    low_columns: int
+    low_addends: int
+    top_k: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +136,7 @@ def grouped_gemm(
     weights_RK: torch.Tensor | None = None,
     epilogue: Epilogue | None = None,
     splits: int = 1,
+    low_rank: LowRank | None = None,
 ) -> None:
     """Compute out[row] = epilogue(a[row] @ w[expert of row].T + bias) for the rows in ``rows``.
 
@@ -146,6 +156,7 @@ def grouped_gemm(
             STANDARD, by assignment.
         epilogue: None = store the sums.
         splits: programs that share K, of 4-bit weights.
+        low_rank: deltas that are added with the bias. STANDARD.
     """
     if rows.blocks == 0:
         return
@@ -178,15 +189,17 @@ def grouped_gemm(
         (rows.blocks * cdiv(n, tile.block_n * (2 if constants.wide else 1)), splits),
         a, _weight_tiles(w_LNK, tile),
         _Pointers(out, rows.assignments, rows.experts, a_scale, w_scale, w_offset, bias_LN,
-                  weights_RK, out_scale),
+                  weights_RK, out_scale, *(low_rank[:3] if low_rank else (None, None, None))),
         n, k, a.shape[0] * rows.top_k, rows.blocks, cdiv(rows.capacity, tile.block_m),
         rows.capacity, tile.group_m,
         _Strides(a.stride(0), out.stride(0), *scale_strides,
-                 0 if out_scale is None else out_scale.stride(0)),
+                 0 if out_scale is None else out_scale.stride(0),
+                 low_rank.strides if low_rank else ()),
         act.alpha, act.limit or 0.0,
         TOP_K=rows.top_k, ROWS=rows.kind, IN_ORDER=rows.in_order, SCHEME=scheme,
         FINISH=_finish(bias_LN is not None, act.name, act.gated, act.limit is not None,
-                       epilogue.quantize, QMAX.get(out.dtype, 0.0)),
+                       epilogue.quantize, QMAX.get(out.dtype, 0.0),
+                       *(low_rank.form if low_rank else (0, 0, 0, 1))),
         TILE=constants, BLOCK_M=tile.block_m, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 
@@ -428,10 +441,13 @@ def _compute(
         scale_M *= tl.load(pointers.a_scale)
     elif SCHEME.a_scale == "row":
         scale_M = tl.load(pointers.a_scale + a_scale_row, mask=row_ok, other=0.0)
-    value = _values(acc, scale_M, pointers, expert, W_ROWS, row0, n_ok, SCHEME, FINISH, BLOCK_N)
+    assignment = out_row if ROWS == "batched" else assignment_M
+    UP_COLUMN: tl.constexpr = FINISH.low_columns - FINISH.rank  # where A's group of up begins
+    value = _values(acc, scale_M, pointers, strides, expert, assignment, row_ok, W_ROWS, row0,
+                    n_ok, 0, SCHEME, FINISH, BLOCK_N)  # fmt: skip
     if GATED:
-        up_value = _values(up, scale_M, pointers, expert, W_ROWS, N + row0, n_ok, SCHEME, FINISH,
-                           BLOCK_N)  # fmt: skip
+        up_value = _values(up, scale_M, pointers, strides, expert, assignment, row_ok, W_ROWS,
+                           N + row0, n_ok, UP_COLUMN, SCHEME, FINISH, BLOCK_N)  # fmt: skip
         value = activate_gated(value, up_value, alpha, limit, ACTIVATION, FINISH.clamp)
     elif ACTIVATION != "none":
         value = activate(value, ACTIVATION)
@@ -459,17 +475,18 @@ def _compute(
     out_ptrs = pointers.out + out_row[:, None] * strides.out + offs_n[None, :]
     tl.store(out_ptrs, result, mask=ok)
     if WIDE:
-        value = _values(up, scale_M, pointers, expert, W_ROWS, row0 + BLOCK_N, n_ok, SCHEME, FINISH,
-                        BLOCK_N)  # fmt: skip
+        value = _values(up, scale_M, pointers, strides, expert, assignment, row_ok, W_ROWS,
+                        row0 + BLOCK_N, n_ok, 0, SCHEME, FINISH, BLOCK_N)  # fmt: skip
         if pointers.weights is not None:
             value *= weight_M[:, None]
         tl.store(out_ptrs + BLOCK_N, convert(value, DTYPE), mask=ok)
 
 
 @triton.jit
-def _values(acc, scale_M, pointers, expert, rows, row0, n_ok,
-            SCHEME: tl.constexpr, FINISH: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Return acc * a_scale * w_scale + bias in fp32, with the scales that serve all of K."""
+def _values(acc, scale_M, pointers, strides, expert, assignment_M, row_ok, rows, row0, n_ok,
+            low_column, SCHEME: tl.constexpr, FINISH: tl.constexpr,
+            BLOCK_N: tl.constexpr):  # fmt: skip
+    """Return acc * a_scale * w_scale + bias + delta in fp32; these scales serve all of K."""
     offs_n = expert * rows + row0 + tl.arange(0, BLOCK_N)
     value = acc.to(tl.float32) * scale_M[:, None]
     if SCHEME.w_scale == "tensor":
@@ -479,6 +496,14 @@ def _values(acc, scale_M, pointers, expert, rows, row0, n_ok,
     if FINISH.bias:  # the first of the programs that share K adds it
         bias_N = tl.load(pointers.bias + offs_n, mask=n_ok, other=0.0).to(tl.float32)
         value += tl.where(tl.program_id(1) == 0, bias_N, 0.0)[None, :]
+    if FINISH.rank > 0:
+        slots = pointers.slots + assignment_M // FINISH.top_k
+        slot_M = tl.load(slots, mask=row_ok, other=-1)
+        slot_M = tl.where(tl.program_id(1) == 0, slot_M, -1)
+        value = add_low_rank(
+            value, pointers.low, pointers.low_b, slot_M, assignment_M, expert,
+            row0, rows, low_column, strides.low_rank, FINISH.rank, FINISH.low_addends,
+        )  # fmt: skip
     return value
 
 

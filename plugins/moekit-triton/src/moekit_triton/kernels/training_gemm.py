@@ -34,6 +34,7 @@ from moekit_kernels.numerics import (
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .derivatives import pull_gated, pull_plain
+from .low_rank import LowRank, add_low_rank
 from .order import tile_at
 from .tiles import GemmTile
 
@@ -68,6 +69,7 @@ class Epilogue(NamedTuple):
     the sum of a * q over the columns of each tile in ``partials``, fp32 (S, tiles).
 
     weights: fp32 (A,), of the assignments. bias: (L, columns of the weights), unit stride.
+    low_rank: deltas that are added to q first; of "activation" with a gate (N = 2I).
     """
 
     kind: str = "store"
@@ -77,6 +79,7 @@ class Epilogue(NamedTuple):
     weights: torch.Tensor | None = None
     dh: torch.Tensor | None = None
     partials: torch.Tensor | None = None
+    low_rank: LowRank | None = None
 
 
 _STORE = Epilogue()
@@ -92,11 +95,15 @@ class _Pointers(NamedTuple):
     order: torch.Tensor
     ends: torch.Tensor
     blocks: torch.Tensor
+    low: torch.Tensor | None
+    low_b: torch.Tensor | None
+    slots: torch.Tensor | None
 
 
 class _Strides(NamedTuple):
-    """Strides of rows, and of the weights' experts, columns and K."""
+    """Strides of `LowRank`, of rows, and of the weights' experts, columns and K."""
 
+    low_rank: tuple[int, ...]
     a: int
     out: int
     h: int
@@ -112,7 +119,7 @@ class _Form:
     """The constants of a launch: the tile, and what follows the sums.
 
     tma: weights come through a descriptor. across: as (N, K), because K is contiguous. even: the
-    tile divides N and K.
+    tile divides N and K. rank, low_columns, low_addends: `LowRank.form`, 0 for none.
     """
 
     n: int
@@ -126,6 +133,9 @@ class _Form:
     activation: str
     gated: bool
     clamp: bool
+    rank: int
+    low_columns: int
+    low_addends: int
 
 
 _form = functools.cache(_Form)
@@ -165,16 +175,18 @@ def rows_gemm(
         whole = w_LKN.mT if across else w_LKN
         w = TensorDescriptor(whole, list(whole.shape), list(whole.stride()), [1, *box])
     of_rows = (0 if t is None else t.stride(0) for t in (a, out, e.h, e.dh, e.bias))
-    strides = _Strides(*of_rows, *(w_LKN.stride(dim) for dim in (0, 2, 1)))
+    low = e.low_rank
+    of_weights = (w_LKN.stride(dim) for dim in (0, 2, 1))
+    strides = _Strides(low.strides if low else (), *of_rows, *of_weights)
     _launch_rows(
         (rows.most_blocks * cdiv(n, tile.block_n),),
         a, w,
         _Pointers(out, e.h, e.bias, e.weights, e.dh, e.partials, rows.order_S, rows.ends_L,
-                  rows.blocks),
+                  rows.blocks, *(low[:3] if low else (None, None, None))),
         n, k, rows.most_blocks, tile.group_m, strides, act.alpha, act.limit or 0.0,
         FORM=_form(tile.block_n, tile.block_k, rows.top_k, gather, tma, across,
                    n % tile.block_n == 0 and k % tile.block_k == 0, e.kind, act.name, act.gated,
-                   act.limit is not None),
+                   act.limit is not None, *(low.form[:3] if low else (0, 0, 0))),
         BLOCK_M=tile.block_m, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 
@@ -261,7 +273,7 @@ def _rows(
     end = tl.load(pointers.ends + expert)
     ok_M = row_M < end
     row_M = tl.minimum(row_M, end - 1)  # rows past the end repeat the last one
-    if FORM.gather or pointers.weights is not None:
+    if FORM.gather or pointers.weights is not None or FORM.rank > 0:
         assignment_M = tl.load(pointers.order + row_M)
     if FORM.gather:
         a_ptrs = a + (assignment_M // FORM.top_k)[:, None].to(tl.int64) * strides.a
@@ -295,6 +307,16 @@ def _rows(
             if TWO:
                 up_ptrs += BLOCK_K * strides.k
 
+    if FORM.rank > 0:
+        slot_M = tl.load(pointers.slots + assignment_M // FORM.top_k, mask=ok_M, other=-1)
+        W_ROWS = 2 * N if TWO else N
+        acc = add_low_rank(acc, pointers.low, pointers.low_b, slot_M, assignment_M, expert, col0,
+                           W_ROWS, 0, strides.low_rank, FORM.rank, FORM.low_addends)  # fmt: skip
+        if TWO:
+            up = add_low_rank(
+                up, pointers.low, pointers.low_b, slot_M, assignment_M, expert, col0 + N, W_ROWS,
+                FORM.low_columns - FORM.rank, strides.low_rank, FORM.rank, FORM.low_addends,
+            )  # fmt: skip
     weight_M1 = tl.zeros((BLOCK_M, 1), tl.float32)
     if pointers.weights is not None:
         weight_M1 = tl.load(pointers.weights + assignment_M)[:, None]
