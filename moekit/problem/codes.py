@@ -154,7 +154,7 @@ def numbers(q: Tensor, codes: Codes, zeros: Tensor | None = None) -> Tensor:
         return codes.decode(q)
     if codes.integers:
         values = (q if codes.bits == 8 else unpack(q, codes.bits)).float()
-        return values - ((codes.zero or 0) if zeros is None else zeros)
+        return values.sub_((codes.zero or 0) if zeros is None else zeros)
     if not codes.codebook:
         return q.float()
     book = torch.tensor(codes.codebook, dtype=torch.float32, device=q.device)
