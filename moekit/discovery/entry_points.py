@@ -262,7 +262,7 @@ def probe(source: Source, strict: bool = False) -> PluginState:
             plugin = manager.get_plugin(source.name)
             if not manager.get_hookcallers(plugin):
                 raise TypeError(
-                    "it implements no moekit hook; decorate its hooks with moekit.hookimpl"
+                    "it implements no moekit hook; decorate moekit_experts, say, with hookimpl"
                 )
             offered: Any = {
                 name: _records(getattr(manager.hook, f"moekit_{name}"), kind)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import cache, partial, reduce
 
 import torch
 from torch import Tensor
@@ -117,17 +117,23 @@ def stored(x: Tensor, codes: Codes) -> Tensor:
     return x.to(codes.torch_dtype)
 
 
-def _nearest(x: Tensor, codebook: Sequence[float]) -> Tensor:
+def _nearest(x: Tensor, codebook: tuple[float, ...]) -> Tensor:
     """Convert fp32 to the uint8 codes of the nearest values; ties go to an even code."""
-    order = sorted(range(len(codebook)), key=lambda code: (codebook[code], -code))
-    values = torch.tensor([codebook[code] for code in order], dtype=torch.float32, device=x.device)
-    middle = (values[1:] + values[:-1]) / 2
-    # A middle itself belongs to the value below it. One ulp lower, it belongs to the value above.
-    above = torch.tensor([code % 2 == 0 for code in order[1:]], device=x.device)
-    middle = torch.where(above, middle.nextafter(middle.new_tensor(-math.inf)), middle)
-    found = torch.bucketize(x, middle, out_int32=True)
+    ends, order = _cells(codebook)
+    upper = torch.tensor(ends, dtype=torch.float32, device=x.device)
     codes = torch.tensor(order, dtype=torch.uint8, device=x.device)
-    return codes.index_select(0, found.flatten()).view(x.shape)
+    return codes.index_select(0, torch.bucketize(x, upper, out_int32=True).flatten()).view(x.shape)
+
+
+@cache
+def _cells(codebook: tuple[float, ...]) -> tuple[list[float], list[int]]:
+    """Return the largest number of each value but the last, and the codes, in rising order."""
+    order = sorted(range(len(codebook)), key=lambda code: (codebook[code], -code))
+    value = torch.tensor([codebook[code] for code in order], dtype=torch.float32, device="cpu")
+    middle = (value[1:] + value[:-1]) / 2
+    above = torch.tensor([code % 2 == 0 for code in order[1:]], device="cpu")  # takes the tie
+    below = middle.nextafter(torch.full_like(middle, -math.inf))
+    return torch.where(above, below, middle).tolist(), order
 
 
 def pack(values: Tensor, bits: int) -> Tensor:
@@ -154,7 +160,7 @@ def numbers(q: Tensor, codes: Codes, zeros: Tensor | None = None) -> Tensor:
         return codes.decode(q)
     if codes.integers:
         values = (q if codes.bits == 8 else unpack(q, codes.bits)).float()
-        return values - ((codes.zero or 0) if zeros is None else zeros)
+        return values.sub_((codes.zero or 0) if zeros is None else zeros)
     if not codes.codebook:
         return q.float()
     book = torch.tensor(codes.codebook, dtype=torch.float32, device=q.device)

@@ -245,8 +245,13 @@ class Schemes(Set[str], Mapping[str, QuantScheme]):
 
     installed: Callable[[bool], Any] = staticmethod(lambda discover: None)
 
-    def __init__(self, whose: Callable[[QuantScheme], bool]) -> None:
-        self._whose = whose
+    def __init__(self, name: str, whose: Callable[[QuantScheme], bool]) -> None:
+        self._name, self._whose = name, whose
+
+    def __repr__(self) -> str:
+        return self._name
+
+    __reduce__ = __repr__
 
     def __getitem__(self, name: str) -> QuantScheme:
         if name not in BUILTIN and (known := self.installed(True)) is not None:
@@ -269,7 +274,7 @@ class Schemes(Set[str], Mapping[str, QuantScheme]):
         return Mapping.__contains__(self, name)
 
     def __hash__(self) -> int:
-        return hash(self._whose)
+        return hash(self._name)
 
     _from_iterable = frozenset
 
@@ -279,9 +284,9 @@ def _on_wires(scheme: QuantScheme) -> bool:
     return operand is not None and operand.scale_dtype == "float32" and not operand.packed
 
 
-SCHEMES = Schemes(bool)  # each is true
+SCHEMES = Schemes("SCHEMES", bool)  # each is true
 """The quantization schemes by name."""
-WIRE_SCHEMES = Schemes(_on_wires)
+WIRE_SCHEMES = Schemes("WIRE_SCHEMES", _on_wires)
 """Schemes whose activations are one byte each with fp32 scales, as transfers need them."""
 
 

@@ -81,7 +81,9 @@ def test_backends_of_every_scheme_serve_it(scheme: str, experts: str) -> None:
     for tokens in (0, 1, 33):
         check_call(kernel, make_case(layer, tokens, "masked"))
     assert eval(repr(layer), {**vars(moekit), "torch": torch}) == layer
-    assert pickle.loads(pickle.dumps(registry().expert("torch"))) == registry().expert("torch")
+    spec = registry().expert("torch")
+    again = pickle.loads(pickle.dumps(spec))
+    assert again == spec and repr(again) == repr(spec) and again.schemes is SCHEMES
 
 
 @pytest.mark.parametrize("scheme", ["ternary", "uint8_zp"])
