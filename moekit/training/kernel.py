@@ -75,15 +75,20 @@ class TrainableKernel(ModularKernel):
             WeightsError: Weights of a quantized scheme require a gradient, or ``add_to`` does not
                 fit. Otherwise as `ModularKernel.__call__`.
         """
-        held, layout, tracked = self._views(weights)
+        try:
+            held, layout, tracked = self._views(weights)
+        except WeightsError as error:  # the other ranks must not wait for this one
+            self.abort(error, routing.max_tokens)
+            raise
         if isinstance(weights, PackedWeights) and routing.adapter_ids is not None:
             held, layout = [*held, routing.adapter_ids], f"{layout};adapter_ids"
         inputs = (x, routing.topk_weights, *tracked.values())
         saves = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
         compiles = torch.compiler.is_compiling()
         if not (saves or compiles):
-            packed = self.packed(held, layout)
-            return super().__call__(x, packed, routing, out=out, shared=shared)
+            if not isinstance(weights, PackedWeights):
+                weights = self._packed(held, layout)
+            return super().__call__(x, weights, routing, out=out, shared=shared)
         if out is not None:
             raise InvalidInput("out is given, and gradients are enabled: leave it out")
         topk_weights = routing.topk_weights
@@ -109,7 +114,7 @@ class TrainableKernel(ModularKernel):
     def _views(
         self, weights: ExpertWeights | PackedWeights
     ) -> tuple[list[Tensor], str, dict[str, Tensor]]:
-        """Return weights and layout as `packed` takes them, and those that require a gradient."""
+        """Return weights and layout as `_packed` takes them, and those that require a gradient."""
         if isinstance(weights, PackedWeights):
             check_weights(weights, self.experts.spec.name, self._made_for)
             stack: dict[str, Tensor] = {}
@@ -139,7 +144,7 @@ class TrainableKernel(ModularKernel):
             )
         return list(held.values()), ",".join(held), tracked
 
-    def packed(self, held: Sequence[Tensor], layout: str) -> PackedWeights:
+    def _packed(self, held: Sequence[Tensor], layout: str) -> PackedWeights:
         """Return weights, without autograd, as the experts see them.
 
         layout: names of canonical weights, as in "w13,w2"; of packed ones, what all experts share,
@@ -162,7 +167,7 @@ class TrainableKernel(ModularKernel):
             raise WeightsError(
                 f"{', '.join(tracked)} require a gradient below adapters: freeze them"
             )
-        return self.packed(held, layout)
+        return self._packed(held, layout)
 
     def _buffers(self, given: ExpertWeights, tracked: Mapping[str, Tensor]) -> dict[str, Tensor]:
         buffers = given.tensors()
@@ -190,7 +195,7 @@ class TrainableKernel(ModularKernel):
 
     # -- the two directions -----------------------------------------------------------------
 
-    def forward(
+    def _forward(
         self, x: Tensor, weights: PackedWeights, routing: Routing
     ) -> tuple[Tensor, Dispatched, list[Tensor]]:
         """Return the output, the tokens that arrived, and what the experts saved."""
@@ -214,7 +219,7 @@ class TrainableKernel(ModularKernel):
             observer.combining()
             return combining.result(), tokens, saved
 
-    def backward(
+    def _backward(
         self,
         grad: Tensor,
         kept: Sequence[Tensor],
@@ -231,9 +236,13 @@ class TrainableKernel(ModularKernel):
         asked: indices into (x, topk_weights, *weights).
         """
         x_RH, ids, topk_weights, *saved = kept
-        adapter_ids = saved.pop(0) if self._adapted else None
-        tokens = Dispatched(x_RH, None, ids, topk_weights, handle=handle, adapter_ids=adapter_ids)
-        weights, all_names = self.packed(held, layout), list(chain(*_names(layout)))
+        try:
+            held, layout, tracked = self._views(weights)
+        except WeightsError as error:  # the other ranks must not wait for this one
+            self.abort(error, routing.max_tokens)
+            raise
+        if isinstance(weights, PackedWeights) and routing.adapter_ids is not None:
+            held, layout = [*held, routing.adapter_ids], f"{layout};adapter_ids"
         names = [all_names[index - 2] for index in asked if index > 1]
         # All ranks send the same kinds of gradients.
         wanted = Wanted(0 in asked or self._moves, 1 in asked or self._moves, frozenset(names))

@@ -73,12 +73,12 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run the kernel with a number.
 
-    layout: the weights' names, see `TrainableKernel.packed`.
+    layout: the weights' names, see `TrainableKernel._packed`.
     compiled: the caller may overwrite its tensors before the backward.
     """
     kernel, arguments = _kernels[int(number)], (x, topk_ids, topk_weights)
     with on_device(x):
-        packed = kernel.packed(weights, layout)
+        packed = kernel._packed(weights, layout)
         if compiled and kernel.dispatcher.spec.moves_tokens:  # the handle may keep them
             x, topk_ids, topk_weights = (t.clone() for t in arguments)
         adapter_ids = weights[-1] if layout.endswith("adapter_ids") else None
@@ -86,7 +86,7 @@ def _forward(
         if not saves:
             out = ModularKernel.__call__(kernel, x, packed, routing)
             return out, torch.zeros(1, dtype=torch.int64)
-        out, tokens, saved = kernel.forward(x, packed, routing)
+        out, tokens, saved = kernel._forward(x, packed, routing)
     arrived = zip((tokens.x, tokens.topk_ids, tokens.topk_weights), arguments, strict=True)
     kept = [None if _same(found, given) else found for found, given in arrived]
     return out, Saved((kernel, tokens.handle, max_tokens), [*kept, *saved]).key()
@@ -103,13 +103,13 @@ def _backward(
     saved = Saved.of(key)
     kept = [inputs[i] if t is None else t for i, t in enumerate(saved.tensors)]
     kernel, *call = saved.call
-    return list(kernel.backward(grad, kept, inputs[3:], layout, *call, asked, None))
+    return list(kernel._backward(grad, kept, inputs[3:], layout, *call, asked, None))
 
 
 class Call(torch.autograd.Function):
     """A call of a kernel. Autograd keeps the tensors, and so sees if one is changed in between.
 
-    number, layout, max_tokens, compiled: see `_forward`. buffers: see `TrainableKernel.backward`.
+    number, layout, max_tokens, compiled: see `_forward`. buffers: see `TrainableKernel._backward`.
     tensors: x, topk_ids, topk_weights, and the weights.
     """
 
@@ -142,7 +142,7 @@ class Call(torch.autograd.Function):
             made = _BACKWARD(grad, kept[0], [*kept[1:], *weights], ctx.layout, asked)
         else:
             kernel, *call = ctx.call
-            made = kernel.backward(grad, kept, weights, ctx.layout, *call, asked, ctx.buffers)
+            made = kernel._backward(grad, kept, weights, ctx.layout, *call, asked, ctx.buffers)
         found = dict(zip(asked, made, strict=True))
         of_x, *others = map(found.get, range(len(wants)))
         return *[None] * 5, of_x, None, *others

@@ -284,6 +284,24 @@ def test_ranks_train_one_layer(form) -> None:
         torch.testing.assert_close(torch.cat(found), right, rtol=1e-4, atol=1e-5)
 
 
+def _give_wrong_weights(rank: int, world_size: int) -> str:
+    layer = layer_of(dp_size=world_size, enable_expert_parallel=True)
+    x, ids = torch.randn(4, 32), torch.arange(8).view(4, 2) % 6
+    wrong = moekit.ExpertWeights(layer.w13, layer.w2[..., rank:])
+    with pytest.raises(MoekitError) as told:
+        layer.kernel(x, wrong, moekit.Routing(torch.rand(4, 2), ids))
+    layer.destroy()
+    return f"{type(told.value).__name__}: {told.value}"
+
+
+def test_other_ranks_hear_of_wrong_weights() -> None:
+    pytest.importorskip("moekit_naive")
+    with RankPool(2) as pool:
+        other, own = pool.run(_give_wrong_weights)
+    assert own.startswith("WeightsError: ") and "w2 has shape (3, 32, 15)" in own
+    assert other.startswith("PeerFailed: rank 1 failed: WeightsError: ")
+
+
 class Block(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
