@@ -236,13 +236,9 @@ class TrainableKernel(ModularKernel):
         asked: indices into (x, topk_weights, *weights).
         """
         x_RH, ids, topk_weights, *saved = kept
-        try:
-            held, layout, tracked = self._views(weights)
-        except WeightsError as error:  # the other ranks must not wait for this one
-            self.abort(error, routing.max_tokens)
-            raise
-        if isinstance(weights, PackedWeights) and routing.adapter_ids is not None:
-            held, layout = [*held, routing.adapter_ids], f"{layout};adapter_ids"
+        adapter_ids = saved.pop(0) if self._adapted else None
+        tokens = Dispatched(x_RH, None, ids, topk_weights, handle=handle, adapter_ids=adapter_ids)
+        weights, all_names = self._packed(held, layout), list(chain(*_names(layout)))
         names = [all_names[index - 2] for index in asked if index > 1]
         # All ranks send the same kinds of gradients.
         wanted = Wanted(0 in asked or self._moves, 1 in asked or self._moves, frozenset(names))
