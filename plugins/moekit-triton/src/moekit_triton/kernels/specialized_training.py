@@ -126,13 +126,13 @@ def specialized_outer(
     experts, m, n = out_LMN.shape
     assert m % 128 == 0 and n % 128 == 0 and a_SM.shape[1] == m and b_SN.shape[1] == n
     assert a_SM.is_contiguous() and b_SN.is_contiguous() and out_LMN.is_contiguous()
+    source, filled = copy or (None, b_SN)
     out = descriptor(out_LMN.view(-1, n), 64, 64 if add or out_LMN.dtype.itemsize == 4 else 128)
     _launch(
         (min(experts * (m // BLOCK_M) * triton.cdiv(n, COLUMNS), num_sms),),
         descriptor(a_SM, 64, 64), descriptor(b_SN, 64, COLUMNS), out if add else None, None, out,
         *[None] * 4, rows.order_S, *[None] * 3, rows.ends_L, _counters(rows), m, n, 0, experts,
-        tile.group_m, *_copied(*(copy or (None, b_SN)), rows), KIND="add" if add else "outer",
-        num_warps=4,
+        tile.group_m, *_copied(source, filled, rows), KIND="add" if add else "outer", num_warps=4,
     )  # fmt: skip
 
 
