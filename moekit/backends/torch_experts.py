@@ -125,7 +125,7 @@ def _on_any_device(
     x_RH: Tensor,
     ids_RK: Tensor,
     topk_weights_RK: Tensor,
-    slots_R: Tensor | None,
+    slots_R: Tensor | None = None,
 ) -> None:
     """Write the weighted sum of each token's experts to y, summed in fp32.
 

@@ -140,6 +140,8 @@ class TrainableTorch(TorchExperts, TrainableAdapterExperts):
         W, inner, H, size = p.w13_rows, p.local_intermediate_size, p.hidden_size, p.dtype.itemsize
         # of each assignment: g and dx; q, a and the activation's own in fp32; dh and p a
         each = 2 * H * (size + 4) + 4 * (6 * W + 4 * inner) + size * (W + inner) + 8 * 8
+        if p.adapters is not None:  # rows with an adapter and gradients, also between A and B
+            each += (2 * (H + W + inner) + 8 * p.adapters.rank) * (size + 4)
         return max(super().transient_bytes(rows), assignments * each + 4 * rows * H * 4)
 
 

@@ -22,7 +22,7 @@ from moekit.cli.plugins import wrap
 from moekit.discovery.entry_points import Source
 from moekit.discovery.registry import registry
 from moekit.errors import InvalidProblem, MoekitError
-from moekit.problem import DTYPES
+from moekit.problem import DTYPES, AdapterSlots
 from moekit.problem.activation import ACTIVATIONS, Activation
 from moekit.problem.problem import summary
 from moekit.problem.quant import SCHEMES
@@ -102,6 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch-invariant", action="store_true", help="the same bits at every T, position and --ep"
     )
     field("--training", action="store_true", help="calls can be differentiated")
+    field("--adapters", type=_room, metavar="N:RANK", help="room for N adapters (LoRA)")
     parser.add_argument("--ep", type=int, default=1, metavar="N", help="expert parallel ranks")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor parallel ranks")
     parser.add_argument(
@@ -116,6 +117,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--all", action="store_true", help="every runner-up, and every reason against the others"
     )
     parser.add_argument("--json", action="store_true", help="machine-readable output")
+
+
+def _room(text: str) -> AdapterSlots:
+    if not re.fullmatch(r"\d{1,9}:\d{1,9}", text):
+        raise argparse.ArgumentTypeError("expected the number of adapters and their rank, as 8:32")
+    try:
+        count, rank = map(int, text.split(":"))
+        return AdapterSlots(count, rank)
+    except InvalidProblem as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _problem(args: argparse.Namespace) -> tuple[moekit.MoEProblem, Sequence[str]]:

@@ -37,7 +37,8 @@ class TrainableAdapterExperts(TrainableExperts, AdapterExperts):
     p the router weight, u = A13 x, v = A2 a, and s short for scaling[s]::
 
         backward_input   q = W2' g + s A2' B2' g     the gradient of p is <q, a> + <g, b2>
-                         dh = act'(h) p q            that of x: W13' dh + s A13' B13' dh
+                         dh = act'(h) p q            the gradient of x is the sum over k of
+                                                     W13' dh + s A13' B13' dh
         backward_weight  of w2_b:  s p g v'          of w2_a:  s p (B2' g) a'
                          of w13_b: s dh u'           of w13_a: s (B13' dh) x'
 

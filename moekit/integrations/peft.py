@@ -41,7 +41,7 @@ class Operand(NamedTuple):
         """Return A (E, r, in) and scaled B (E, out, r); several adapters lie behind each other."""
         wrapper, found = self.wrapper, []
         stored = bool(getattr(wrapper.get_base_layer(), "is_transposed", False))
-        turned = bool(wrapper._did_swap_in_out_features) == stored
+        turned = getattr(wrapper, "_did_swap_in_out_features", False) == stored
         for name in self.names:
             sides = (wrapper.lora_A[name].weight, wrapper.lora_B[name].weight)
             a, b = as_packed(*sides, wrapper.num_experts, turned)

@@ -63,8 +63,7 @@ class Adapter:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the matrices by name."""
-        found = {n: t for n, t in vars(self).items() if isinstance(t, Tensor)}
-        return found
+        return {n: t for n, t in vars(self).items() if isinstance(t, Tensor)}
 
     def check(self, problem: MoEProblem) -> None:
         """Raise WeightsError, which lists all that does not fit the model's layer."""

@@ -23,6 +23,7 @@ Pair = tuple[Tensor, Tensor]
 
 _PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down",
           "w2": "down", "gate_up_proj": "gate_up", "w13": "gate_up"}  # fmt: skip
+_STORED = {"w13": "gate_up_proj", "w2": "down_proj"}
 _NAME = re.compile(r"(.*)\.lora_([AB])(?:\.[^.]+)?(?:\.weight)?")
 # Fields of PEFT's config that change an adapter's numbers.
 _REFUSED = (
@@ -57,23 +58,23 @@ def read(
     """
     if refused := [name for name in _REFUSED if config.get(name)]:
         raise WeightsError(f"the adapter's config has {', '.join(refused)}, which is not supported")
-    found = _of_module(tensors, module)
-    rank = int(config["r"])
+    found, rank = _of_module(tensors, module), int(config["r"])
+    try:
+        if found.keys() <= {"", "base_layer"}:
+            pairs = _fused(list(found.values()), problem, str(config.get("peft_version")))
+        else:
+            pairs = _by_part(found, problem)
+        gate_up = _gate_up(pairs)
+    except RuntimeError as error:
+        raise WeightsError(f"the adapter's matrices do not fit each other: {error}") from error
+    if interleaved and gate_up is not None:
+        a, b = gate_up
+        gate_up = a, torch.cat([b[:, 0::2], b[:, 1::2]], dim=1)
     scaling = scaling_of(float(config["lora_alpha"]), rank, bool(config.get("use_rslora")))
-    fused = {where: pair for where, pair in found.items() if where in ("", "base_layer")}
-    if fused:
-        pairs = _fused(list(fused.values()), problem, str(config.get("peft_version")))
-    else:
-        pairs = _by_part(found, problem)
-    if interleaved and "gate_up" in pairs:
-        a, b = pairs["gate_up"]
-        pairs["gate_up"] = a, torch.cat([b[:, 0::2], b[:, 1::2]], dim=1)
-    made = Adapter.packed(scaling, _gate_up(pairs), pairs.get("down"))
+    made = Adapter.packed(scaling, gate_up, pairs.get("down"))
     made.check(problem)
     if made.rank != rank:
-        raise WeightsError(
-            f"the adapter's matrices have rank {made.rank}, its config says r={rank}"
-        )
+        raise WeightsError(f"the matrices have rank {made.rank}, and the config says r={rank}")
     return made
 
 
@@ -82,38 +83,31 @@ def tensors_of(adapter: Adapter, module: str, layout: str = "fused") -> dict[str
 
     layout: "fused", as PEFT saves them; "packed"; "experts". In "fused", gate and up share A.
     """
-    pairs: dict[str, Pair] = {}
-    if adapter.w13_a is not None and adapter.w13_b is not None:
-        pairs["gate_up_proj"] = adapter.w13_a.flatten(1, 2), adapter.w13_b
-    if adapter.w2_a is not None and adapter.w2_b is not None:
-        pairs["down_proj"] = adapter.w2_a, adapter.w2_b
-    made: dict[str, Tensor] = {}
-    E = max(len(t) for pair in pairs.values() for t in pair)
-    groups = 1 if adapter.w13_a is None else adapter.w13_a.shape[1]
+    held, named = adapter.tensors(), list[tuple[str, Tensor, Tensor]]()
+    pairs = [(n, held[f"{which}_a"], held[f"{which}_b"]) for which, n in _STORED.items()
+             if f"{which}_a" in held]  # fmt: skip
+    E, groups = max(map(len, held.values())), 1 if "w13_a" not in held else held["w13_a"].shape[1]
     if layout == "fused" and groups == 2:
         raise WeightsError("gate and up have an A each, which PEFT's fused layout has no place for")
-    for number, (name, (a, b)) in enumerate(pairs.items()):
+    for number, (name, a, b) in enumerate(pairs):
+        a = a.flatten(1, -2)
         if layout == "packed":
-            made |= _named(f"{module}.{name}", a, b)
+            named.append((f".{name}", a, b))
             continue
         a, b = a.expand(E, -1, -1), b.expand(E, -1, -1)
         if layout == "fused":
             inner = ".base_layer" * (len(pairs) - 1 - number)
-            made |= _named(f"{module}{inner}", a.flatten(0, 1), b.permute(1, 2, 0).flatten(1))
-            continue
-        for expert in range(E):
-            parts = {name: (a[expert], b[expert])}
-            if name == "gate_up_proj" and groups == 2:
-                halves = zip(a[expert].chunk(2), b[expert].chunk(2), strict=True)
-                parts = dict(zip(("gate_proj", "up_proj"), halves, strict=True))
-            for part, pair in parts.items():
-                made |= _named(f"{module}.{expert}.{part}", *pair)
-    return {name: t.contiguous() for name, t in made.items()}
-
-
-def _named(where: str, a: Tensor, b: Tensor) -> dict[str, Tensor]:
-    path = f"base_model.model.{where}"
-    return {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b}
+            named.append((inner, a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)))
+        elif name == "gate_up_proj" and groups == 2:
+            for part, part_a, part_b in zip(("gate", "up"), a.chunk(2, 1), b.chunk(2, 1)):  # noqa: B905
+                named += [(f".{e}.{part}_proj", part_a[e], part_b[e]) for e in range(E)]
+        else:
+            named += [(f".{e}.{name}", a[e], b[e]) for e in range(E)]
+    return {
+        f"base_model.model.{module}{where}.lora_{side}.weight": t.contiguous()
+        for where, *sides in named
+        for side, t in zip("AB", sides, strict=True)
+    }
 
 
 def _of_module(tensors: Mapping[str, Tensor], module: str) -> dict[str, Pair]:
@@ -192,21 +186,16 @@ def _by_part(found: dict[str, Pair], problem: MoEProblem) -> dict[str, Pair]:
         if lacking or len(pairs) > problem.num_experts:
             what = f"lacks experts {', '.join(lacking)}" if lacking else f"has {len(pairs)} experts"
             raise WeightsError(f"{part} {what}, and the layer has {problem.num_experts}")
-        ordered = [pairs[expert] for expert in range(problem.num_experts)]
-        try:
-            made[part] = torch.stack([a for a, _ in ordered]), torch.stack([b for _, b in ordered])
-        except RuntimeError as error:
-            raise WeightsError(f"{part}: matrices of experts differ in shape: {error}") from error
+        sides = zip(*(pairs[expert] for expert in range(problem.num_experts)), strict=True)
+        a, b = (torch.stack(side) for side in sides)
+        made[part] = a, b
     return made
 
 
 def _gate_up(pairs: dict[str, Pair]) -> Pair | None:
     """Return gate and up as one: A (E, G r, H) and B (E, 2I, r)."""
-    if "gate_up" in pairs or ("gate" not in pairs and "up" not in pairs):
-        return pairs.get("gate_up")
     if "gate" not in pairs:
-        return pairs["up"]  # of experts without a gate
-    (gate_a, gate_b), (up_a, up_b) = pairs["gate"], pairs.get("up", pairs["gate"])
-    if "up" not in pairs:
-        up_b = torch.zeros_like(up_b)
-    return torch.cat([gate_a, up_a], dim=1), torch.cat([gate_b, up_b], dim=1)
+        return pairs.get("gate_up", pairs.get("up"))
+    a, b = pairs["gate"]
+    up_a, up_b = pairs.get("up", (a, torch.zeros_like(b)))
+    return torch.cat([a, up_a], dim=1), torch.cat([b, up_b], dim=1)

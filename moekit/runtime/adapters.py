@@ -27,17 +27,18 @@ def check(
             f"{given} are given, and the kernel was composed without: set adapters=AdapterSlots() "
             "in the problem"
         )
-    if adapters is not None:
-        _check_stack(adapters, problem, x)
-        if torch.is_grad_enabled() and any(t.requires_grad for t in adapters.tensors().values()):
-            raise WeightsError(
-                "the adapters require a gradient, which this call does not compute: call a kernel "
-                "composed for problem.replace(training=True)"
-            )
+    if adapters is None:
+        raise WeightsError("adapter_ids are given, and the weights have no adapters: see Stack.on")
+    _check_stack(adapters, problem, x)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in adapters.tensors().values()):
+        raise WeightsError(
+            "the adapters require a gradient, which this call does not compute: call a kernel "
+            "composed for problem.replace(training=True)"
+        )
     if ids is None:
-        if adapters is not None and slots.count > 1:
+        if slots.count > 1:
             raise InvalidInput(f"adapter_ids must name one of {slots.count} adapters, or -1")
-        return
+        ids = torch.zeros(len(x), dtype=torch.int32, device=x.device)
     if ids.shape != x.shape[:1] or ids.dtype != torch.int32 or ids.device != x.device:
         raise InvalidInput(
             f"adapter_ids are {tuple(ids.shape)} {ids.dtype} on {ids.device}, expected "
@@ -49,7 +50,7 @@ def check(
             raise InvalidInput(
                 f"adapter_ids span [{low}, {high}], expected -1 (none) or 0..{slots.count - 1}"
             )
-        if adapters is not None and not bool(adapters.scaling[ids[ids >= 0]].isfinite().all()):
+        if not bool(adapters.scaling[ids[ids >= 0]].isfinite().all()):
             raise InvalidInput("adapter_ids name a slot that holds no adapter: load one into it")
 
 

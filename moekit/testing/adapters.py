@@ -120,8 +120,10 @@ class AdapterConformance(ExpertsBase):
         self, kernel: ModularKernel, case: Case, packed: PackedWeights, adapters: Adapters | None
     ) -> Tensor:
         watch = Watch(x=case.x, **({} if adapters is None else adapters.tensors()))
+        ids = case.routing.adapter_ids if adapters is not None else None
         with poisoned_allocations():
-            out = kernel(case.x, replace(packed, adapters=adapters), case.routing)
+            routing = replace(case.routing, adapter_ids=ids)
+            out = kernel(case.x, replace(packed, adapters=adapters), routing)
         watch.check("the call")
         return out
 
@@ -180,7 +182,7 @@ class AdapterConformance(ExpertsBase):
     def _check_gradients(
         self, case: Case, adapters: Adapters, wanted: Sequence[str] | None = None
     ) -> Gradients:
-        """Compare the gradients of a call with the oracle's, and return those of the matrices."""
+        """Compare the gradients of a call with the oracle's; return the matrices' ones."""
         if self._spec().adapters_training is None:
             self._skip("it does not train adapters")
         case = replace(case, problem=case.problem.replace(training=True))

@@ -31,6 +31,7 @@ MODULES = {
 OPTIONAL_IN_CORE = {
     "gguf": "checkpoints",
     "numpy": "checkpoints",
+    "peft": "lora",
     "pytest": "testing",
     "safetensors": "hf",
     "transformers": "hf",

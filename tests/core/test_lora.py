@@ -10,10 +10,14 @@ import torch
 from torch import Tensor
 
 import moekit
-from moekit import MoEProblem
+from moekit import Dispatched, MoEProblem, registry
+from moekit.backends.adapted_rows import AdaptedRows
+from moekit.backends.sorted_rows import SortedRows
+from moekit.backends.torch_training import TrainableTorch
 from moekit.errors import InvalidInput, InvalidProblem, Unsupported, WeightsError
 from moekit.lora import Adapter, AdapterSlots, Stack, read, tensors_of
-from moekit.testing import oracle
+from moekit.plugin import Wanted
+from moekit.testing import oracle, relative_error
 from moekit.testing.adapters import random_adapters
 from moekit.testing.cases import make_case, random_weights
 
@@ -152,7 +156,7 @@ FAULTS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
         lambda: {n.replace("down", "odd"): t for n, t in _without("-").items()}, {}, {},
         "unknown names: 0.odd_proj",
     ),
-    "another rank": (lambda: _without("-"), {"r": 8}, {}, "rank 4, its config says r=8"),
+    "another rank": (lambda: _without("-"), {"r": 8}, {}, "have rank 4, and the config says r=8"),
     "DoRA": (lambda: _without("-"), {"use_dora": True}, {}, "config has use_dora"),
     "alpha_pattern": (lambda: _without("-"), {"alpha_pattern": {"a": 1}}, {}, "alpha_pattern"),
 }  # fmt: skip
@@ -195,7 +199,7 @@ def test_adapters_are_loaded_replaced_and_dropped_in_place() -> None:
         routing = replace(case.routing, adapter_ids=stack.ids(names))
         out = kernel(case.x, weights, routing)
         want = oracle(case.x, case.weights, routing, p, stack.adapters)
-        assert torch.allclose(out, want, atol=1e-4)
+        assert relative_error(out, want) < 1e-5
         return out
 
     assert stack.load("a", adapter()) == 0 and stack.load("b", adapter(2)) == 1
@@ -262,6 +266,8 @@ def test_stacks_that_are_wrong() -> None:
     for says, adapters in wrong.items():
         with pytest.raises(WeightsError, match=says):
             kernel(case.x, replace(packed, adapters=adapters), routing)
+    with pytest.raises(WeightsError, match="the weights have no adapters: see Stack.on"):
+        kernel(case.x, packed, routing)
     plain = moekit.compose(p.replace(adapters=None))
     for given, call in ((stack, case.routing), (None, routing)):
         with pytest.raises(WeightsError, match="the kernel was composed without"):
@@ -312,3 +318,32 @@ def test_adapters_do_not_migrate() -> None:
 def test_a_stack_needs_room_in_the_problem() -> None:
     with pytest.raises(InvalidInput, match="the problem has no room"):
         Stack(problem(adapters=None), "cpu")
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_grouped_products_on_the_cpu(groups: int) -> None:
+    """The GPU's code of the torch experts, whose grouped GEMM the CPU runs as well in bf16."""
+    p = problem(dtype=torch.bfloat16, adapters=AdapterSlots(3, 8, separate=groups == 2))
+    case, stack = make_case(p, 21, "masked"), random_adapters(p)
+    slots = torch.arange(21, dtype=torch.int32) % 4 - 1
+    tokens = Dispatched(case.x, None, case.routing.topk_ids, case.routing.topk_weights,
+                        adapter_ids=slots)  # fmt: skip
+    wanted = Wanted(True, True, frozenset(stack.tensors()))
+    made = []
+    for device in ("cpu", "sm90"):
+        given = p.replace(device=device, training=True)
+        experts = TrainableTorch(registry().expert("torch"), given)
+        weights = replace(experts.pack(case.weights), adapters=stack)
+        y, grad = torch.empty_like(case.x), torch.ones_like(case.x)
+        saved = experts.forward(y, tokens, weights)
+        found = experts.backward_input(grad, tokens, weights, saved, wanted)
+        into = {n: torch.full(t.shape, torch.nan) for n, t in stack.tensors().items()}
+        into["w2_b"] = into["w2_b"].bfloat16()
+        experts.backward_weight(grad, tokens, saved, found.kept, into, False)
+        made.append([y, found.x, found.topk_weights, *into.values()])
+    assert AdaptedRows.of(
+        tokens, weights, SortedRows.of(tokens.topk_ids, given), given
+    ).rows.grouped
+    for loops, grouped in zip(*made, strict=True):
+        assert bool(grouped.isfinite().all())
+        assert relative_error(grouped, loops.float()) < 2e-2

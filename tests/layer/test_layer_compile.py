@@ -103,10 +103,20 @@ def test_opcheck() -> None:
     routing = moekit.route(logits, K)
     for operator in ops.operators:
         for x_of, logits_of in ((x, logits), (x.view(2, 3, H), logits.view(2, 3, -1))):
-            args = (x_of, logits_of, None, None, None, None, None, layer.number)
+            args = (x_of, logits_of, *[None] * 6, layer.number)
             torch.library.opcheck(operator, args)
         padding = torch.arange(6) < 2
-        args = (x, None, routing.topk_weights, routing.topk_ids, padding, 6, None, layer.number)
+        args = (
+            x,
+            None,
+            routing.topk_weights,
+            routing.topk_ids,
+            padding,
+            6,
+            None,
+            None,
+            layer.number,
+        )
         torch.library.opcheck(operator, args)
     with pytest.raises(
         Exception, match="aliasing|alias"
@@ -165,7 +175,7 @@ def test_compiled_code_that_outlives_its_layer() -> None:
     del layer
     gc.collect()
     with pytest.raises(MoekitError, match="compiled code outlived the FusedMoE"):
-        ops.operators.plain(x, logits, None, None, None, None, None, number)
+        ops.operators.plain(x, logits, *[None] * 6, number)
 
 
 def test_gradients_are_refused() -> None:

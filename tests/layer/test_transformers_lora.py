@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,9 @@ from test_transformers_gradients import error
 from test_transformers_layer import installed, make  # noqa: F401 (a fixture)
 from test_transformers_models import MODELS, logits
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
-from moekit.errors import MoekitError
+from moekit.errors import MoekitError, Unsupported, WeightsError
 from moekit.problem.quant import scheme
 from moekit.problem.weights import ExpertWeights
 
@@ -62,12 +61,14 @@ def gradients(model: Any) -> dict[str, Tensor]:
 
 @pytest.fixture
 def no_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextmanager
-    def refused(self: Any) -> Any:
-        raise AssertionError("PEFT added the adapters to the weights")
-        yield
+    """Refuse the parametrization by which PEFT adds B A to weights that moekit reads."""
+    register = parametrize.register_parametrization
 
-    monkeypatch.setattr(operands.Operand, "product", refused)
+    def refusing(module: Any, *args: Any, **given: Any) -> Any:
+        assert module.config._experts_implementation != "moekit", "PEFT added B A to the weights"
+        return register(module, *args, **given)
+
+    monkeypatch.setattr(parametrize, "register_parametrization", refusing)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
@@ -130,17 +131,23 @@ def test_quantized_base(quant: str, no_product: None) -> None:
     integration.install()
 
 
-def test_what_moekit_cannot_do_stays_with_peft(caplog: pytest.LogCaptureFixture) -> None:
-    """It says why, once."""
+def test_batch_invariant_experts_stay_with_peft() -> None:
     model = adapted("qwen3_moe", 2)
     want = output(use(model, "eager"))
     integration.install(batch_invariant=True)
-    use(model, "moekit")
-    with caplog.at_level(logging.WARNING, "moekit"):
-        outs = [output(model) for _ in range(2)]
-    said = [r.getMessage() for r in caplog.records if "are added to its weights" in r.getMessage()]
-    assert len(said) == 1 and "batch_invariant" in said[0]
-    assert all(error(out, want) < 1e-4 for out in outs)
+    assert error(output(use(model, "moekit")), want) < 1e-4
+    del model
+    integration.install()
+
+
+def test_backends_without_adapters_say_so() -> None:
+    model = use(adapted("qwen3_moe", 2), "moekit")
+    integration.install(experts="marlin")
+    with pytest.raises(Unsupported, match="experts 'marlin' cannot.*does not take adapters"):
+        output(model)
+    model.base_model.model.model.layers[0].mlp.experts.get_base_layer().down_proj.requires_grad_()
+    with pytest.raises(WeightsError, match="below the adapters require a gradient: freeze them"):
+        output(model)
     del model
     integration.install()
 
@@ -172,7 +179,7 @@ def test_saved_file_is_read(tmp_path: Path) -> None:
     wrapper = dict(model.named_modules())[name.split(".experts")[0] + ".experts"]
     for each in (wrapper, wrapper.base_layer):
         which = "w2" if each.parameter_name == "down_proj" else "w13"
-        held[which] = operands.Operand(each, ["x"], lambda *_: None).matrices(torch.float32)
+        held[which] = operands.Operand(each, ["x"]).matrices(torch.float32)
     assert experts is wrapper.get_base_layer() and made.w13_a is not None and made.w2_a is not None
     for which, a, b in (("w13", made.w13_a[:, 0], made.w13_b), ("w2", made.w2_a, made.w2_b)):
         assert torch.equal(a, held[which][0])

@@ -320,3 +320,13 @@ def test_packages_describe_models(only, capsys, monkeypatch) -> None:
     assert out.startswith("4 experts, top 1,") and "\n  described from DIR\n" in out
     assert main(["explain", "--broken", "DIR"]) == 2
     assert "--broken of broken-dist 1.0 cannot be loaded" in capsys.readouterr().err
+
+
+def test_explain_says_who_takes_adapters(only, capsys) -> None:
+    text = " ".join(explained(capsys, "--adapters", "8:32", "--all").split())
+    assert "8 adapters of rank 32" in text and "chosen: local + torch" in text
+    assert "batched tokens have no room for the ids of adapters" in text
+    for given, says in (("8", "as 8:32"), ("0:8", "at least 1"), ("8:300", "at most 256")):
+        with pytest.raises(SystemExit):
+            main(["explain", *SIZES, "--adapters", given])
+        assert says in capsys.readouterr().err
