@@ -90,7 +90,7 @@ class _Deltas:
 
 
 class TrainableAdapterTriton(TrainableTriton, AdapterTriton, TrainableAdapterExperts):
-    """Adapters of 16 or 32 bits; the base's products are those of `kernels.training_gemm`."""
+    """Adapters over unquantized weights; `kernels.training_gemm` computes all products of rows."""
 
     _deltas: _Deltas | None = None  # of a pass: in a copy of this object
 
