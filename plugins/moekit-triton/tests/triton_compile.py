@@ -16,6 +16,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,7 +28,7 @@ sys.path.append(str(Path(__file__).parents[3] / "tests" / "support"))
 import torch
 import triton
 from gpu_compile import Compiled, recorded
-from moekit_triton import capabilities, moekit_experts, training
+from moekit_triton import capabilities, moekit_experts, training, training_adapters
 from moekit_triton.calls import Buffers, Call, CallAdapters, Layer, low_rank_entries
 from moekit_triton.heuristics import Planner
 from moekit_triton.kernels.tiles import GemmTile
@@ -70,11 +71,13 @@ _ALL = [
                  "adapters": AdapterSlots(1, 8)}, _TOKENS),
 ]  # fmt: skip
 _SMALL_TILES = training.Tiles(*[GemmTile(64, 32, 32, tma=True)] * 6)  # which compile fast
+_TRAINING = training, training_adapters
 _TRAINED: list = [
     ("qwen3-30b", {}),
     ("gpt-oss", {"has_bias": True, "activation": "swigluoai"}),
     ("qwen3-30b", {"dtype": torch.float32}),
     ("qwen3-30b", {"dtype": torch.float16, "activation": "relu2"}),
+    ("qwen3-30b", {"adapters": _SLOTS}),
 ]
 
 
@@ -134,20 +137,26 @@ class _NoValues(TorchDispatchMode):
 def train(problem: MoEProblem, tiles: training.Tiles) -> None:
     """Launch the kernels of a training step of 64 tokens on the CPU, which waits for no value."""
     weights = random_weights(problem.replace(device="cpu"), torch.device("cpu"))
-    with mock.patch.object(training, "choose_tiles", lambda *_: tiles), _NoValues():
-        experts = training.TrainableTriton(moekit_experts()[0], problem)
-        packed = experts.pack(weights)
+    patched = (mock.patch.object(m, "choose_tiles", lambda *_: tiles) for m in _TRAINING)
+    with next(patched), next(patched), _NoValues():
+        experts: Any = training.TrainableTriton(moekit_experts()[0], problem)
+        packed, trained = experts.pack(weights), dict(weights.tensors())
+        if problem.adapters is not None:
+            experts = training_adapters.TrainableAdapterTriton(moekit_experts()[0], problem)
+            stack = random_adapters(problem.replace(device="cpu"))
+            packed, trained = replace(packed, adapters=stack), stack.tensors()
         x = torch.zeros(64, problem.hidden_size, dtype=problem.dtype)
         ids = torch.zeros(64, problem.top_k, dtype=torch.int64)
-        tokens = Dispatched(x, None, ids, ids.float())
+        slots = torch.zeros(64, dtype=torch.int32) if problem.adapters is not None else None
+        tokens = Dispatched(x, None, ids, ids.float(), adapter_ids=slots)
         saved = experts.forward(torch.empty_like(x), tokens, packed)
-        wanted = Wanted(True, True, frozenset(packed.experts))
+        wanted = Wanted(True, True, frozenset(trained))
         kept = experts.backward_input(x, tokens, packed, saved, wanted).kept
         for x_alone in (True, False):  # the others' results have no memory
             few = Wanted(x_alone, not x_alone, frozenset())
             experts.backward_input(x, tokens, packed, saved, few)
         for dtype, add in ((problem.dtype, False), (torch.float32, True)):
-            into = {name: torch.zeros_like(t, dtype=dtype) for name, t in packed.experts.items()}
+            into = {name: torch.zeros_like(t, dtype=dtype) for name, t in trained.items()}
             experts.backward_weight(x, tokens, saved, kept, into, add)
 
 
@@ -188,7 +197,9 @@ def main() -> int:
             plan.launch(call(problem, plan, 1100, torch.zeros(1, dtype=torch.int32)))
         for name, changes in _TRAINED[: 1 if args.quick else None]:
             p = small_of(problem_of(name, device, training=True, **changes))
-            train(p, _SMALL_TILES if args.quick else training.choose_tiles(p, 4096))
+            plain = p.adapters is not None  # without specialized warps
+            tiles = training.choose_tiles(p, 4096, not plain)
+            train(p, _SMALL_TILES if args.quick else tiles)
     for launch in launches:
         try:
             made = launch.compiled()

@@ -90,7 +90,7 @@ class _Deltas:
 
 
 class TrainableAdapterTriton(TrainableTriton, AdapterTriton, TrainableAdapterExperts):
-    """Adapters of 16 or 32 bits; the base's products are those of `kernels.training_gemm`."""
+    """Adapters over unquantized weights; `kernels.training_gemm` computes all products of rows."""
 
     _deltas: _Deltas | None = None  # of a pass: in a copy of this object
 
@@ -130,9 +130,10 @@ class TrainableAdapterTriton(TrainableTriton, AdapterTriton, TrainableAdapterExp
         named_S, order_S = torch.sort(named_RK.view(-1), stable=True)
         each_Q = torch.arange(count, device=x.device, dtype=named_S.dtype)
         ends_Q = torch.searchsorted(named_S, each_Q, right=True, out_int32=True)
-        order, place_S = order_S.int(), saved[2][order_S]
+        order = order_S.int()
+        place_S = saved[2].index_select(0, order).clamp_(0, len(order) - 1)  # -1: no expert
         rows = CompactRows(order, ends_Q, order, 0, ids_RK.shape[1])
-        (dh, pa), p_S1 = kept[:2], topk_weights.reshape(-1)[order_S, None]
+        (dh, pa), p_S1 = kept[:2], topk_weights.reshape(-1, 1).index_select(0, order)
         names = ("ax", "aa", "bdh", "bg")
         low = dict(zip(names, (*saved[5:], *kept[2:]), strict=True))
 
@@ -142,10 +143,11 @@ class TrainableAdapterTriton(TrainableTriton, AdapterTriton, TrainableAdapterExp
             outer_gemm(a, b, out_QMN, rows, tile, gather=gather, add=add)
 
         def between(name: str, weights_S1: Tensor | float = 1.0) -> Tensor:
-            return (low[name].sum(dim=0)[order_S] * weights_S1).to(dh.dtype)
+            rows_SU = low[name].sum(dim=0).index_select(0, order)
+            return (rows_SU * weights_S1).to(dh.dtype)
 
         if (out := into.get("w2_a")) is not None:
-            outer(between("bg"), pa[place_S], out.flatten(0, 1))
+            outer(between("bg"), pa.index_select(0, place_S), out.flatten(0, 1))
         if (out := into.get("w2_b")) is not None:
             outer(grad_RH, between("aa", p_S1), out.flatten(0, 1), "a")
         if (out := into.get("w13_a")) is not None:
@@ -153,7 +155,8 @@ class TrainableAdapterTriton(TrainableTriton, AdapterTriton, TrainableAdapterExp
             outer(between("bdh"), x, out.view(count, -1, out.shape[-1]), "b")
         if (out := into.get("w13_b")) is not None:
             groups = low["ax"].shape[2] // out.shape[3]
-            parts = (dh[place_S], 1), (between("ax"), 1), (out.flatten(0, 1), 1)
+            dh_S = dh.index_select(0, place_S)
+            parts = (dh_S, 1), (between("ax"), 1), (out.flatten(0, 1), 1)
             for part in zip(*(t.chunk(groups, dim) for t, dim in parts), strict=True):
                 outer(*part)
 
