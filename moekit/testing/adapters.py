@@ -106,6 +106,10 @@ class AdapterConformance(ExpertsBase):
         """Return nothing: the kit of the experts checks what the spec declares."""
         return []
 
+    def _class(self) -> type:
+        spec = self._spec()
+        return replace(spec, target=spec.adapters or spec.target).load()
+
     def _named(self, name: str, **more: Any) -> tuple[Case, Adapters]:
         """Return a call of `_CALLS` in which tokens have every slot or none, and its adapters."""
         kind, num_tokens, changes, unusual = _CALLS[name]
