@@ -304,8 +304,11 @@ def test_what_takes_no_adapters_says_so() -> None:
         problem(batch_invariant=True)
     with pytest.raises(InvalidProblem, match="at most 256"):
         AdapterSlots(1, 257)
-    with pytest.raises(Unsupported, match="does not take adapters"):
-        moekit.compose(problem(), experts="ktransformers")
+    known = registry().copy()
+    known.register(replace(registry().expert("torch"), name="other"))
+    for experts in ("ktransformers", "torch:4|other"):
+        with pytest.raises(Unsupported, match="does not take adapters"):
+            moekit.compose(problem(), experts=experts, backends=known)
     assert "2 adapters of rank 4" in repr(moekit.compose(problem()))
 
 
