@@ -217,6 +217,11 @@ def test_wrong_router_logits() -> None:
     for logits in (torch.randn(4, 4), torch.randn(5, 3), torch.randn(5, 4, device="meta")):
         with pytest.raises(InvalidInput):
             kernel(case.x, packed, RouterLogits.of(logits, how, 2))
+    for value in (float("nan"), float("inf"), -float("inf")):
+        logits = torch.randn(5, 4)
+        logits[2] = value
+        with pytest.raises(InvalidInput, match="router logits of a token hold NaN"):
+            kernel(case.x, packed, RouterLogits.of(logits, how, 2))
     plain = moekit.compose(PROBLEM, "local", "torch")
     with pytest.raises(InvalidInput, match="torch takes no router logits here: pass moekit.route"):
         given = RouterLogits.of(torch.randn(5, 4), how, 2)
