@@ -22,6 +22,7 @@ from moekit.errors import (
     NoBackend,
     UnknownBackend,
     Unsupported,
+    WeightsError,
 )
 from moekit.plugin import FusedSpec, RouterLogits
 from moekit.testing.calls import check_call
@@ -271,6 +272,15 @@ def test_a_layer_lets_it_route(layers: list[bool], options, call, logits: bool) 
         outs.append(layer(x, scores, **call))
     torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-4)
     assert set(layers) == {logits} and len(layers) == (3 if "max_num_tokens" in options else 1)
+
+
+@pytest.mark.usefixtures("layers")
+def test_a_layer_does_not_drop_ids_of_adapters() -> None:
+    layer = FusedMoE(4, 2, 64, 48, params_dtype=torch.float32, device="cpu", experts="acme_fused")
+    layer.load_weights(make_case(PROBLEM, 1).weights)
+    ids = torch.zeros(3, dtype=torch.int32)
+    with pytest.raises(WeightsError, match="set adapters=AdapterSlots"):
+        layer(torch.randn(3, 64), torch.randn(3, 4), adapter_ids=ids)
 
 
 def test_no_backend_is_left() -> None:
