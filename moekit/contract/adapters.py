@@ -1,6 +1,6 @@
 """The interface of experts that take adapters (LoRA), and how a token's adapter travels.
 
-The kernel sets two things in calls of problems with ``adapters``:
+Calls of problems with ``adapters`` have two things more:
 
     weights.adapters    the stack of S adapters, `Adapters`; None: compute the base alone
     tokens.adapter_ids  (R,) int32, the slot of each row, -1 for none
