@@ -18,8 +18,9 @@ from moekit.contract import Adapters, BufferSpec, Dispatched, PackedWeights, Rou
 from moekit.contract.adapters import AdapterExperts, TrainableAdapterExperts
 from moekit.contract.interfaces import ADAPTER_NAMES
 from moekit.contract.training import InputGradients, Wanted
-from moekit.problem import MoEProblem, quant
+from moekit.problem import MoEProblem
 from moekit.problem.activation import apply_activation
+from moekit.problem.quantize import dequantize
 from moekit.problem.weights import ExpertWeights
 
 _Delta = Callable[[str, Tensor, Tensor], Tensor]
@@ -247,7 +248,7 @@ def dequantized_input(tokens: Dispatched, problem: MoEProblem) -> Tensor:
     if tokens.x_scale is None:
         return tokens.x.float()
     assert problem.quant.activation is not None
-    return quant.dequantize(tokens.x, tokens.x_scale, problem.quant.activation)
+    return dequantize(tokens.x, tokens.x_scale, problem.quant.activation)
 
 
 class BatchedReference(LocalBatchedDispatcher):

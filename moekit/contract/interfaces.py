@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from moekit.contract.pending import Pending
 from moekit.contract.sizes import size_text
 from moekit.contract.specs import Backend, DispatcherSpec, ExpertsSpec
 from moekit.contract.sums import weight_and_reduce
-from moekit.problem import MoEProblem, quant
+from moekit.problem import MoEProblem
 from moekit.problem.weights import ExpertWeights
 
 if TYPE_CHECKING:
@@ -317,8 +317,13 @@ class PermuteExpertsUnpermute(Backend):
 
     interface = "PermuteExpertsUnpermute"
 
-    # Used by `quantize`. A backend may set a faster function of the same arguments.
-    quantizer: ClassVar[Callable[..., tuple[Tensor, Tensor]]] = staticmethod(quant.quantize)
+    @staticmethod
+    def quantizer(*arguments: Any) -> tuple[Tensor, Tensor]:
+        """Serve `quantize`. A backend may set a faster function of the same arguments."""
+        from moekit.problem.quantize import quantize
+
+        return quantize(*arguments)
+
     # Used wherever this backend's rows are weighted and summed, also in dispatchers. A backend may
     # set a faster function of the same arguments and bits.
     weight_and_reduce: Callable[..., Tensor] = staticmethod(weight_and_reduce)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial, reduce
 
 import torch
 from torch import Tensor
@@ -103,68 +101,3 @@ CODES = {
     # In groups of 16: 9.5e-2 for one rounding, 1.5e-1 for the two.
     "float4_e2m1": Codes(bits=4, codebook=(*E2M1, *(-v for v in E2M1)), error=0.22),
 }
-
-
-def stored(x: Tensor, codes: Codes) -> Tensor:
-    """Return fp32 numbers (..., columns) within +-largest as stored values; undoes `numbers`."""
-    if codes.encode is not None:
-        return codes.encode(x)
-    if codes.codebook:
-        return pack(_nearest(x, codes.codebook), codes.bits)
-    x = x if codes.torch_dtype.is_floating_point else x.round()
-    if codes.integers:
-        return pack((x + (codes.zero or 0)).to(torch.uint8), codes.bits)
-    return x.to(codes.torch_dtype)
-
-
-def _nearest(x: Tensor, codebook: tuple[float, ...]) -> Tensor:
-    """Convert fp32 to the uint8 codes of the nearest values; ties go to an even code."""
-    ends, order = _cells(codebook)
-    upper = torch.tensor(ends, dtype=torch.float32, device=x.device)
-    codes = torch.tensor(order, dtype=torch.uint8, device=x.device)
-    return codes.index_select(0, torch.bucketize(x, upper, out_int32=True).flatten()).view(x.shape)
-
-
-@cache
-def _cells(codebook: tuple[float, ...]) -> tuple[list[float], list[int]]:
-    """Return the largest number of each value but the last, and the codes, in rising order."""
-    order = sorted(range(len(codebook)), key=lambda code: (codebook[code], -code))
-    value = torch.tensor([codebook[code] for code in order], dtype=torch.float32, device="cpu")
-    middle = (value[1:] + value[:-1]) / 2
-    above = torch.tensor([code % 2 == 0 for code in order[1:]], device="cpu")  # takes the tie
-    below = middle.nextafter(torch.full_like(middle, -math.inf))
-    return torch.where(above, below, middle).tolist(), order
-
-
-def pack(values: Tensor, bits: int) -> Tensor:
-    """Pack uint8 codes (..., columns) of so many bits to bytes, the first in the lowest bits."""
-    each = [values[..., i :: 8 // bits] << i * bits for i in range(8 // bits)]
-    return reduce(torch.bitwise_or, each)
-
-
-def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Undo `pack`."""
-    each = [packed >> i * bits & 2**bits - 1 for i in range(8 // bits)]
-    return torch.stack(each, dim=-1).flatten(-2)
-
-
-pack_int4, unpack_int4 = partial(pack, bits=4), partial(unpack, bits=4)
-
-
-def numbers(q: Tensor, codes: Codes, zeros: Tensor | None = None) -> Tensor:
-    """Return stored values (..., columns) as fp32, without scale.
-
-    zeros: the zero point of each value; None: the codes have one.
-    """
-    if codes.decode is not None:
-        return codes.decode(q)
-    if codes.integers:
-        values = (q if codes.bits == 8 else unpack(q, codes.bits)).float()
-        return values.sub_((codes.zero or 0) if zeros is None else zeros)
-    if not codes.codebook:
-        return q.float()
-    book = torch.tensor(codes.codebook, dtype=torch.float32, device=q.device)
-    byte = torch.arange(256, dtype=torch.uint8, device=q.device)
-    runs = book[unpack(byte[:, None], codes.bits).long()]
-    # An index in brackets would be converted to int64.
-    return runs.index_select(0, q.int().flatten()).view(*q.shape, codes.per_byte).flatten(-2)

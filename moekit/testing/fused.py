@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from moekit.contract.fused import FusedKernel, FusedSpec, RouterLogits
+from moekit.contract.fused import FusedSpec
+from moekit.contract.fused_kernel import FusedKernel, RouterLogits
 from moekit.layer.router import Router, RoutingConfig
 from moekit.testing import cases
 from moekit.testing.calls import call, pack

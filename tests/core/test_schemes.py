@@ -19,7 +19,7 @@ from moekit.discovery import registry as plugins
 from moekit.errors import InvalidProblem
 from moekit.formats.methods import format_of_scheme
 from moekit.plugin import SCHEMES, WIRE_SCHEMES, Codes
-from moekit.problem.quant import dequantize, quantize
+from moekit.problem.quantize import dequantize, quantize
 from moekit.selection.composite import composite
 from moekit.testing.calls import check_call
 from moekit.testing.cases import make_case

@@ -12,6 +12,7 @@ import moekit
 from moekit.contract import Dispatched
 from moekit.errors import BackendBroken, InvalidInput
 from moekit.problem import quant
+from moekit.problem.quantize import quantize
 from moekit.runtime.workspace import Workspace
 
 FP8 = torch.float8_e4m3fn
@@ -230,7 +231,7 @@ def test_quantized_slabs(device, monkeypatch, scales, slab):
         ).quantize(problem.quant)
         made.append((experts, experts.pack(weights.canonical(problem))))
     counts = torch.tensor([7, 0, 20], dtype=torch.int32)
-    x, scale = quant.quantize(torch.randn(3, slab, 256), GROUPS)
+    x, scale = quantize(torch.randn(3, slab, 256), GROUPS)
     used = torch.arange(slab) < counts[:, None]
     scale[~used] = NAN
     if scales == "columns":

@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from moekit.plugin import OperandQuant, quant
+from moekit.plugin import OperandQuant
+from moekit.plugin import quantize as in_torch
 
 from .launch import Launcher, cdiv, next_power_of_2, wait_then_launch_dependents
 from .numerics import (
@@ -129,7 +130,7 @@ def quantize_activations(
     static_scale: torch.Tensor | None,
     valid_rows: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize activations like `moekit.plugin.quant.quantize`, with the kernels of this module.
+    """Quantize activations like `moekit.plugin.quantize`, with the kernels of this module.
 
     Inputs other than a non-empty matrix with unit stride go to the core's function. Rows outside
     ``valid_rows``, bool (R,), become undefined, but never decide a scale.
@@ -139,7 +140,7 @@ def quantize_activations(
         (1, 1).
     """
     if x_RH.dim() != 2 or x_RH.numel() == 0 or x_RH.stride(1) != 1:
-        return quant.quantize(x_RH, operand, static_scale, valid_rows)
+        return in_torch(x_RH, operand, static_scale, valid_rows)
     q = torch.empty(x_RH.shape, dtype=operand.torch_dtype, device=x_RH.device)
     valid = ValidRows() if valid_rows is None else ValidRows(mask=valid_rows)
     if not operand.per_tensor:
