@@ -2,9 +2,9 @@
 
     python benchmarks/keep_sm90.py IN.so OUT.so [REGEX]
 
-Of the section .nv_fatbin, cubins of sm_90 stay. With REGEX, only those of them stay whose kernels'
-names match it (as readelf and c++filt print them). Headers stay, so the library loads as before; a
-kernel whose code is gone fails when it is launched.
+Of the section .nv_fatbin, cubins of sm_90 stay. With REGEX, a cubin stays only if a name of its
+kernels matches it (as readelf and c++filt print names). Headers stay, so the library loads as
+before; a kernel whose code is gone fails when it is launched.
 """
 
 from __future__ import annotations
