@@ -54,11 +54,27 @@ def check(what: str, call: Call, kernel: Any, weights: Any, packed: Any) -> None
     want = oracle(x, weights, routing, kernel.problem, packed.adapters)
     if said := complain(out, want, kernel.problem):
         failures.append(f"{what}: {said}")
-    routing.adapter_ids[::2] = -1
+    ids = routing.adapter_ids.clone()
+    ids[::2] = -1
+    routing = replace(routing, adapter_ids=ids)
     mixed = kernel(x, packed, routing)
     plain = kernel(x, replace(packed, adapters=None), replace(routing, adapter_ids=None))
     if not torch.equal(mixed[::2], plain[::2]):
         failures.append(f"{what}: other bits without an adapter")
+
+
+def check_replays(what: str, calls: list[Call], replays: int = 20) -> None:
+    """Compare the bits of calls that follow each other in a CUDA graph with those of each alone."""
+    want = [call()[0].clone() for call in calls]  # type: ignore[index]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = [call()[0] for call in calls]  # type: ignore[index]
+    for _ in range(replays):
+        graph.replay()
+    torch.cuda.synchronize()
+    if not all(map(torch.equal, made, want)):
+        failures.append(f"{what}: other bits in a graph")
 
 
 def kernels(call: Call, runs: int = 5) -> str:
@@ -97,6 +113,7 @@ def measure(args: argparse.Namespace, quant: str) -> None:
                 continue
             if slots == max(args.slots):
                 check(f"{quant} T {tokens} {name}", calls[0], kernel, weights, packed)
+                check_replays(f"{quant} T {tokens} {name}", calls)
             found = in_turns({"base": made[tokens]["base"], name: calls}, args.replays)
             us = {key: result.us or 0.0 for key, result in found.items()}
             times[tokens].setdefault("base", us["base"])

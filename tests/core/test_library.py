@@ -51,7 +51,8 @@ def test_the_environment_names_the_package_or_its_parent(package, monkeypatch):
         monkeypatch.setenv("ACME_PATH", str(named))
         assert ACME.folder() == package and ACME.version() == "2.1.0"
     assert ACME.unsupported() == [
-        "acme-library 2.1.0 is installed, but >=1.2,<2 is required (pip install 'acme-library>=1.2,<2')"
+        "acme-library 2.1.0 is installed, but >=1.2,<2 is required "
+        "(pip install 'acme-library>=1.2,<2')"
     ]
 
 
