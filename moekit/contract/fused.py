@@ -29,15 +29,17 @@ from moekit.untrusted.code import Fault
 
 @dataclass(frozen=True, kw_only=True)
 class FusedSpec(DispatcherSpec, ExpertsSpec):
-    """The facts that a FusedKernel declares: a dispatcher's and the experts'.
+    """The facts that a FusedKernel declares: the facts of a dispatcher and of experts.
 
     moves_tokens: it exchanges tokens where they must move. It also serves problems in which every
         token stays on its rank.
-    routes: takes a `moekit.layer.router.RoutingConfig`, and returns the reasons why the kernel does
-        not choose experts in this way itself; None if it never does. It takes a Routing as well.
+    routes: a function that takes a `moekit.layer.router.RoutingConfig`, and returns the reasons why
+        the kernel cannot choose experts in this way. None: the kernel never chooses experts. Every
+        kernel takes a Routing as well.
 
-    Its tokens are unquantized, in the STANDARD format, and it sums over K in every problem. It has
-    no backward, and its sizes are not padded: `check` refuses those that its kernels cannot do.
+    A fused kernel takes unquantized tokens in the STANDARD format, and sums over K in every
+    problem. It has no backward. moekit does not pad sizes for it: `check` refuses the sizes that
+    its kernels cannot compute.
     """
 
     kind = "fused kernel"
@@ -81,7 +83,7 @@ class FusedSpec(DispatcherSpec, ExpertsSpec):
         return [why for each in specs for why in each._unsupported_features(self, problem)]
 
     def made_for(self, problem: MoEProblem) -> FusedSpec:
-        """Return the spec as it holds for ``problem``: without a transfer if nothing moves."""
+        """Return the spec for ``problem``, without ``moves_tokens`` if no token moves."""
         return self if problem.parallel.moves_tokens else replace(self, moves_tokens=False)
 
 
@@ -89,10 +91,10 @@ class FusedSpec(DispatcherSpec, ExpertsSpec):
 class RouterLogits(Routing):
     """The router's logits, for a call whose kernel chooses the experts itself.
 
-    Weights are 0 and ids -1 in the place of what the kernel computes.
+    Its weights are 0 and its ids -1: the kernel computes both.
 
     logits: (T, E), contiguous, of any float dtype.
-    how: a `moekit.layer.router.RoutingConfig` that ``spec.routes`` has no reasons against.
+    how: a `moekit.layer.router.RoutingConfig` for which ``spec.routes`` returns no reasons.
     """
 
     logits: Tensor = field(kw_only=True)
@@ -109,10 +111,10 @@ class RouterLogits(Routing):
 
 
 class FusedKernel(PrepareAndFinalize, PermuteExpertsUnpermute):
-    """Moves tokens, runs the experts and brings the results home, all in `run`.
+    """A backend that moves tokens, runs the experts and sends the results back, all in `run`.
 
-    It is made as a dispatcher, and called on every rank, also where there are no tokens. Where no
-    token moves, ``group`` is None, and `run` computes this rank's experts only.
+    moekit constructs it as it constructs a dispatcher, and calls it on every rank, also without
+    tokens. Where no token moves, ``group`` is None, and `run` computes this rank's experts only.
     """
 
     interface = "FusedKernel"
@@ -137,9 +139,9 @@ class FusedKernel(PrepareAndFinalize, PermuteExpertsUnpermute):
 
         Args:
             out_TH: (T, H), contiguous, in the problem's dtype.
-            x_TH: (T, H), as `PrepareAndFinalize.prepare` takes it. Read only.
+            x_TH: (T, H), as in `PrepareAndFinalize.prepare`. Read only.
             weights: what `pack` returned, possibly with experts moved. Read only.
-            routing: as `prepare` takes it; RouterLogits only if ``spec.routes`` allows it.
+            routing: as in `prepare`; RouterLogits only if ``spec.routes`` returns no reasons.
             workspace: the buffers that `workspace` asked for, uninitialized.
         """
 
