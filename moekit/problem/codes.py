@@ -1,4 +1,4 @@
-"""How values are stored: the codes of moekit's dtypes, and of those that plugins declare."""
+"""Codes store the values of quantized operands: moekit's codes, and functions for all codes."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Codes:
-    """How the values of an operand are stored. Plugins declare theirs with `moekit_schemes`.
+    """The codes that store the values of an operand. A plugin's schemes bring their own.
 
-    bits: of a code: 8, or 4, 2 or 1, several in a byte, the first column in its lowest bits.
-    torch_dtype: of the stored tensor; uint8 unless ``bits`` is 8.
+    bits: the bits of a code: 8, 4, 2 or 1. A byte holds 8 / bits codes, the first column in its
+        lowest bits.
+    torch_dtype: the dtype of the stored tensor; uint8 unless ``bits`` is 8.
     largest: the magnitude to which the largest value of a group is scaled. Default: the codebook's.
     codebook: the 2 ** bits values of the codes, multiplied by the scale; empty for numbers of
         ``torch_dtype``.
-    zero: the code of 0, which fills what is padded; None if there is none, and sizes are then not
+    zero: the code of 0, with which moekit pads; None if there is none, and sizes are then not
         padded. It is subtracted from integers. A codebook that holds 0.0 sets it.
-    encode, decode: functions where that is not enough. ``encode(x)`` takes fp32 (..., rows,
-        columns) divided by the scales and within +-largest, and returns the stored tensor, with
-        columns * bits / 8 columns; ``decode`` undoes it. A group may not depend on another one, and
-        zeros must become bytes of ``zero``.
-    error: the relative RMS error that a layer stays below whose activations are stored so. None:
-        only weights can be.
+    encode, decode: functions for other codes. ``encode(x)`` takes fp32 (..., rows, columns) divided
+        by the scales and within +-largest, and returns the stored tensor, with columns * bits / 8
+        columns; ``decode`` undoes it. Groups must not depend on each other, and zeros must become
+        bytes of ``zero``.
+    error: an upper bound of a layer's relative RMS error if these codes store its activations.
+        None: the codes are for weights only.
     """
 
     bits: int = 8
@@ -90,7 +91,7 @@ _CODES = {
     "error": optional(real(above=0.0, most=0.5)),
 }
 
-# The errors of layers with such activations. They lose bits twice, before each GEMM.
+# `error` of layers whose activations have these codes: they lose bits twice, before each GEMM.
 CODES = {
     # 4 significant bits: 2.6e-2 for one rounding, 4e-2 to 6.3e-2 for the two and what the
     # activation makes of the first. How many values share a scale hardly matters, because fp8 is a
@@ -127,7 +128,7 @@ def _nearest(x: Tensor, codebook: tuple[float, ...]) -> Tensor:
 
 @cache
 def _cells(codebook: tuple[float, ...]) -> tuple[list[float], list[int]]:
-    """Return the largest number of each value but the last, and the codes, in rising order."""
+    """Return the upper end of the cell of each value but the last, and the codes, both rising."""
     order = sorted(range(len(codebook)), key=lambda code: (codebook[code], -code))
     value = torch.tensor([codebook[code] for code in order], dtype=torch.float32, device="cpu")
     middle = (value[1:] + value[:-1]) / 2
@@ -137,7 +138,7 @@ def _cells(codebook: tuple[float, ...]) -> tuple[list[float], list[int]]:
 
 
 def pack(values: Tensor, bits: int) -> Tensor:
-    """Pack uint8 codes (..., columns) of so many bits to bytes, the first in the lowest bits."""
+    """Pack uint8 codes (..., columns) of ``bits`` bits to bytes, the first in the lowest bits."""
     each = [values[..., i :: 8 // bits] << i * bits for i in range(8 // bits)]
     return reduce(torch.bitwise_or, each)
 
@@ -154,7 +155,7 @@ pack_int4, unpack_int4 = partial(pack, bits=4), partial(unpack, bits=4)
 def numbers(q: Tensor, codes: Codes, zeros: Tensor | None = None) -> Tensor:
     """Return stored values (..., columns) as fp32, without scale.
 
-    zeros: the zero point of each value; None: the codes have one.
+    zeros: the zero point of each value; None: ``codes.zero`` for all.
     """
     if codes.decode is not None:
         return codes.decode(q)
