@@ -13,8 +13,8 @@ Two epilogues read memory: the product for q ("pull") reads h, and an outer prod
 the sums so far. Both come through the ring in chunks of 64 columns, as further steps of the tile,
 so they are loaded before the product ends. Results replace them in the same stage.
 
-Three more warps, in outer products two, can copy rows into the order of the experts: what the
-product reads, ahead of its tiles, as in `specialized`, or what a later product reads.
+Three more warps, in outer products two, can copy rows into the order of the experts. They copy rows
+that the product's own tiles read later, as in `specialized`, or rows for a later product.
 """
 
 from __future__ import annotations
@@ -85,9 +85,10 @@ def specialized_rows(
 ) -> None:
     """Compute `rows_gemm` of rows in order, with silu and a gate, without clamp and bias.
 
-    All tensors are contiguous, except that ``w_LKN`` may have its matrices transposed, and of
-    ``source_RK`` rows alone. N and K are multiples of 128. Other kinds than "pull" need ``out``;
-    "pull" needs ``dh`` and weights. source_RK: fill ``a_SK`` from it, a row for each assignment.
+    All tensors are contiguous, except that ``w_LKN`` may have its matrices transposed, and
+    ``source_RK`` only needs contiguous rows. N and K are multiples of 128. Other kinds than "pull"
+    need ``out``; "pull" needs ``dh`` and weights. source_RK: ``a_SK`` is filled from it, one row
+    for each assignment.
     """
     kind, e = epilogue.kind, epilogue
     w = w_LKN.mT if (across := w_LKN.stride(2) != 1) else w_LKN
@@ -120,8 +121,8 @@ def specialized_outer(
 ) -> None:
     """Compute `outer_gemm` of rows in order.
 
-    All tensors are contiguous; M and N are multiples of 128. copy: a source (R, H) and the rows
-    (S, H) to fill from it meanwhile, one for each assignment.
+    All tensors are contiguous; M and N are multiples of 128. copy: a source (R, H), and memory (S,
+    H) that is filled from it meanwhile, one row for each assignment.
     """
     experts, m, n = out_LMN.shape
     assert m % 128 == 0 and n % 128 == 0 and a_SM.shape[1] == m and b_SN.shape[1] == n
@@ -137,13 +138,13 @@ def specialized_outer(
 
 
 def _counters(rows: CompactRows) -> torch.Tensor:
-    """Return counters of a launch: of its tiles, of units of copied rows, and of each block's."""
+    """Return a launch's counters: of tiles, of copied units, and of each block's copied rows."""
     size = 2 + triton.cdiv(len(rows.order_S), BLOCK_M)
     return torch.zeros(size, dtype=torch.int32, device=rows.order_S.device)
 
 
 def _copied(source: torch.Tensor | None, into: torch.Tensor, rows: CompactRows) -> list[Any]:
-    """Return the arguments of a copy."""
+    """Return the kernel's arguments for a copy of ``source``, which may be None."""
     assert source is None or source.stride(1) == 1 and source.shape[1] == into.shape[1]
     stride = 0 if source is None else source.stride(0)
     sizes = len(rows.order_S), rows.top_k, into.shape[1], stride, len(rows.ends_L)
@@ -161,8 +162,10 @@ def _halves(pairs_SW: torch.Tensor | None, columns: int) -> list[Any]:
 
 @gluon.jit
 def _multiply(WHICH: gl.constexpr, memory, barriers, slot, phase, steps, OUTER: gl.constexpr):
-    """Return the sum of the products of the next stages, and release the stages. The first product
-    needs no zeros in registers."""
+    """Return the sum of the products of the next stages, and release the stages.
+
+    The first product needs no zeros in registers.
+    """
     mbarrier.wait(barriers[0].index(slot), phase)
     acc = start_product(WHICH, memory, slot, zeros(), OUTER)
     acc = warpgroup_mma_wait(1, deps=(acc,))
@@ -375,7 +378,7 @@ def _tile(tile, tiles, row_blocks, sizes, blocks, ACROSS: gl.constexpr, KIND: gl
 @gluon.jit
 def _load(operands, sizes, blocks, memory, barriers, mail, COPY: gl.constexpr, KIND: gl.constexpr):
     """Load every tile's operands, and what its epilogue reads. Outer: an expert's last rows come
-    first. Others: wait for rows that are copied."""
+    first. Products of rows: wait until the rows are copied."""
     OUTER: gl.constexpr = KIND == "outer" or KIND == "add"
     BYTES: gl.constexpr = (2 * ROWS + WIDE) * STEP * 2
     a, b, first, second = operands
@@ -451,13 +454,15 @@ def _load(operands, sizes, blocks, memory, barriers, mail, COPY: gl.constexpr, K
     commit_message(mail, count, (0, 0, -1))
 
 
-# -- the warp that clears, and those that copy --------------------------------------------------
+# -- the warps that clear and copy ---------------------------------------------------------------
 
 
 @gluon.jit
 def _clear(memory, barriers, mail, KIND: gl.constexpr):
-    """Set rows of a partial stage, each tile's first one, to zero where they are not the expert's,
-    and pass it on. The producer fills these stages by barriers of their own."""
+    """Set rows of another expert to zero in partial stages, and release these to the consumers.
+
+    The partial stage is the first one of a tile. The producer signals it by separate barriers.
+    """
     full, empty = barriers
     slot, phases, count = 0, 0, 0
     row, col, length = wait_message(mail, count)
@@ -482,8 +487,10 @@ def _clear(memory, barriers, mail, KIND: gl.constexpr):
 
 @gluon.jit
 def _clear_unit(memory, panel, unit, rows):
-    """Set a unit's rows from ``rows`` on to zero in a panel of STEP rows by 64 columns. Swizzling
-    moves nothing to another row."""
+    """Set a unit's rows from ``rows`` on to zero in a panel of STEP rows by 64 columns.
+
+    Swizzling permutes columns within a row only.
+    """
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     EACH: gl.constexpr = STEP // UNIT
