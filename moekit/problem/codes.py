@@ -149,7 +149,9 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     return torch.stack(each, dim=-1).flatten(-2)
 
 
-pack_int4, unpack_int4 = partial(pack, bits=4), partial(unpack, bits=4)
+pack_int4 = partial(pack, bits=4)
+unpack_int4 = partial(unpack, bits=4)
+"""Return the uint8 codes (..., 2 n) of 4 bits in bytes (..., n), the first in the lower bits."""
 
 
 def numbers(q: Tensor, codes: Codes, zeros: Tensor | None = None) -> Tensor:
