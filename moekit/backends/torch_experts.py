@@ -105,7 +105,7 @@ class TorchExperts(AdapterExperts):
 
     @property
     def _on_cpu(self) -> bool:
-        """Whether `cpu_experts` runs, which has no adapters."""
+        """Return whether `cpu_experts` runs; it takes no adapters."""
         return self.problem.device.type == "cpu" and self.problem.adapters is None
 
     def _choice(self) -> cpu_experts.Choice:

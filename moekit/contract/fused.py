@@ -14,15 +14,17 @@ from moekit.untrusted.code import Fault
 
 @dataclass(frozen=True, kw_only=True)
 class FusedSpec(DispatcherSpec, ExpertsSpec):
-    """The facts that a FusedKernel declares: a dispatcher's and the experts'.
+    """The facts that a FusedKernel declares: the facts of a dispatcher and of experts.
 
     moves_tokens: it exchanges tokens where they must move. It also serves problems in which every
         token stays on its rank.
-    routes: takes a `moekit.layer.router.RoutingConfig`, and returns the reasons why the kernel does
-        not choose experts in this way itself; None if it never does. It takes a Routing as well.
+    routes: a function that takes a `moekit.layer.router.RoutingConfig`, and returns the reasons why
+        the kernel cannot choose experts in this way. None: the kernel never chooses experts. Every
+        kernel takes a Routing as well.
 
-    Its tokens are unquantized, in the STANDARD format, and it sums over K in every problem. It has
-    no backward, and its sizes are not padded: `check` refuses those that its kernels cannot do.
+    A fused kernel takes unquantized tokens in the STANDARD format, and sums over K in every
+    problem. It has no backward. moekit does not pad sizes for it: `check` refuses the sizes that
+    its kernels cannot compute.
     """
 
     kind = "fused kernel"
@@ -66,5 +68,5 @@ class FusedSpec(DispatcherSpec, ExpertsSpec):
         return [why for each in specs for why in each._unsupported_features(self, problem)]
 
     def made_for(self, problem: MoEProblem) -> FusedSpec:
-        """Return the spec as it holds for ``problem``: without a transfer if nothing moves."""
+        """Return the spec for ``problem``, without ``moves_tokens`` if no token moves."""
         return self if problem.parallel.moves_tokens else replace(self, moves_tokens=False)

@@ -29,10 +29,10 @@ from moekit.problem import MoEProblem
 class RouterLogits(Routing):
     """The router's logits, for a call whose kernel chooses the experts itself.
 
-    Weights are 0 and ids -1 in the place of what the kernel computes.
+    Its weights are 0 and its ids -1: the kernel computes both.
 
     logits: (T, E), contiguous, of any float dtype.
-    how: a `moekit.layer.router.RoutingConfig` that ``spec.routes`` has no reasons against.
+    how: a `moekit.layer.router.RoutingConfig` for which ``spec.routes`` returns no reasons.
     """
 
     logits: Tensor = field(kw_only=True)
@@ -49,10 +49,10 @@ class RouterLogits(Routing):
 
 
 class FusedKernel(PrepareAndFinalize, PermuteExpertsUnpermute):
-    """Moves tokens, runs the experts and brings the results home, all in `run`.
+    """A backend that moves tokens, runs the experts and sends the results back, all in `run`.
 
-    It is made as a dispatcher, and called on every rank, also where there are no tokens. Where no
-    token moves, ``group`` is None, and `run` computes this rank's experts only.
+    moekit constructs it as it constructs a dispatcher, and calls it on every rank, also without
+    tokens. Where no token moves, ``group`` is None, and `run` computes this rank's experts only.
     """
 
     interface = "FusedKernel"
@@ -77,9 +77,9 @@ class FusedKernel(PrepareAndFinalize, PermuteExpertsUnpermute):
 
         Args:
             out_TH: (T, H), contiguous, in the problem's dtype.
-            x_TH: (T, H), as `PrepareAndFinalize.prepare` takes it. Read only.
+            x_TH: (T, H), as in `PrepareAndFinalize.prepare`. Read only.
             weights: what `pack` returned, possibly with experts moved. Read only.
-            routing: as `prepare` takes it; RouterLogits only if ``spec.routes`` allows it.
+            routing: as in `prepare`; RouterLogits only if ``spec.routes`` returns no reasons.
             workspace: the buffers that `workspace` asked for, uninitialized.
         """
 

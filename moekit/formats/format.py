@@ -118,7 +118,7 @@ class Format:
 
     @property
     def codes(self) -> Codes:
-        """How the core's tensor stores the weights."""
+        """The codes of the core's tensor. Raises WeightsError if no scheme has its dtype."""
         found = codes_of(self.dtype)
         if found is None:
             raise WeightsError(f"{self.name}: no quant scheme has {self.dtype} weights")

@@ -1,4 +1,4 @@
-"""How values are stored: the codes of moekit's dtypes, and of those that plugins declare."""
+"""Codes store the values of quantized operands: moekit's codes, and functions for all codes."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Codes:
-    """How the values of an operand are stored. Plugins declare theirs with `moekit_schemes`.
+    """The codes that store the values of an operand. A plugin's schemes bring their own.
 
-    bits: of a code: 8, or 4, 2 or 1, several in a byte, the first column in its lowest bits.
-    torch_dtype: of the stored tensor; uint8 unless ``bits`` is 8.
+    bits: the bits of a code: 8, 4, 2 or 1. A byte holds 8 / bits codes, the first column in its
+        lowest bits.
+    torch_dtype: the dtype of the stored tensor; uint8 unless ``bits`` is 8.
     largest: the magnitude to which the largest value of a group is scaled. Default: the codebook's.
     codebook: the 2 ** bits values of the codes, multiplied by the scale; empty for numbers of
         ``torch_dtype``.
-    zero: the code of 0, which fills what is padded; None if there is none, and sizes are then not
+    zero: the code of 0, with which moekit pads; None if there is none, and sizes are then not
         padded. It is subtracted from integers. A codebook that holds 0.0 sets it.
-    encode, decode: functions where that is not enough. ``encode(x)`` takes fp32 (..., rows,
-        columns) divided by the scales and within +-largest, and returns the stored tensor, with
-        columns * bits / 8 columns; ``decode`` undoes it. A group may not depend on another one, and
-        zeros must become bytes of ``zero``.
-    error: the relative RMS error that a layer stays below whose activations are stored so. None:
-        only weights can be.
+    encode, decode: functions for other codes. ``encode(x)`` takes fp32 (..., rows, columns) divided
+        by the scales and within +-largest, and returns the stored tensor, with columns * bits / 8
+        columns; ``decode`` undoes it. Groups must not depend on each other, and zeros must become
+        bytes of ``zero``.
+    error: an upper bound of a layer's relative RMS error if these codes store its activations.
+        None: the codes are for weights only.
     """
 
     bits: int = 8
@@ -88,7 +89,7 @@ _CODES = {
     "error": optional(real(above=0.0, most=0.5)),
 }
 
-# The errors of layers with such activations. They lose bits twice, before each GEMM.
+# `error` of layers whose activations have these codes: they lose bits twice, before each GEMM.
 CODES = {
     # 4 significant bits: 2.6e-2 for one rounding, 4e-2 to 6.3e-2 for the two and what the
     # activation makes of the first. How many values share a scale hardly matters, because fp8 is a

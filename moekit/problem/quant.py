@@ -59,7 +59,7 @@ class OperandQuant:
     ``zero_points``: int4 and other unsigned integers, each group has a stored zero point.
     ``act_order``: int4 only, the columns of each group are stored (``g_idx``).
     ``scale_dtype``: float32, float8_e8m0fnu (powers of two), or float8_e4m3fn (times one fp32).
-    ``codes``: how values are stored; a dtype of moekit's, or of a known scheme, implies them.
+    ``codes``: the codes of the values; a dtype of moekit or of a known scheme implies them.
     """
 
     dtype: str
@@ -228,10 +228,11 @@ BUILTIN: Mapping[str, QuantScheme] = MappingProxyType({scheme.name: scheme for s
 
 
 class Schemes(Set[str], Mapping[str, QuantScheme]):
-    """Quantization schemes by name: moekit's, and what the installed plugins add.
+    """Quantization schemes by name: moekit's, and the schemes that installed plugins add.
 
-    It is also the set of the names, with the operators of a frozenset. A name that moekit does not
-    have makes it look for plugins; to list it does not, as plugins list it when they are imported.
+    It is also the set of the names, with the operators of a frozenset. Looking up a name that
+    moekit does not have discovers plugins. Listing the names does not, because plugins list them
+    while they are imported.
 
     installed: returns the Registry, after discovery or as it is, or None; the registry sets it.
     """

@@ -132,7 +132,7 @@ def _nearest(x: Tensor, codebook: tuple[float, ...]) -> Tensor:
 
 @cache
 def _cells(codebook: tuple[float, ...]) -> tuple[list[float], list[int]]:
-    """Return the largest number of each value but the last, and the codes, in rising order."""
+    """Return the upper end of the cell of each value but the last, and the codes, both rising."""
     order = sorted(range(len(codebook)), key=lambda code: (codebook[code], -code))
     value = torch.tensor([codebook[code] for code in order], dtype=torch.float32, device="cpu")
     middle = (value[1:] + value[:-1]) / 2
@@ -142,7 +142,7 @@ def _cells(codebook: tuple[float, ...]) -> tuple[list[float], list[int]]:
 
 
 def pack(values: Tensor, bits: int) -> Tensor:
-    """Pack uint8 codes (..., columns) of so many bits to bytes, the first in the lowest bits."""
+    """Pack uint8 codes (..., columns) of ``bits`` bits to bytes, the first in the lowest bits."""
     each = [values[..., i :: 8 // bits] << i * bits for i in range(8 // bits)]
     return reduce(torch.bitwise_or, each)
 
@@ -153,13 +153,15 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     return torch.stack(each, dim=-1).flatten(-2)
 
 
-pack_int4, unpack_int4 = partial(pack, bits=4), partial(unpack, bits=4)
+pack_int4 = partial(pack, bits=4)
+unpack_int4 = partial(unpack, bits=4)
+"""Return the uint8 codes (..., 2 n) of 4 bits in bytes (..., n), the first in the lower bits."""
 
 
 def numbers(q: Tensor, codes: Codes, zeros: Tensor | None = None) -> Tensor:
     """Return stored values (..., columns) as fp32, without scale.
 
-    zeros: the zero point of each value; None: the codes have one.
+    zeros: the zero point of each value; None: ``codes.zero`` for all.
     """
     if codes.decode is not None:
         return codes.decode(q)

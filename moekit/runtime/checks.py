@@ -227,8 +227,8 @@ def check_parts(
 
         if not isinstance(experts, AdapterExperts):
             raise BackendBroken(
-                f"the class that {experts.spec.name!r} declares for adapters is no AdapterExperts: "
-                "correct it, or name another backend"
+                f"the class that {experts.spec.name!r} declares for adapters does not derive from "
+                "AdapterExperts: correct it, or name another backend"
             )
     if dispatcher.spec.fused or experts.spec.fused:
         if id(dispatcher) != id(experts):

@@ -30,8 +30,8 @@ from moekit.testing.memory import poisoned_allocations
 _SLOTS = AdapterSlots(3, 8)
 _A_SHARE = ParallelConfig(ep_size=2, ep_rank=1, dp_size=1)
 _A_SLICE = ParallelConfig(tp_size=2, tp_rank=1, dp_size=1)
-# What is unusual in a call -> the routing, the tokens (None: the usual number), changes of the
-# problem, and what is unusual in the adapters.
+# The name of a call -> its routing, its tokens (None: the usual number), changes of the problem,
+# and the kind of its adapters (`random_adapters`).
 _CALLS: dict[str, tuple[str, int | None, dict[str, Any], str]] = {
     "random": ("random", None, {}, ""),
     "masked_with_bias": ("masked", None, {"has_bias": True}, ""),
@@ -54,7 +54,7 @@ _CALLS: dict[str, tuple[str, int | None, dict[str, Any], str]] = {
 def random_adapters(problem: MoEProblem, kind: str = "", key: object = 0) -> Adapters:
     """Return adapters of another scaling in each slot, with deltas as large as the weights.
 
-    kind: w13 or w2, which others lack; shared: experts share A of w13 and B of w2.
+    kind: "w13" or "w2": only this matrix has deltas; "shared": experts share A of w13 and B of w2.
     """
     made, device = {}, torch.device(problem.device.type)
     for name, shape in shapes(problem).items():
@@ -138,7 +138,7 @@ class AdapterConformance(ExpertsBase):
 
     @pytest.mark.parametrize("name", _CALLS)
     def test_adapters(self, name: str) -> None:
-        """Calls in which one thing is unusual; and the second one has the same bits."""
+        """Calls in which one thing is unusual give right outputs, and the same bits twice."""
         case, adapters = self._named(name)
         kernel, packed = self._packed(case.problem, weights=case.weights)
         out = self._run(kernel, case, packed, adapters)
@@ -148,7 +148,7 @@ class AdapterConformance(ExpertsBase):
 
     @over("scheme", list(SCHEMES))
     def test_adapters_over_scheme(self, scheme: str) -> None:
-        """The deltas and the weights of every scheme; merged weights give the same output."""
+        """Deltas over weights of every scheme are right; merged weights give the same output."""
         case, adapters = self._named("random", quant=scheme)
         kernel, packed = self._packed(case.problem, weights=case.weights)
         out = self._run(kernel, case, packed, adapters)
@@ -186,7 +186,7 @@ class AdapterConformance(ExpertsBase):
     def _check_gradients(
         self, case: Case, adapters: Adapters, wanted: Sequence[str] | None = None
     ) -> Gradients:
-        """Compare the gradients of a call with the oracle's; return the matrices' ones."""
+        """Compare the gradients of a call with the oracle's; return those for the matrices."""
         if self._spec().adapters_training is None:
             self._skip("it does not train adapters")
         case = replace(case, problem=case.problem.replace(training=True))
@@ -222,7 +222,7 @@ class AdapterConformance(ExpertsBase):
 
     @pytest.mark.parametrize("name", [n for n in _CALLS if n != "clamped"])  # h may cross it
     def test_adapter_gradients(self, name: str) -> None:
-        """Gradients of the matrices, of x and of the router weights; every used matrix moves."""
+        """Gradients of matrices, x and router weights are right; every used matrix gets one."""
         case, adapters = self._named(name)
         found = self._check_gradients(case, adapters)
         ids, slots = local_ids(case.routing.topk_ids, case.problem), case.routing.adapter_ids

@@ -33,7 +33,7 @@ _DEEP_EP = VendorLibrary(distribution="deep_ep", versions=">=1", install_hint=_I
 
 
 def checks() -> Iterator[tuple[str, str, str]]:
-    """Yield for `python -m moekit doctor` which DeepEP is used, and where it lies."""
+    """Yield the name, state and description of the DeepEP that is found, with its folder."""
     if (folder := _DEEP_EP.folder()) is not None:
         yield "DeepEP", "ok", f"deep_ep {_DEEP_EP.version() or 'of unknown version'} in {folder}"
 

@@ -23,7 +23,7 @@ from moekit.plugin import VendorLibrary, importable
 PATH_VARIABLE = "MOEKIT_DEEPGEMM_PATH"
 OLDEST_NVCC = "12.9"
 
-# sglang pins 0.1.4 beside torch 2.11; later ones are built for later torch.
+# sglang pins 0.1.4 for torch 2.11; later versions are built for later torch.
 INSTALL_HINT = "pip install 'sgl-deep-gemm==0.1.4', for torch 2.11"
 
 # These versions take group ends as a layout on Hopper, and have this Python interface.
@@ -92,14 +92,14 @@ def load() -> ModuleType:
 
 
 def checks() -> Iterator[tuple[str, str, str]]:
-    """Yield for `python -m moekit doctor` which DeepGEMM is used, and where it lies."""
+    """Yield the name, state and description of each DeepGEMM that is found, with its folder."""
     for place in candidates():
         text = _fault(place) or f"{place.distribution} {place.version()} in {place.folder()}"
         yield "DeepGEMM", "no" if _fault(place) else "ok", text
 
 
 def _fork_or(place: VendorLibrary) -> VendorLibrary:
-    """Return the place as one of sglang's fork, if its version is one of the fork's."""
+    """Return the candidate as a copy of sglang's fork, if the fork has its version."""
     fork = replace(_OF_SGLANG, path_variable=place.path_variable)
     return fork if fork.version() and not fork.unsupported() else place
 

@@ -38,8 +38,8 @@ AMAX_PARTIALS = 4 if INTERPRETED else 256
 """fp32 entries of scratch for a dynamic per-tensor scale, one per program."""
 
 STRIDED_ROWS = 2 if INTERPRETED else 1024
-"""Most programs for rows that the device counts, about as many as run at once. 16384 x 2 programs
-that only look at the count would take about 10 microseconds."""
+"""The most programs for rows that the device counts: about as many as run at once. 16384 x 2
+programs that only read the count would take about 10 microseconds."""
 
 
 def row_programs(rows: int, live_R: torch.Tensor | None) -> int:
@@ -49,7 +49,7 @@ def row_programs(rows: int, live_R: torch.Tensor | None) -> int:
 
 @triton.jit
 def rows_of_program(live_ptr):
-    """Return the range of a program's rows: one, or every n-th of those that the device counts."""
+    """Return the range of a program's rows: one row, or every n-th row before the live end."""
     first = tl.program_id(0)
     if live_ptr is None:
         return first, first + 1, 1
@@ -275,7 +275,7 @@ def weighted_sum(
         weight_before_applied: y has been multiplied by `numerics.weight_before` of the weights, so
             only `numerics.weight_after` is applied here.
         live_R: int32 (1,), `Dispatched.num_rows`: rows from it on are neither read nor written.
-            None: all are.
+            None: all rows are read and written.
     """
     rows, top_k = ids_RK.shape
     cols = out_RH.shape[1]

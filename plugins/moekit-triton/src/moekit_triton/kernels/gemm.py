@@ -87,7 +87,7 @@ class _Scheme:
 
 @dataclass(frozen=True, eq=False)
 class _Finish:
-    """What follows the sums over K; rank and the rest: `LowRank.form`, 0 for none."""
+    """The steps after the sums over K. rank to top_k: `LowRank.form`, rank 0 for no deltas."""
 
     bias: bool
     activation: str
@@ -155,7 +155,7 @@ def grouped_gemm(
             STANDARD, by assignment.
         epilogue: None = store the sums.
         splits: programs that share K, of 4-bit weights.
-        low_rank: deltas that are added with the bias. STANDARD.
+        low_rank: deltas that are added with the bias; STANDARD only.
     """
     if rows.blocks == 0:
         return
@@ -440,7 +440,7 @@ def _compute(
     elif SCHEME.a_scale == "row":
         scale_M = tl.load(pointers.a_scale + a_scale_row, mask=row_ok, other=0.0)
     assignment = out_row if ROWS == "batched" else assignment_M
-    UP_COLUMN: tl.constexpr = FINISH.low_columns - FINISH.rank  # where A's group of up begins
+    UP_COLUMN: tl.constexpr = FINISH.low_columns - FINISH.rank  # the first column of up's A
     value = _values(acc, scale_M, pointers, low_strides, expert, assignment, row_ok, W_ROWS, row0,
                     n_ok, 0, SCHEME, FINISH, BLOCK_N)  # fmt: skip
     if GATED:

@@ -85,9 +85,10 @@ def specialized_rows(
 ) -> None:
     """Compute `rows_gemm` of rows in order, with silu and a gate, without clamp and bias.
 
-    All tensors are contiguous, except that ``w_LKN`` may have its matrices transposed, and of
-    ``source_RK`` rows alone. N and K are multiples of 128. Other kinds than "pull" need ``out``;
-    "pull" needs ``dh`` and weights. source_RK: fill ``a_SK`` from it, a row for each assignment.
+    All tensors are contiguous, except that ``w_LKN`` may have its matrices transposed, and
+    ``source_RK`` only needs contiguous rows. N and K are multiples of 128. Other kinds than "pull"
+    need ``out``; "pull" needs ``dh`` and weights. source_RK: ``a_SK`` is filled from it, one row
+    for each assignment.
     """
     kind, e = epilogue.kind, epilogue
     w = w_LKN.mT if (across := w_LKN.stride(2) != 1) else w_LKN
@@ -120,8 +121,8 @@ def specialized_outer(
 ) -> None:
     """Compute `outer_gemm` of rows in order.
 
-    All tensors are contiguous; M and N are multiples of 128. copy: a source (R, H) and the rows
-    (S, H) to fill from it meanwhile, one for each assignment.
+    All tensors are contiguous; M and N are multiples of 128. copy: a source (R, H), and memory (S,
+    H) that is filled from it meanwhile, one row for each assignment.
     """
     experts, m, n = out_LMN.shape
     assert m % 128 == 0 and n % 128 == 0 and a_SM.shape[1] == m and b_SN.shape[1] == n
@@ -137,13 +138,13 @@ def specialized_outer(
 
 
 def _counters(rows: CompactRows) -> torch.Tensor:
-    """Return counters of a launch: of its tiles, of units of copied rows, and of each block's."""
+    """Return a launch's counters: of tiles, of copied units, and of each block's copied rows."""
     size = 2 + triton.cdiv(len(rows.order_S), BLOCK_M)
     return torch.zeros(size, dtype=torch.int32, device=rows.order_S.device)
 
 
 def _copied(source: torch.Tensor | None, into: torch.Tensor, rows: CompactRows) -> list[Any]:
-    """Return the arguments of a copy."""
+    """Return the kernel's arguments for a copy of ``source``, which may be None."""
     assert source is None or source.stride(1) == 1 and source.shape[1] == into.shape[1]
     stride = 0 if source is None else source.stride(0)
     sizes = len(rows.order_S), rows.top_k, into.shape[1], stride, len(rows.ends_L)
@@ -392,7 +393,7 @@ def _tile(tile, tiles, row_blocks, sizes, blocks, ACROSS: gl.constexpr, KIND: gl
 @gluon.jit
 def _load(operands, sizes, blocks, memory, barriers, mail, COPY: gl.constexpr, KIND: gl.constexpr):
     """Load every tile's operands, and what its epilogue reads. Outer: an expert's last rows come
-    first. Others: wait for rows that are copied."""
+    first. Products of rows: wait until the rows are copied."""
     OUTER: gl.constexpr = KIND == "outer" or KIND == "add"
     BYTES: gl.constexpr = (2 * ROWS + WIDE) * STEP * 2
     a, b, first, second = operands
