@@ -2,10 +2,10 @@
 
     python benchmarks/device/lora_rows.py [--quants none fp8_block] [--ranks 8 32] [--kernels]
 
-Prints a Markdown table per scheme: microseconds of qwen3-30b's layer without adapters, and with one
-and with eight of each rank, of which each token has one; in brackets the base's rate that is left.
-Processes compile the kernels first, one for each scheme and T. --kernels: also the microseconds
-of each kernel, as a profiler sees them. Exit code 1 if a number is wrong.
+Print a Markdown table per scheme: microseconds of qwen3-30b's layer without adapters, and with one
+and eight adapters of each LoRA rank, where each token has one. Brackets hold the rate relative to
+the base. Processes compile the kernels first, one for each scheme and T. --kernels: also print the
+microseconds of each kernel, by a profiler. Exit code 1 if a number is wrong.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def stack_of(problem: moekit.MoEProblem) -> Adapters:
 
 
 def calls_of(kernel: Any, packed: Any, tokens: int, slots: int) -> list[Call]:
-    """Return calls of several routings, whose tokens have the slots in turn."""
+    """Return calls of several routings, in which token t has slot t modulo the slots."""
     x = torch.randn(tokens, kernel.problem.hidden_size, device=DEVICE).to(kernel.problem.dtype)
     ids = torch.arange(tokens, dtype=torch.int32, device=DEVICE) % slots if slots else None
     routings = [replace(r, adapter_ids=ids) for r in routings_of(kernel.problem, tokens)]
