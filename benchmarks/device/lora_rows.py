@@ -64,7 +64,7 @@ def check(what: str, call: Call, kernel: Any, weights: Any, packed: Any) -> None
 
 
 def check_replays(what: str, calls: list[Call], replays: int = 20) -> None:
-    """Compare the bits of calls that follow each other in a CUDA graph with the bits of each call alone."""
+    """Compare the bits of calls in one CUDA graph with the bits of each call alone."""
     want = [call()[0].clone() for call in calls]  # type: ignore[index]
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -12,7 +12,6 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -91,11 +90,11 @@ def load() -> ModuleType:
             ) from error
 
 
-def checks() -> Iterator[tuple[str, str, str]]:
-    """Yield the name, state and description of each DeepGEMM that is found, with its folder."""
-    for place in candidates():
-        text = _fault(place) or f"{place.distribution} {place.version()} in {place.folder()}"
-        yield "DeepGEMM", "no" if _fault(place) else "ok", text
+def used() -> str:
+    """Return the version and folder of the DeepGEMM that `load` takes, or an empty string."""
+    found = (place for place in candidates() if not _fault(place))
+    texts = (f"{place.distribution} {place.version()} in {place.folder()}" for place in found)
+    return next(texts, "")
 
 
 def _fork_or(place: VendorLibrary) -> VendorLibrary:
