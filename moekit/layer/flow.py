@@ -94,8 +94,8 @@ class LayerFlow:
             if topk_weights is not None or topk_ids is not None:
                 raise InvalidInput("give router_logits, or topk_weights and topk_ids, not both")
             logits = rows.take("router_logits", router_logits, self.router.width)
-            ids_needed = (padding, token_ids, self.to_physical) != (None, None, None)
-            if self._kernel_routes and not ids_needed:
+            ids_needed = padding, token_ids, adapter_ids, self.to_physical
+            if self._kernel_routes and all(each is None for each in ids_needed):
                 how, top_k = self.router.config, self.router.top_k
                 return RouterLogits.of(logits.contiguous(), how, top_k), None
             tokens = None if token_ids is None else rows.take("token_ids", token_ids)

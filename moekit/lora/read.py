@@ -117,10 +117,16 @@ def _of_module(tensors: Mapping[str, Tensor], module: str) -> dict[str, Pair]:
     for name, tensor in tensors.items():
         match = _NAME.fullmatch(name)
         path = (match[1] if match else name).removeprefix("base_model.model.")
-        if match and (path == module or path.startswith(f"{module}.")):
-            sides.setdefault(path[len(module) + 1 :], {})[match[2]] = tensor
-        else:
+        if path != module and not path.startswith(f"{module}."):
             others.add(path)
+        elif match is None:
+            raise WeightsError(f"unknown name: {name} (expected ....lora_A or ....lora_B)")
+        elif match[2] in (found := sides.setdefault(path[len(module) + 1 :], {})):
+            raise WeightsError(
+                f"{path} has several matrices {match[2]}: give one adapter's tensors"
+            )
+        else:
+            found[match[2]] = tensor
     if not sides:
         raise WeightsError(
             f"it has nothing for {module!r}, only for {', '.join(sorted(others)) or 'none'}"
@@ -167,21 +173,30 @@ def _fused(pairs: list[Pair], problem: MoEProblem, version: str) -> dict[str, Pa
 
 def _by_part(found: dict[str, Pair], problem: MoEProblem) -> dict[str, Pair]:
     """Return packed pairs by part, from packed or per-expert tensors."""
-    each: dict[str, dict[int, Pair]] = {}
+    each: dict[str, dict[int, Pair]] = {}  # by expert, -1 for all of them
     made: dict[str, Pair] = {}
-    unknown = []
-    for where, (a, b) in found.items():
+    unknown, twice = [], []
+    for where, pair in found.items():
         *number, name = where.split(".")
         part = _PARTS.get(name)
         if part is None or len(number) > 1 or (number and not number[0].isdigit()):
             unknown.append(where or "lora_A and lora_B")
-        elif number:
-            each.setdefault(part, {})[int(number[0])] = a, b
-        else:
-            made[part] = (a, b) if a.dim() == 3 else (a[None], b[None])
+            continue
+        pairs, expert = each.setdefault(part, {}), int(number[0]) if number else -1
+        if expert in pairs:
+            twice.append(where)
+        pairs[expert] = pair
     if unknown:
         raise WeightsError(f"unknown names: {', '.join(unknown)} (known: {', '.join(_PARTS)})")
+    if "gate_up" in each:
+        twice += sorted(each.keys() & {"gate", "up"})
+    if twice:
+        raise WeightsError(f"other tensors are of the same matrices as {', '.join(twice)}")
     for part, pairs in each.items():
+        if pairs.keys() == {-1}:
+            a, b = pairs[-1]
+            made[part] = (a, b) if a.dim() == 3 else (a[None], b[None])
+            continue
         lacking = [str(e) for e in range(problem.num_experts) if e not in pairs]
         if lacking or len(pairs) > problem.num_experts:
             what = f"lacks experts {', '.join(lacking)}" if lacking else f"has {len(pairs)} experts"

@@ -119,7 +119,7 @@ def check_call(
     if out is not None:
         _check_out(out, x, weights, routing)
     if (logits := getattr(routing, "logits", None)) is not None:  # a fused kernel's argument
-        _check_logits(logits, x, experts)
+        _check_logits(logits, x, experts, by_value)
     elif by_value and ids.numel():
         _check_values(ids, topk_weights, problem.num_physical_experts)
 
@@ -237,7 +237,9 @@ def check_parts(
         raise InvalidProblem("the dispatcher and the experts both apply the router weights")
 
 
-def _check_logits(logits: Tensor, x: Tensor, experts: PermuteExpertsUnpermute) -> None:
+def _check_logits(
+    logits: Tensor, x: Tensor, experts: PermuteExpertsUnpermute, by_value: bool
+) -> None:
     """Raise InvalidInput if the kernel does not route, or the logits do not fit."""
     spec, p = experts.spec, experts.problem
     if not isinstance(spec, FusedSpec) or spec.routes is None or p.apply_router_weight_on_input:
@@ -246,6 +248,11 @@ def _check_logits(logits: Tensor, x: Tensor, experts: PermuteExpertsUnpermute) -
     if logits.shape != (x.shape[0], p.num_experts) or logits.device != x.device:
         wanted = f"({x.shape[0]}, {p.num_experts}) on {x.device}"
         raise InvalidInput(f"logits are {shown(logits)}, expected {wanted}")
+    if by_value and not bool(logits.amax(dim=1).isfinite().all()):
+        raise InvalidInput(
+            "the router logits of a token hold NaN or infinity, or only -infinity: check the layer "
+            "that computes them"
+        )
 
 
 def check_ids(ids: Tensor, end: int) -> None:

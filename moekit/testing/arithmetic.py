@@ -13,6 +13,7 @@ from moekit.contract import Routing
 from moekit.errors import WeightsError
 from moekit.problem import DTYPES, ActivationFormat, ParallelConfig
 from moekit.problem.activation import ACTIVATIONS
+from moekit.problem.codes import Codes, numbers, stored
 from moekit.problem.quant import SCHEMES, WIRE_SCHEMES
 from moekit.testing import cases
 from moekit.testing.base import Sizes, over, sizes_of
@@ -26,6 +27,7 @@ from moekit.testing.calls import (
     defaults,
     pack,
 )
+from moekit.testing.compare import relative_error
 from moekit.testing.crossings import unusual
 from moekit.testing.diagnose import assert_right
 from moekit.testing.experts_base import ExpertsBase
@@ -86,6 +88,31 @@ def _steps(num_tokens: int) -> Iterator[int]:
         num_tokens += max(_STEP, num_tokens // _PART)
 
 
+def check_codes(codes: Codes) -> None:
+    """Assert that a plugin's functions return near values for what they store: the oracle uses
+    them too, so no output shows that they are wrong.
+    """
+    x = torch.randn((2, 8, 64), generator=cases.generator("codes"), device="cpu")
+    x *= codes.largest / x.abs().amax(dim=-1, keepdim=True)
+    x[1, 3] = 0.0
+    q = stored(x, codes)
+    shape = (*x.shape[:-1], x.shape[-1] // codes.per_byte)
+    assert q.shape == shape and q.dtype == codes.torch_dtype, (
+        f"encode returned {tuple(q.shape)} {q.dtype}, expected {shape} {codes.torch_dtype}"
+    )
+    again = numbers(q, codes)
+    assert again.shape == x.shape and again.dtype == torch.float32, (
+        f"decode returned {tuple(again.shape)} {again.dtype}, expected {tuple(x.shape)} float32"
+    )
+    error, most = relative_error(again, x), {1: 2.0, 2: 0.9}.get(codes.bits, 0.3)
+    assert error < most, f"decode(encode(x)) differs from x by {error:.2g} of its size"
+    if codes.zero is not None:
+        zeros = q[1, 3].view(torch.uint8)
+        assert (zeros == codes.zero_byte).all(), (
+            f"encode stores zeros as {zeros.unique().tolist()}, and zero is {codes.zero}"
+        )
+
+
 class ExpertsNumbers(ExpertsBase):
     """Numbers in every declared case. See `ExpertsConformance`."""
 
@@ -102,6 +129,9 @@ class ExpertsNumbers(ExpertsBase):
         """Some tokens, one and many; and tokens far from 1, so that scales must follow them, in a
         call in which torch has another default dtype and device.
         """
+        for operand in (SCHEMES[scheme].weight, SCHEMES[scheme].activation):
+            if operand is not None and operand.codes.decode is not None:
+                check_codes(operand.codes)
         problem = self._problem(quant=scheme)
         self._check_counts(problem, "masked", invariant=False)
         if self._interpreted and scheme != self._main["quant"]:

@@ -98,9 +98,8 @@ class TrainableKernel(ModularKernel):
             x, topk_weights = (x * scale).to(x.dtype), torch.ones_like(topk_weights)
         ids, most = routing.topk_ids, routing.max_tokens
         if compiles:
-            if add_to is not None or self._adapted:
-                what = "adapters" if self._adapted else "add_to"
-                raise InvalidInput(f"torch.compile does not trace {what}: call in eager mode")
+            if add_to is not None:
+                raise InvalidInput("torch.compile does not trace add_to: call in eager mode")
             result: Tensor = operators.LAYER(
                 x, ids, topk_weights, held, self._number, layout, most, saves
             )

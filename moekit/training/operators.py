@@ -82,6 +82,8 @@ def _forward(
         if compiled and kernel.dispatcher.spec.moves_tokens:  # the handle may keep them
             x, topk_ids, topk_weights = (t.clone() for t in arguments)
         adapter_ids = weights[-1] if layout.endswith("adapter_ids") else None
+        if compiled and adapter_ids is not None:  # the call saves them
+            adapter_ids = adapter_ids.clone()
         routing = Routing(topk_weights, topk_ids, max_tokens, adapter_ids)
         if not saves:
             out = ModularKernel.__call__(kernel, x, packed, routing)

@@ -22,6 +22,7 @@ from moekit.errors import (
     NoBackend,
     UnknownBackend,
     Unsupported,
+    WeightsError,
 )
 from moekit.plugin import FusedSpec, RouterLogits
 from moekit.testing.calls import check_call
@@ -217,6 +218,11 @@ def test_wrong_router_logits() -> None:
     for logits in (torch.randn(4, 4), torch.randn(5, 3), torch.randn(5, 4, device="meta")):
         with pytest.raises(InvalidInput):
             kernel(case.x, packed, RouterLogits.of(logits, how, 2))
+    for value in (float("nan"), float("inf"), -float("inf")):
+        logits = torch.randn(5, 4)
+        logits[2] = value
+        with pytest.raises(InvalidInput, match="router logits of a token hold NaN"):
+            kernel(case.x, packed, RouterLogits.of(logits, how, 2))
     plain = moekit.compose(PROBLEM, "local", "torch")
     with pytest.raises(InvalidInput, match="torch takes no router logits here: pass moekit.route"):
         given = RouterLogits.of(torch.randn(5, 4), how, 2)
@@ -266,6 +272,15 @@ def test_a_layer_lets_it_route(layers: list[bool], options, call, logits: bool) 
         outs.append(layer(x, scores, **call))
     torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-4)
     assert set(layers) == {logits} and len(layers) == (3 if "max_num_tokens" in options else 1)
+
+
+@pytest.mark.usefixtures("layers")
+def test_a_layer_does_not_drop_ids_of_adapters() -> None:
+    layer = FusedMoE(4, 2, 64, 48, params_dtype=torch.float32, device="cpu", experts="acme_fused")
+    layer.load_weights(make_case(PROBLEM, 1).weights)
+    ids = torch.zeros(3, dtype=torch.int32)
+    with pytest.raises(WeightsError, match="set adapters=AdapterSlots"):
+        layer(torch.randn(3, 64), torch.randn(3, 4), adapter_ids=ids)
 
 
 def test_no_backend_is_left() -> None:

@@ -129,6 +129,12 @@ def _without(part: str) -> dict[str, Tensor]:
     return {n: t for n, t in tensors_of(adapter(2), MODULE, "experts").items() if part not in n}
 
 
+def _with(name: str, of: str) -> dict[str, Tensor]:
+    """Return the tensors of each expert, and others by ``name`` for those with ``of`` in theirs."""
+    stored = _without("-")
+    return {**stored, **{n.replace(of, name): t for n, t in stored.items() if of in n}}
+
+
 FAULTS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
     "another module": (
         lambda: tensors_of(adapter(), "model.layers.4.mlp.experts"), {}, {},
@@ -155,6 +161,20 @@ FAULTS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
     "unknown names": (
         lambda: {n.replace("down", "odd"): t for n, t in _without("-").items()}, {}, {},
         "unknown names: 0.odd_proj",
+    ),
+    "two names": (lambda: _with("w2", "down_proj"), {}, {}, "the same matrices as 0.w2, 1.w2"),
+    "gate twice": (lambda: _with("w13", "gate_proj"), {}, {}, "the same matrices as gate, up"),
+    "packed and each": (
+        lambda: {**_without("-"), **tensors_of(adapter(), MODULE, "packed")}, {}, {},
+        "down has 6 experts|the same matrices as gate, up",
+    ),
+    "two adapters": (
+        lambda: _with("lora_A.other.weight", "lora_A.weight"), {}, {},
+        "experts.0.gate_proj has several matrices A",
+    ),
+    "more than A and B": (
+        lambda: _with("lora_magnitude_vector", "lora_A"), {}, {},
+        "unknown name: .*experts.0.gate_proj.lora_magnitude_vector",
     ),
     "another rank": (lambda: _without("-"), {"r": 8}, {}, "have rank 4, and the config says r=8"),
     "DoRA": (lambda: _without("-"), {"use_dora": True}, {}, "config has use_dora"),
@@ -284,8 +304,11 @@ def test_what_takes_no_adapters_says_so() -> None:
         problem(batch_invariant=True)
     with pytest.raises(InvalidProblem, match="at most 256"):
         AdapterSlots(1, 257)
-    with pytest.raises(Unsupported, match="does not take adapters"):
-        moekit.compose(problem(), experts="ktransformers")
+    known = registry().copy()
+    known.register(replace(registry().expert("torch"), name="other"))
+    for experts in ("ktransformers", "torch:4|other"):
+        with pytest.raises(Unsupported, match="does not take adapters"):
+            moekit.compose(problem(), experts=experts, backends=known)
     assert "2 adapters of rank 4" in repr(moekit.compose(problem()))
 
 

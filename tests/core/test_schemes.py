@@ -6,6 +6,8 @@ import importlib
 import pickle
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from moekit.formats.methods import format_of_scheme
 from moekit.plugin import SCHEMES, WIRE_SCHEMES, Codes
 from moekit.problem.quantize import dequantize, quantize
 from moekit.selection.composite import composite
+from moekit.testing import ExpertsConformance
 from moekit.testing.calls import check_call
 from moekit.testing.cases import make_case
 from moekit.testing.experts_base import sizes_of
@@ -83,7 +86,7 @@ def test_backends_of_every_scheme_serve_it(scheme: str, experts: str) -> None:
     assert eval(repr(layer), {**vars(moekit), "torch": torch}) == layer
     spec = registry().expert("torch")
     again = pickle.loads(pickle.dumps(spec))
-    assert again == spec and repr(again.schemes) == "SCHEMES" and again.schemes is SCHEMES
+    assert again == spec and "schemes=SCHEMES," in repr(again) and again.schemes is SCHEMES
 
 
 @pytest.mark.parametrize("scheme", ["ternary", "uint8_zp"])
@@ -144,6 +147,34 @@ def test_rounding_is_to_the_nearest_and_ties_go_to_even_codes() -> None:
     q, scale = quantize(x, TERNARY)
     assert q.shape == (1, 8) and q.dtype == torch.uint8
     assert dequantize(q, scale, TERNARY)[0, :8].tolist() == [0, 0, 1, -1, 1, -1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({}, ""),
+        ({"decode": lambda q: -decode(q)}, "differs from x by 2 of its size"),
+        ({"decode": lambda q: 2 * decode(q)}, "differs from x by 1 of its size"),
+        ({"decode": lambda q: decode(q).flip(-1)}, "differs from x by 1"),
+        ({"decode": lambda q: decode(q)[..., :1]}, "decode returned (2, 8, 1) torch.float32"),
+        ({"decode": lambda q: decode(q).half()}, "decode returned (2, 8, 64) torch.float16"),
+        ({"encode": lambda x: encode(x).float()}, "encode returned (2, 8, 64) torch.float32"),
+        ({"zero": 1}, "encode stores zeros as [0], and zero is 1"),
+    ],
+)
+def test_the_kit_finds_functions_that_are_wrong(change, says: str) -> None:
+    """The oracle decodes with them too."""
+    operand = replace(ADDED["log8"].activation, codes=replace(LOG8, **change))
+    scheme = replace(ADDED["log8"], activation=operand)
+    registry().unregister(ADDED["log8"])
+    registry().register(scheme)
+    kit = type("Kit", (ExpertsConformance,), {"backend": "torch", "device": "cpu"})()
+    try:
+        with pytest.raises(AssertionError, match=re.escape(says)) if says else nullcontext():
+            kit.test_scheme("log8")
+    finally:
+        registry().unregister(scheme)
+        registry().register(ADDED["log8"])
 
 
 def test_checkpoint_formats_name_its_codes() -> None:

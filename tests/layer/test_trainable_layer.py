@@ -14,7 +14,10 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import moekit
 from moekit.errors import InvalidProblem, MoekitError, WeightsError
+from moekit.lora import Adapter, AdapterSlots
+from moekit.testing.adapters import random_adapters
 from moekit.testing.distributed import RankPool
+from moekit.training.operators import Saved
 
 SIZES = {"num_experts": 6, "top_k": 2, "hidden_size": 32, "intermediate_size": 16}
 layer_of = partial(
@@ -145,6 +148,48 @@ def test_compiled_kernels(experts) -> None:
         assert all(map(torch.equal, found, right))
     with pytest.raises(Exception, match="torch.compile does not trace add_to"):
         compiled(kernel)(x, weights, moekit.Routing(net.p[:7], ids[:7]), add_to=weights)
+
+
+@pytest.mark.parametrize("form", ["plain", "selective"])
+def test_compiled_adapters(form) -> None:
+    """Ids are computed in compiled code, and adapters are loaded after it is compiled."""
+    layer = layer_of(adapters=AdapterSlots(2, 4)).requires_grad_(False)
+    wide = moekit.MoEProblem(**SIZES, device="cpu", adapters=AdapterSlots(1, 4))
+    drawn = random_adapters(wide).tensors().items()
+    layer.adapters.load("first", Adapter(1.0, **{name: t[0] for name, t in drawn}))
+    matrices = [t.requires_grad_() for t in layer.adapters.adapters.tensors().values()]
+
+    class Net(torch.nn.Module):
+        def parameters(self, recurse: bool = True):
+            return iter(matrices)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            ids = (x[:, 0] > 0).int() - 1
+            return layer(x.tanh(), x[:, :6], adapter_ids=ids) + ids[:, None].sin()
+
+    net = Net()
+    function = compiled(selective(net) if form == "selective" else net)
+    for tokens in (40, 7, 9):
+        x = torch.randn(tokens, 32)
+        found, right = gradients(net, function, x), gradients(net, net, x)
+        assert all(map(torch.equal, found, right)) and any(t.any() for t in found[2:])
+        layer.adapters.load("first", Adapter(0.5, **{name: -t[0] for name, t in drawn}))
+    with torch.no_grad():
+        assert torch.equal(function(x), net(x))
+
+
+def test_compiled_calls_save_their_own_ids_of_adapters() -> None:
+    """Compiled code may use the memory of ids again before the backward."""
+    layer = layer_of(adapters=AdapterSlots(1, 4)).requires_grad_(False)
+    packed = layer.kernel.frozen(moekit.ExpertWeights(layer.w13, layer.w2))
+    held, layout, _ = layer.kernel._views(layer.adapters.on(packed))
+    topk_ids, ids = torch.tensor([[0, 1], [2, 3]]), torch.tensor([-1, -1], dtype=torch.int32)
+    _, key = torch.ops.moekit.moe_forward(
+        torch.randn(2, 32), topk_ids, torch.rand(2, 2), [*held, ids], layer.kernel._number,
+        f"{layout};adapter_ids", None, True, True,
+    )  # fmt: skip
+    ids.fill_(0)
+    assert Saved.of(key).tensors[3].tolist() == [-1, -1]
 
 
 def test_layers_share_compiled_code() -> None:
