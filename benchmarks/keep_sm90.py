@@ -2,9 +2,9 @@
 
     python benchmarks/keep_sm90.py IN.so OUT.so [REGEX]
 
-Of the section .nv_fatbin, cubins of sm_90 stay. With REGEX, only those of them stay whose kernels'
-names match it (as readelf and c++filt print them). Headers stay, so the library loads as before; a
-kernel whose code is gone fails when it is launched.
+The script keeps cubins of sm_90 in the section .nv_fatbin. With REGEX it keeps only cubins with a
+kernel whose name matches it (as readelf and c++filt print names). It keeps all headers, so the
+library loads as before. A kernel without its code fails when it is launched.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FATBIN, _CUBIN, _SM90 = b"\x50\xed\x55\xba", 2, 90
 
 
 def section(path: str) -> tuple[int, int]:
-    """Return where .nv_fatbin lies in a file, and its bytes."""
+    """Return the offset of .nv_fatbin in a file, and its number of bytes."""
     said = subprocess.run(["readelf", "-SW", path], capture_output=True, text=True, check=True)
     found = re.search(r"\.nv_fatbin\s+PROGBITS\s+\w+ (\w+) (\w+)", said.stdout)
     if found is None:
@@ -30,7 +30,7 @@ def section(path: str) -> tuple[int, int]:
 
 
 def entries(data: bytes, start: int, size: int) -> Iterator[tuple[int, int, slice]]:
-    """Yield the kind (2 = cubin), architecture and place of each piece of device code."""
+    """Yield the kind (2 = cubin), architecture and offsets of each piece of device code."""
     at = start
     while at < start + size:
         if data[at : at + 4] != _FATBIN:

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Tables of whole layers between this machine's GPUs, every dispatcher with the same capacity, as Markdown and JSON in
-# the folder $1. Eager and host times are in the report's second table. Takes about two minutes on two GPUs.
-# FlashInfer compiles at first use; docs/measured.md says how to carry its compiled modules.
+# Write tables of whole layers between this machine's GPUs, with equal capacity for every dispatcher, as Markdown and JSON
+# to the folder $1. The report's second table has eager and host times. The script takes about two minutes on two GPUs.
+# FlashInfer compiles at first use. docs/measured.md says where it finds compiled modules.
 set -u
 OUT=${1:?usage: benchmarks/layer_tables.sh FOLDER [DISPATCHERS]}
 DISPATCHERS=${2:-'nvlink_ht,naive,naive:16|nvlink_ht,flashinfer_alltoall,flashinfer_alltoall_two_sided,flashinfer_allgather'}

@@ -10,10 +10,10 @@ has the fastest turn of each. On a GPU the engine captures CUDA graphs of the ba
 
     python benchmarks/vllm_engine.py --model qwen3-30b --ranks 2 --split dp --dispatcher nvlink_ht
 
-Several ranks hold whole experts each. With --split tp they share the other layers and the tokens,
-which moekit does not move. With --split dp every rank has a process and as many sequences as a
-batch says, vLLM gathers tokens for its own kernel (allgather_reducescatter), and --dispatcher
-moves them for moekit's. The times are the slowest rank's.
+With --ranks each rank holds whole experts. With --split tp the ranks share the other layers and the
+tokens, which moekit does not move. With --split dp every rank has a process and a whole batch of
+sequences. vLLM gathers tokens for its own kernel (allgather_reducescatter), and --dispatcher moves
+them for moekit's kernel. The report has the times of the slowest rank.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--eager", action="store_true", help="no torch.compile and CUDA graphs")
     parser.add_argument("--memory", type=float, default=0.85, help="share of the memory to use")
     parser.add_argument("--profile", type=int, default=0, help="kernels to list by their time")
-    parser.add_argument("--log", default=os.devnull, help="a file for what the engines say")
+    parser.add_argument("--log", default=os.devnull, help="a file for the output of the engines")
     parser.add_argument("--only", choices=["off", "require"], help="engines of this kind alone")
     add_ranks(parser)
     parser.add_argument("--turn", help=argparse.SUPPRESS)
@@ -113,8 +113,8 @@ def _arguments() -> argparse.Namespace:
 def add_ranks(parser: argparse.ArgumentParser) -> None:
     """Add the options that `environments` and `engine_options` read."""
     parser.add_argument("--ranks", type=int, default=1, help="GPUs of an engine")
-    parser.add_argument("--split", choices=["tp", "dp"], default="dp", help="what ranks share")
-    parser.add_argument("--dispatcher", default="nvlink_ht", help="moekit's, with --split dp")
+    parser.add_argument("--split", choices=["tp", "dp"], default="dp", help="how ranks share work")
+    parser.add_argument("--dispatcher", default="nvlink_ht", help="of moekit, with --split dp")
 
 
 def _versions() -> str:
@@ -161,7 +161,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class Ranks:
-    """The processes of an engine, of which this is one."""
+    """The group of an engine's processes, as this process sees it."""
 
     def __init__(self) -> None:
         self.rank, self.size = (int(os.environ.get(f"VLLM_DP_{name}", default))
@@ -174,7 +174,7 @@ class Ranks:
             self._store = TCPStore("127.0.0.1", port, self.size, self.rank == 0)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, each of which has called this as often."""
+        """Return the values of all ranks; collective."""
         if self._store is None:
             return [value]
         self._said += 1
@@ -200,7 +200,7 @@ def processes(
 
     def end(process: subprocess.Popen[str]) -> None:
         try:
-            os.killpg(process.pid, signal.SIGKILL)  # with the processes that it has started
+            os.killpg(process.pid, signal.SIGKILL)  # and the processes that it has started
         except ProcessLookupError:
             pass
 
@@ -265,7 +265,7 @@ def turn(args: argparse.Namespace) -> None:
 
     batches, ranks = [int(size) for size in args.batches.split(",")], Ranks()
     more = engine_options(args)
-    if more:  # the most tokens of a step, for which moekit's dispatchers have room
+    if more:  # the most tokens of a step: moekit's dispatchers have room for these
         more["max_num_batched_tokens"] = max(args.prefill, *batches)
     if torch.cuda.is_available() and not args.eager:
         more["compilation_config"] = {"cudagraph_capture_sizes": sorted(batches)}
@@ -285,7 +285,7 @@ def turn(args: argparse.Namespace) -> None:
             ]
             sampling = SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True,
                                       detokenize=False)  # fmt: skip
-            ranks.gather(None)  # all begin now
+            ranks.gather(None)  # all ranks begin now
             begin = time.perf_counter()
             llm.generate(asked, sampling, use_tqdm=False)
             return max(ranks.gather(time.perf_counter() - begin))

@@ -18,7 +18,8 @@ from moekit.contract import (
     Unreduced,
 )
 from moekit.contract.adapters import AdapterExperts, TrainableAdapterExperts
-from moekit.contract.fused import FusedKernel, FusedSpec, RouterLogits
+from moekit.contract.fused import FusedSpec
+from moekit.contract.fused_kernel import FusedKernel, RouterLogits
 from moekit.contract.pending import Pending
 from moekit.contract.shared_buffers import CallBuffers, Lease, SharedBuffers
 from moekit.contract.sizes import round_up
@@ -49,9 +50,10 @@ from moekit.problem import (
     quant,
 )
 from moekit.problem.activation import ACTIVATIONS, apply_activation
-from moekit.problem.codes import INT4_ZERO, Codes, unpack_int4
+from moekit.problem.codes import INT4_ZERO, Codes
 from moekit.problem.problem import summary
 from moekit.problem.quant import WIRE_SCHEMES
+from moekit.problem.quantize import dequantize, quantize, unpack_int4
 from moekit.runtime.agreement import Agreement, Transfers, exchange, peer_timeout
 from moekit.runtime.environment import ProcessVariables
 from moekit.runtime.group import has_backend, resolve
@@ -71,8 +73,8 @@ __all__ = [
     "ProcessVariables", "QuantScheme", "Quantizer", "RouterLogits", "Routing", "SharedBuffers",
     "TableFiles", "TrainableAdapterExperts", "TrainableDispatcher", "TrainableExperts", "Transfers",
     "Unreduced", "VendorLibrary", "Wanted", "Workspace", "apply_activation", "check_writable",
-    "device_file", "exchange", "has_backend", "hookimpl", "importable", "int4", "local_ids",
-    "nearest", "partition", "peer_timeout", "quant", "quantize_for_transfer", "reason_of",
-    "registry", "replace_file", "resolve", "round_up", "settle", "size_distance", "summary",
-    "switch", "unpack_int4", "weight_and_reduce",
+    "dequantize", "device_file", "exchange", "has_backend", "hookimpl", "importable", "int4",
+    "local_ids", "nearest", "partition", "peer_timeout", "quant", "quantize",
+    "quantize_for_transfer", "reason_of", "registry", "replace_file", "resolve", "round_up",
+    "settle", "size_distance", "summary", "switch", "unpack_int4", "weight_and_reduce",
 ]  # fmt: skip

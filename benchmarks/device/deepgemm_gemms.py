@@ -37,7 +37,7 @@ from moekit_kernels.align import SortedAssignments, align
 from torch import Tensor
 
 import moekit
-from moekit.plugin import Dispatched, Workspace, quant
+from moekit.plugin import Dispatched, Workspace, dequantize, quant, quantize
 from moekit.testing import relative_error
 
 
@@ -66,8 +66,8 @@ def probe_one(scheme: str, block_m: int) -> None:
     if scheme == "fp8":
         operand = quant.scheme("fp8_block").weight
         assert operand is not None
-        w, w_scale = quant.quantize(w, operand)
-        w_fp32 = quant.dequantize(w, w_scale, operand)
+        w, w_scale = quantize(w, operand)
+        w_fp32 = dequantize(w, w_scale, operand)
     starts, ends, row = [], [], 0
     for expert, count in enumerate(counts):
         row = row if block_m else expert * 256
@@ -100,8 +100,8 @@ def operand_of(scheme: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor | No
         return a, None, a.float()
     operand = quant.scheme("fp8_block").activation
     assert operand is not None
-    q, scale = quant.quantize(a, operand)
-    return q, scale.transpose(-1, -2).contiguous(), quant.dequantize(q, scale, operand)
+    q, scale = quantize(a, operand)
+    return q, scale.transpose(-1, -2).contiguous(), dequantize(q, scale, operand)
 
 
 # -- settings -------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def batched(args: argparse.Namespace) -> None:
         for tokens in (16, 128, 512):
             capacity = -(-tokens // 128) * 128
             x = normal(p.num_local_experts, capacity, p.hidden_size)
-            arrived = {"bf16": (x, None), "fp8": quant.quantize(x, p.quant.activation)}
+            arrived = {"bf16": (x, None), "fp8": quantize(x, p.quant.activation)}
             y, scratch = torch.empty_like(x), Workspace().take(experts.workspace(capacity), DEVICE)
             expected_m = expected_slab_rows(capacity, p.top_k, p.num_physical_experts)
             steps = (

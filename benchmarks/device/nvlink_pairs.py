@@ -52,7 +52,7 @@ from moekit.plugin import (
     Routing,
     Unreduced,
     Workspace,
-    quant,
+    quantize,
     registry,
 )
 
@@ -153,7 +153,7 @@ class Pair:
         self.y = None
         if scheme != "none" and scheme in spec.wire_schemes:
             assert problem.quant.activation is not None
-            sent = quant.quantize(self.x, problem.quant.activation, None, None)
+            sent = quantize(self.x, problem.quant.activation, None, None)
             self.quantize = lambda x, valid: sent
 
     def dispatch(self) -> Any:

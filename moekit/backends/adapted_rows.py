@@ -20,9 +20,10 @@ from moekit.problem import MoEProblem
 
 @dataclass(frozen=True)
 class AdaptedRows:
-    """The assignments with an adapter, sorted by ``slot * L + expert``, beside the base's rows.
+    """The assignments with an adapter, sorted by ``slot * L + expert``.
 
-    rows: these, as runs of Q "experts". place_P: where each is among the rows of the base.
+    rows: these assignments, as runs of Q "experts". place_P: the index of each among the base's
+    rows.
     """
 
     adapters: Adapters | None
@@ -40,7 +41,7 @@ class AdaptedRows:
     ) -> AdaptedRows:
         """Return the assignments of a call; without adapters, all methods add nothing.
 
-        weights: None where only `outer` follows.
+        weights: None if the caller only calls `outer`.
         """
         ids_RK, slots_R, L = tokens.topk_ids, tokens.adapter_ids, problem.num_local_experts
         assert ids_RK is not None
@@ -79,7 +80,7 @@ class AdaptedRows:
         return low_PU
 
     def kept(self, name: str, rows_SK: Tensor, back_PU: Tensor | None) -> list[Tensor]:
-        """Return what `outer` needs of w13 or w2: ``scaling A row``, and what `back` returned."""
+        """Return the tensors of w13 or w2 that `outer` takes: ``scaling A row``, and `back`'s."""
         pair = self._pair(name)
         return [] if pair is None or back_PU is None else [self._shrink(pair[0], rows_SK), back_PU]
 
@@ -92,7 +93,7 @@ class AdaptedRows:
         grad_SN: Tensor,
         kept: Iterator[Tensor],
     ) -> None:
-        """Write the wanted gradients of A and B. rows: weighted by the router if they are w2's."""
+        """Write the wanted gradients of A and B. rows: for w2, weighted by the router."""
         a, b = into.get(f"{name}_a"), into.get(f"{name}_b")
         if a is None and b is None:
             return

@@ -19,8 +19,9 @@ from torch import Tensor
 from moekit.backends import cpu_costs
 from moekit.backends.cpu_costs import Costs, Points
 from moekit.contract import BufferSpec, PackedWeights
-from moekit.problem import MoEProblem, quant
+from moekit.problem import MoEProblem
 from moekit.problem.activation import Activation, apply_activation
+from moekit.problem.quantize import dequantize
 
 # Methods that run one expert after another:
 #   right     x @ W.T in the problem's dtype
@@ -66,7 +67,7 @@ class Experts:
         extra = {what: self.weights.get(f"{name}_{what}") for what in ("zero_points", "g_idx")}
         mine = {what: None if t is None else t[expert] for what, t in extra.items()}
         scale = self.weights[f"{name}_scale"][expert]
-        return quant.dequantize(stored, scale, operand, dtype, **mine)
+        return dequantize(stored, scale, operand, dtype, **mine)
 
 
 def workspace(problem: MoEProblem, assignments: int) -> BufferSpec:

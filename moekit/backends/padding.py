@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from moekit.problem import MoEProblem
-from moekit.problem.codes import pack, unpack
 from moekit.problem.quant import OperandQuant
+from moekit.problem.quantize import pack, unpack
 from moekit.problem.weights import ExpertWeights
 
 

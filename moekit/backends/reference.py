@@ -18,8 +18,9 @@ from moekit.contract import Adapters, BufferSpec, Dispatched, PackedWeights, Rou
 from moekit.contract.adapters import AdapterExperts, TrainableAdapterExperts
 from moekit.contract.interfaces import ADAPTER_NAMES
 from moekit.contract.training import InputGradients, Wanted
-from moekit.problem import MoEProblem, quant
+from moekit.problem import MoEProblem
 from moekit.problem.activation import apply_activation
+from moekit.problem.quantize import dequantize
 from moekit.problem.weights import ExpertWeights
 
 _Delta = Callable[[str, Tensor, Tensor], Tensor]
@@ -34,7 +35,7 @@ def expert_mlp(
 ) -> Tensor:
     """Run one expert on its rows: (N, H) fp32 -> (N, H) fp32. ``weights`` are fp32.
 
-    All may be float64 instead. delta: adds what adapters add to a product of rows.
+    All may be float64 instead. delta: adds the deltas of adapters to a product of rows.
     """
     w13_HI, w2_IH = weights.w13[expert].T, weights.w2[expert].T
     with torch.autocast(w13_HI.device.type, enabled=False):
@@ -64,7 +65,7 @@ def oracle(
         routing: weights (T, K) fp32 and physical ids (T, K). Ids of other ranks' experts and -1 add
             nothing, so the sum of all ranks' results is the whole layer.
         problem: sizes, scheme, activation and biases of the layer.
-        adapters: what the experts add, by ``routing.adapter_ids``.
+        adapters: deltas of the experts, by ``routing.adapter_ids``.
 
     Returns:
         (T, H) fp32, or float64 if x is, so that autograd's gradients of it can be proven.
@@ -102,7 +103,7 @@ def _weighted_sum(
 
 
 def _delta(adapters: Adapters | None, slots_R: Tensor | None, expert: int, row_N: Tensor) -> _Delta:
-    """Return what adds the deltas of an expert to products of its rows."""
+    """Return a function that adds the deltas of an expert to products of its rows."""
     if adapters is None or slots_R is None:
         return lambda name, made, rows: made
     slots_N = slots_R[row_N]
@@ -247,7 +248,7 @@ def dequantized_input(tokens: Dispatched, problem: MoEProblem) -> Tensor:
     if tokens.x_scale is None:
         return tokens.x.float()
     assert problem.quant.activation is not None
-    return quant.dequantize(tokens.x, tokens.x_scale, problem.quant.activation)
+    return dequantize(tokens.x, tokens.x_scale, problem.quant.activation)
 
 
 class BatchedReference(LocalBatchedDispatcher):

@@ -17,7 +17,7 @@ from moekit.backends.cpu_experts import Experts, activate
 from moekit.backends.sorted_rows import SortedRows
 from moekit.contract import BufferSpec, Dispatched, PackedWeights
 from moekit.contract.adapters import AdapterExperts
-from moekit.problem import quant
+from moekit.problem.quantize import dequantize
 from moekit.problem.weights import ExpertWeights
 
 
@@ -85,9 +85,7 @@ class TorchExperts(AdapterExperts):
         assert ids is not None and topk_weights is not None
         if tokens.x_scale is not None:
             assert self.problem.quant.activation is not None
-            x = quant.dequantize(
-                x, tokens.x_scale, self.problem.quant.activation, self.problem.dtype
-            )
+            x = dequantize(x, tokens.x_scale, self.problem.quant.activation, self.problem.dtype)
         experts = Experts(self.problem, weights)
         slots = None if weights.adapters is None else tokens.adapter_ids
         if self.problem.batch_invariant:
@@ -107,7 +105,7 @@ class TorchExperts(AdapterExperts):
 
     @property
     def _on_cpu(self) -> bool:
-        """Whether `cpu_experts` runs, which has no adapters."""
+        """Return whether `cpu_experts` runs; it takes no adapters."""
         return self.problem.device.type == "cpu" and self.problem.adapters is None
 
     def _choice(self) -> cpu_experts.Choice:

@@ -14,7 +14,8 @@ from moekit.checkpoint.schemes import firsts, scheme_for, sources
 from moekit.checkpoint.share import Piece, Share
 from moekit.formats.format import Format, Grid
 from moekit.formats.gguf import BlockFormat, dequantize
-from moekit.problem.quant import INT4_ZERO, pack_int4, unpack_int4
+from moekit.problem.quant import INT4_ZERO
+from moekit.problem.quantize import pack_int4, unpack_int4
 
 _CHUNK = 1 << 22  # values that are dequantized at a time
 _NOT_FINITE = "holds values that are not finite"

@@ -20,7 +20,7 @@ class Combination:
     experts: a backend or a composite (`moekit.selection.composite`).
     bridged: their formats differ, so moekit converts between them.
     sums: who weights the experts' rows and sums them over K.
-    fused: one kernel is both (`moekit.plugin.FusedSpec`).
+    fused: one fused kernel is dispatcher and experts (`moekit.plugin.FusedSpec`).
     """
 
     dispatcher: str

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from moekit.contract.pending import Pending
 from moekit.contract.sizes import size_text
 from moekit.contract.specs import Backend, DispatcherSpec, ExpertsSpec
 from moekit.contract.sums import weight_and_reduce
-from moekit.problem import MoEProblem, quant
+from moekit.problem import MoEProblem
 from moekit.problem.weights import ExpertWeights
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Routing:
     caller does not know it. A dispatcher of fixed capacity then works for so many tokens only, and
     a composite of dispatchers chooses its member by it.
     adapter_ids: (T,) int32, the adapter slot of each token, -1 for none. Only in problems with
-    adapters; None is right where there is one slot, which every token then has.
+    adapters. None is allowed where there is one slot: every token then has it.
     """
 
     topk_weights: Tensor
@@ -74,7 +74,7 @@ class Dispatched:
     per row.
     handle: what the dispatcher's `finalize` needs; others do not look at it.
     num_rows: STANDARD, int32 (1,) on the device of x, or None. Rows from it on are padding with ids
-    of -1, which the experts need not look at: a call of few tokens need not cost what R rows cost.
+    of -1. Experts may skip them, so that a call of few tokens does not cost as much as R rows.
     adapter_ids: (R,) int32, contiguous: the adapter slot of each row, -1 for none, any value in
     rows without a local expert. Only in problems with adapters: a dispatcher that moves no
     tokens takes it from ``routing.adapter_ids``; where tokens move, the kernel sets it.
@@ -106,21 +106,21 @@ class Unreduced:
 
 @dataclass(frozen=True, repr=False)
 class Adapters:
-    """Low-rank deltas of this rank's experts, for S adapters; the layout is every backend's.
+    """Low-rank deltas of this rank's experts, for S adapters, in one layout for all backends.
 
-    A row of adapter s adds ``scaling[s] * B[s, e] @ (A[s, e] @ row)`` to what expert e's matrix
-    gives for it. All matrices have the problem's dtype, also over a quantized base, and there is no
-    None of a pair alone.
+    For a row with adapter s, ``scaling[s] * B[s, e] @ (A[s, e] @ row)`` is added to the product of
+    the row and expert e's matrix. All matrices have the problem's dtype, also over a quantized
+    base. A and B of w13, or of w2, are given together or are both None.
 
     scaling: (S,) float32.
     w13_a: (S, L, G, r, H); G is 2 if `AdapterSlots.separate` and the experts are gated: A of gate
-    and of up. Otherwise it is 1. w13_b: (S, L, W, r), W = `MoEProblem.w13_rows`, gate in front of
-    up. Row n of B goes with A of group ``n // (W / G)``.
+    and of up. Otherwise it is 1. w13_b: (S, L, W, r), W = `MoEProblem.w13_rows`, gate before up.
+    Row n of B belongs to A of group ``n // (W / G)``.
     w2_a: (S, L, r, I). w2_b: (S, L, H, r).
 
     The last two dimensions are contiguous, and each matrix begins at a multiple of 16 bytes if its
     rows are such a multiple. The other strides are arbitrary, and 0 where experts share a matrix.
-    An adapter of a smaller rank has zeros behind it. The memory stays where it is: adapters are
+    An adapter of a smaller rank is padded with zeros. The memory keeps its address: adapters are
     replaced in place, also between replays of a CUDA graph.
     """
 
@@ -135,7 +135,7 @@ class Adapters:
         return replace(self, **{name: t.to(dtype) for name, t in self.tensors().items()})
 
     def pair(self, name: str) -> tuple[Tensor, Tensor] | None:
-        """Return A (S, L, G, r, in) and B of w13 or w2, or None if it has no delta."""
+        """Return A (S, L, G, r, in) and B of w13 or w2, or None if the matrix has no delta."""
         a, b = getattr(self, f"{name}_a"), getattr(self, f"{name}_b")
         if a is None or b is None:
             return None
@@ -158,7 +158,7 @@ class PackedWeights:
     experts: tensors with the L local experts in dim 0, so that experts can be moved.
     shared: tensors that belong to no single expert, for example a static activation scale.
     made_for: what `ModularKernel.pack` packed them for; a kernel for something else refuses them.
-    adapters: what the experts add to them, set by the caller and not by `pack`. None: nothing.
+    adapters: deltas that the experts add, set by the caller and not by `pack`. None: no deltas.
     """
 
     backend: str
@@ -318,8 +318,13 @@ class PermuteExpertsUnpermute(Backend):
 
     interface = "PermuteExpertsUnpermute"
 
-    # Used by `quantize`. A backend may set a faster function of the same arguments.
-    quantizer: ClassVar[Callable[..., tuple[Tensor, Tensor]]] = staticmethod(quant.quantize)
+    @staticmethod
+    def quantizer(*arguments: Any) -> tuple[Tensor, Tensor]:
+        """Serve `quantize`. A backend may set a faster function of the same arguments."""
+        from moekit.problem.quantize import quantize
+
+        return quantize(*arguments)
+
     # Used wherever this backend's rows are weighted and summed, also in dispatchers. A backend may
     # set a faster function of the same arguments and bits.
     weight_and_reduce: Callable[..., Tensor] = staticmethod(weight_and_reduce)
@@ -354,8 +359,8 @@ class PermuteExpertsUnpermute(Backend):
         Args:
             y: in the problem's dtype, or float32 if `weights_in_fp32` in fp16 problems.
                 STANDARD, ``spec.reduces``: (R, H), weighted by ``topk_weights`` and summed over K';
-                rows without a local expert are set to zero, but from ``num_rows`` on may stay
-                undefined.
+                rows without a local expert are set to zero, except that rows from ``num_rows`` on
+                may stay undefined.
                 STANDARD otherwise: (R, K', H); rows of assignments with id -1 stay undefined.
                 BATCHED: (L, C, H); rows at or beyond ``expert_num_tokens`` stay undefined.
             tokens: what arrived, quantized if ``x_scale`` is not None. Read only; y may be the

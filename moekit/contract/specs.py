@@ -41,7 +41,7 @@ CHECK_FAILED = "its check failed"
 
 
 def _some_schemes(least: int = 1) -> Kind:
-    """Plugins name schemes, which may be another plugin's: which exist is known later."""
+    """Return the kind of sets of schemes. Which names exist is known only after discovery."""
 
     def keep(value: Any) -> Set[str]:
         if isinstance(value, Schemes):
@@ -141,7 +141,7 @@ class BackendSpec:
     name: what users type.
     target: ``"package.module:Class"``, imported on creation.
     format: the layout of dispatched tokens that it produces or consumes.
-    dtypes, schemes, devices: what it supports. Schemes may be a plugin's, and `SCHEMES` means all.
+    dtypes, schemes, devices: what it supports. Schemes may be of a plugin, and `SCHEMES` is all.
         A device is ``"cpu"`` or another of torch's types (``"cuda"`` includes AMD's GPUs),
         ``"cuda>=9.0"`` or ``"cuda==9.0"`` (compute capability), ``"gfx942"`` (AMD's), or ``"any"``.
     requires: importable names that it needs. They are looked up, but not imported, to list it.
@@ -394,8 +394,8 @@ class ExpertsSpec(BackendSpec):
         rank's intermediate size to be multiples of. moekit then pads weights, tokens and output
         with zeros, which costs a copy of the tokens and of the output if the hidden size is padded,
         and creates the backend for the padded problem, which `check` sees.
-    adapters, adapters_training: the classes in place of ``target`` and of ``training`` for problems
-        with adapters (LoRA), which derive from `AdapterExperts`. None: it does not take adapters.
+    adapters, adapters_training: the classes that replace ``target`` and ``training`` for problems
+        with adapters (LoRA). They derive from `AdapterExperts`. None: it does not take adapters.
     """
 
     kind = "experts backend"

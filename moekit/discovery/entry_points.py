@@ -79,11 +79,11 @@ class MoekitSpecs:
 
     @_hookspec
     def moekit_schemes(self) -> list[QuantScheme]:  # type: ignore[empty-body]
-        """Return the quantization schemes that this plugin adds, as in docs/backends.md."""
+        """Return the quantization schemes that this plugin adds, see docs/backends.md."""
 
     @_hookspec
     def moekit_fused(self) -> list[FusedSpec]:  # type: ignore[empty-body]
-        """Return the kernels that are dispatcher and experts at once, as in docs/backends.md."""
+        """Return the fused kernels that this plugin offers, see docs/backends.md."""
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,8 @@ def probe(source: Source, strict: bool = False) -> PluginState:
             plugin = manager.get_plugin(source.name)
             if not manager.get_hookcallers(plugin):
                 raise TypeError(
-                    "it implements no moekit hook; decorate moekit_experts, say, with hookimpl"
+                    "it implements no moekit hook; decorate a function such as moekit_experts with "
+                    "moekit.hookimpl"
                 )
             offered: Any = {
                 name: _records(getattr(manager.hook, f"moekit_{name}"), kind)
@@ -320,7 +321,7 @@ def mark_clashes(states: Sequence[PluginState]) -> list[PluginState]:
 
 
 def _offers(record: BackendSpec | QuantScheme) -> list[Offer]:
-    """Return the kinds and names that a record takes: a fused kernel's is either part's."""
+    """Return the kinds and names that a record takes; a fused kernel takes two."""
     fused = isinstance(record, FusedSpec)
     kinds = [DispatcherSpec.kind, ExpertsSpec.kind] if fused else [record.kind]
     return [(kind, record.name) for kind in kinds]

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from moekit.errors import WeightsError
-from moekit.problem.codes import Codes, numbers
+from moekit.problem.codes import Codes
 from moekit.problem.int4 import IN_ORDER, repack_rows, unpack_rows
 from moekit.problem.quant import OperandQuant, codes_of
+from moekit.problem.quantize import numbers
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 SCALES = (*FLOATS, torch.float8_e8m0fnu, torch.uint8)
@@ -117,7 +118,7 @@ class Format:
 
     @property
     def codes(self) -> Codes:
-        """How the core's tensor stores the weights."""
+        """The codes of the core's tensor. Raises WeightsError if no scheme has its dtype."""
         found = codes_of(self.dtype)
         if found is None:
             raise WeightsError(f"{self.name}: no quant scheme has {self.dtype} weights")

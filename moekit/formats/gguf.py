@@ -17,7 +17,7 @@ from torch import Tensor
 from moekit.errors import WeightsError
 from moekit.formats.format import Format, Part, scale_values
 from moekit.formats.method import Matrix, Method
-from moekit.problem.quant import pack_int4
+from moekit.problem.quantize import pack_int4
 
 
 def dequantize(blocks: Tensor, name: str) -> Tensor:

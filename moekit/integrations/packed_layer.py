@@ -53,7 +53,7 @@ class Form(NamedTuple):
     """The properties of a call that a module is packed for, besides its parameters.
 
     dtype: of the tokens. autocast: the dtype to compute in, if not the weights'.
-    training: the call has gradients. adapters: the call has adapters (LoRA), in this room.
+    training: the call has gradients. adapters: the room that the call's adapters (LoRA) need.
     """
 
     dtype: torch.dtype
@@ -187,7 +187,7 @@ class Layer:
     def adapt(self, x: Tensor, ids: Tensor, topk_weights: Tensor, on_input: bool) -> Tensor:
         """Compute a call with the adapters of this forward, over frozen weights.
 
-        Raises MoekitError where moekit cannot take them.
+        Raises MoekitError if moekit cannot take the adapters.
         """
         module, device = self._module(), x.device.type
         assert module is not None

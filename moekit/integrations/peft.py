@@ -1,7 +1,7 @@
-"""PEFT's LoRA on the parameters of experts (`target_parameters`): an operand, and no product.
+"""PEFT's LoRA on the parameters of experts (`target_parameters`) as an operand of the experts.
 
-PEFT adds B A to all experts' weights in each forward, by a parametrization of the parameter. Here
-its context names A and B to the module instead, and `Layer.adapt` passes them to the experts.
+PEFT adds B A to all experts' weights in each forward, by a parametrization of the parameter. With
+this patch its context records A and B in the module, and `Layer.adapt` passes them to the experts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Operand(NamedTuple):
         return [side[name].weight for name in self.names for side in held]
 
     def matrices(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return A (E, r, in) and scaled B (E, out, r); several adapters lie behind each other."""
+        """Return A (E, r, in) and scaled B (E, out, r); several adapters are joined along r."""
         wrapper, found = self.wrapper, []
         stored = bool(getattr(wrapper.get_base_layer(), "is_transposed", False))
         turned = getattr(wrapper, "_did_swap_in_out_features", False) == stored
@@ -50,7 +50,7 @@ class Operand(NamedTuple):
 
 
 def operands_of(module: nn.Module) -> Mapping[str, Operand]:
-    """Return what the module's adapters are in this forward, by ``w13`` and ``w2``."""
+    """Return the module's adapters in this forward, by ``w13`` and ``w2``."""
     return vars(module).get(OPERANDS) or {}
 
 
@@ -80,11 +80,11 @@ def patch(
     ours: Callable[[nn.Module], bool],
     forget: Callable[[nn.Module], None],
 ) -> None:
-    """Make PEFT's wrapper name the adapters to modules that are ``ours``.
+    """Make PEFT's wrapper record the adapters in modules for which ``ours`` returns true.
 
     Args:
         set_: sets an attribute, and remembers how to undo it.
-        forget: drops what was packed of a module's weights, which merging changes.
+        forget: drops a module's packed weights, which merging invalidates.
     """
     from peft.tuners.lora.layer import ParamWrapper
 

@@ -16,9 +16,9 @@ quantized ones. Where there is no gradient (quantized weights, batch invariance)
 ``backward()`` raises the reason. Under torch.compile a layer is one operator; with gradients it
 breaks the graph.
 
-Adapters of PEFT on the experts' parameters (`target_parameters`) go to the experts as an operand:
-the base stays frozen and packed, in any scheme, and no product of B and A is made. Where moekit
-cannot do so, it raises the reason; with ``batch_invariant``, PEFT adds them to the weights.
+The experts take PEFT's adapters on their parameters (`target_parameters`) as an operand: the base
+stays frozen and packed, in any scheme, and nobody computes the product of B and A. If moekit cannot
+do so, it raises the reason. With ``batch_invariant``, PEFT adds the product to the weights.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from moekit.contract import PackedWeights, Routing
-from moekit.contract.fused import FusedSpec, RouterLogits
+from moekit.contract.fused import FusedSpec
+from moekit.contract.fused_kernel import RouterLogits
 from moekit.errors import InvalidInput, WeightsError
 from moekit.kernel import ModularKernel
 from moekit.layer.ranks import LayerRanks

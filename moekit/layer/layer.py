@@ -64,7 +64,7 @@ class FusedMoE(nn.Module):
             must be invariant themselves.
         trainable: Make the weights parameters, with the values that `torch.nn.Linear` begins with.
             Calls compute in params_dtype, in autocast's dtype, or in the one that FSDP casts to.
-        adapters: Room for adapters (LoRA), which ``layer.adapters``, a `moekit.lora.Stack`, holds.
+        adapters: Room for adapters (LoRA). ``layer.adapters``, a `moekit.lora.Stack`, holds them.
             In a trainable layer their matrices may require gradients, and the weights must not.
         shared_experts: (T, H) -> (T, H), added to every token's output. It runs on a separate
             stream while tokens travel, and stays its owner's: it is no submodule of the layer.
@@ -308,8 +308,8 @@ class FusedMoE(nn.Module):
                 saves an all-reduce, and CUDA graphs need it where the group has no CPU backend.
                 Ranks replay graphs together that were captured with one max_tokens.
             token_ids: (...) int32 or int64, the rows of the routing's hash_table if it has one.
-            adapter_ids: (...) int32, slots of `adapters`, -1 for none. May be left out if there is
-                one slot, which every token then has.
+            adapter_ids: (...) int32, slots of `adapters`, -1 for none. With one slot it may be left
+                out: every token then has the slot.
 
         Returns:
             (..., H) in params_dtype.
@@ -334,7 +334,7 @@ class FusedMoE(nn.Module):
             return self.run(inputs)
 
     def _train(self, inputs: LayerInputs) -> Tensor:
-        """Compute in the dtype of autocast or else, as FSDP casts them, of the parameters."""
+        """Compute in autocast's dtype, else in the parameters' dtype, as FSDP casts them."""
         device, dtype = self.device.type, None
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)

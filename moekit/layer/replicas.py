@@ -1,4 +1,4 @@
-"""The placement of experts on physical slots, and the replicas that tokens go to."""
+"""The placement of experts on physical slots, and the choice of a replica for each token."""
 
 from __future__ import annotations
 

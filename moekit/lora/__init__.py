@@ -1,4 +1,4 @@
-"""Adapters (LoRA) on experts: read, cut to a rank's share, and kept in a stack that calls name.
+"""Adapters (LoRA) on experts: read them, cut them to a rank's share, and keep them in a stack.
 
 problem = MoEProblem(..., adapters=AdapterSlots(count=8, rank=32))
 kernel = moekit.compose(problem)

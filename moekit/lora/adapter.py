@@ -1,4 +1,4 @@
-"""The adapter of one layer's experts, in one layout, and what a rank computes with."""
+"""The adapter of one layer's experts, in one layout, and a rank's share of it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def scaling_of(alpha: float, rank: int, rank_stabilized: bool = False) -> float:
 class Adapter:
     """Low-rank deltas of the E logical experts of a layer: ``W + scaling B A``.
 
-    The first dimension of a matrix is E, or 1 if all experts share it (shared outer). None: w13, or
-    w2, has no delta. Matrices may require a gradient.
+    The first dimension of a matrix is E, or 1 if all experts share it (shared outer). If A and B of
+    w13 or w2 are None, it has no delta. Matrices may require a gradient.
 
     scaling: see `scaling_of`.
     w13_a: (E, G, r, H). G is 1 if gate and up share A, and 2 if each has one. w13_b: (E, 2I or I,
-    r), gate in front of up. w2_a: (E, r, I). w2_b: (E, H, r). All of any float dtype.
+    r), gate before up. w2_a: (E, r, I). w2_b: (E, H, r). All of any float dtype.
     """
 
     scaling: float
@@ -48,7 +48,7 @@ class Adapter:
     ) -> Adapter:
         """Make an adapter of packed matrices (E or 1, r, ·) and (E or 1, ·, r).
 
-        A of gate_up may be (E, 2r, H) with B (E, 2I, r): A of gate in front of up's.
+        A of gate_up may be (E, 2r, H) with B (E, 2I, r): A of gate before A of up.
         """
         (a, b), (w2_a, w2_b) = gate_up or (None, None), down or (None, None)
         if a is not None and b is not None and a.dim() == 3:
@@ -66,7 +66,7 @@ class Adapter:
         return {n: t for n, t in vars(self).items() if isinstance(t, Tensor)}
 
     def check(self, problem: MoEProblem) -> None:
-        """Raise WeightsError, which lists all that does not fit the model's layer."""
+        """Raise WeightsError, which lists everything that does not fit the model's layer."""
         p, faults = problem, []
         E, H, inner = p.num_experts, p.hidden_size, p.intermediate_size
         rows = 2 * inner if p.activation.gated else inner
@@ -91,13 +91,13 @@ class Adapter:
                 faults.append(f"{which} has A of rank {a.shape[-2]}, and B of rank {b.shape[-1]}")
         groups = 1 if self.w13_a is None or self.w13_a.dim() != 4 else self.w13_a.shape[1]
         if groups not in (1, 2) or (groups == 2 and not p.activation.gated):
-            faults.append(f"w13_a has {groups} groups, and the experts have one matrix A or two")
+            faults.append(f"w13_a has {groups} groups, expected 1, or 2 if the experts have a gate")
         if not found:
-            faults.append("it has no matrices")
+            faults.append("it has no matrices, expected A and B of w13, of w2 or of both")
         elif not 1 <= self.rank <= MOST_RANK:
             faults.append(f"its rank is {self.rank}, expected 1 to {MOST_RANK}")
         if not math.isfinite(self.scaling):
-            faults.append(f"its scaling is {self.scaling}")
+            faults.append(f"its scaling is {self.scaling}, expected a finite number")
         if faults:
             raise WeightsError(f"the adapter does not fit this layer: {'; '.join(faults)}")
 

@@ -1,7 +1,7 @@
 """The layouts in which adapters of experts are stored, by the names of their tensors.
 
-fused        experts[.base_layer].lora_A   (E r, in), (out, r E): PEFT's target_parameters. The
-             rank is outside in A and inside in B, and names tell nothing: shapes do
+fused        experts[.base_layer].lora_A   (E r, in), (out, r E): PEFT's target_parameters. Experts
+             vary slowest in A and fastest in B. Shapes tell gate_up from down, and names do not
 packed       experts.gate_up_proj.lora_A   (E, r, in), (E, out, r); 1 for E: shared by experts
 per expert   experts.3.gate_proj.lora_A    (r, in), (out, r)
 """
@@ -47,10 +47,10 @@ def read(
     """Return the adapter of one layer's experts.
 
     Args:
-        tensors: of the adapter's file, by name.
-        config: of adapter_config.json: ``r``, ``lora_alpha`` and ``use_rslora``; what is not
-            understood is refused by name.
-        problem: the layer's, of the whole model or of one rank.
+        tensors: the tensors of the adapter's file, by name.
+        config: the content of adapter_config.json: ``r``, ``lora_alpha`` and ``use_rslora``. Fields
+            that change numbers and are not supported are refused by name.
+        problem: the problem of the layer, for the whole model or for one rank.
         module: the path of the experts in the model, such as "model.layers.3.mlp.experts".
         interleaved: rows of gate and up alternate in the model (gpt-oss).
 
@@ -88,7 +88,7 @@ def tensors_of(adapter: Adapter, module: str, layout: str = "fused") -> dict[str
              if f"{which}_a" in held]  # fmt: skip
     E, groups = max(map(len, held.values())), 1 if "w13_a" not in held else held["w13_a"].shape[1]
     if layout == "fused" and groups == 2:
-        raise WeightsError("gate and up have an A each, which PEFT's fused layout has no place for")
+        raise WeightsError("gate and up have an A each: PEFT's fused layout has one, use 'packed'")
     for number, (name, a, b) in enumerate(pairs):
         a = a.flatten(1, -2)
         if layout == "packed":
@@ -111,7 +111,7 @@ def tensors_of(adapter: Adapter, module: str, layout: str = "fused") -> dict[str
 
 
 def _of_module(tensors: Mapping[str, Tensor], module: str) -> dict[str, Pair]:
-    """Return A and B by where they are below the module."""
+    """Return A and B by their path below the module."""
     sides: dict[str, dict[str, Tensor]] = {}
     others = set()
     for name, tensor in tensors.items():
@@ -147,7 +147,7 @@ def as_packed(a: Tensor, b: Tensor, experts: int, transposed: bool) -> Pair:
 
 
 def _fused(pairs: list[Pair], problem: MoEProblem, version: str) -> dict[str, Pair]:
-    """Tell gate_up from down, and a parameter from a transposed one, by all shapes together."""
+    """Return pairs by part. All shapes together tell gate_up from down, and transposed ones."""
     E, H, inner = problem.num_experts, problem.hidden_size, problem.intermediate_size
     rows = 2 * inner if problem.activation.gated else inner
     wanted = {(H, rows): "gate_up", (inner, H): "down"}
@@ -163,7 +163,7 @@ def _fused(pairs: list[Pair], problem: MoEProblem, version: str) -> dict[str, Pa
     if len(fits) == 2 and [int(n) for n in re.findall(r"\d+", version)[:3]] >= [0, 19, 1]:
         del fits[True]
     if len(fits) != 1:
-        why = "is it of this model?" if not fits else "which is in? state peft_version >= 0.19.1"
+        why = "is it of this model?" if not fits else "both fit: state peft_version >= 0.19.1"
         names = " or ".join(f"{name} {sizes}" for sizes, name in wanted.items())
         raise WeightsError(f"A and B are {shapes}, and (in, out) should be {names}: {why}")
     (transposed, order), *_ = fits.items()
@@ -172,7 +172,7 @@ def _fused(pairs: list[Pair], problem: MoEProblem, version: str) -> dict[str, Pa
 
 
 def _by_part(found: dict[str, Pair], problem: MoEProblem) -> dict[str, Pair]:
-    """Return packed pairs by part, of packed or per-expert tensors."""
+    """Return packed pairs by part, from packed or per-expert tensors."""
     each: dict[str, dict[int, Pair]] = {}  # by expert, -1 for all of them
     made: dict[str, Pair] = {}
     unknown, twice = [], []
@@ -208,7 +208,7 @@ def _by_part(found: dict[str, Pair], problem: MoEProblem) -> dict[str, Pair]:
 
 
 def _gate_up(pairs: dict[str, Pair]) -> Pair | None:
-    """Return gate and up as one: A (E, G r, H) and B (E, 2I, r)."""
+    """Return gate and up as one pair: A (E, G r, H) and B (E, 2I, r)."""
     if "gate" not in pairs:
         return pairs.get("gate_up", pairs.get("up"))
     a, b = pairs["gate"]

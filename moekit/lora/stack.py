@@ -1,4 +1,4 @@
-"""Adapters in fixed memory, which calls name by slot: loaded, replaced and dropped in place."""
+"""A stack of adapters in fixed memory: they are loaded, replaced and dropped in place."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from moekit.runtime.adapters import shapes
 
 
 class Stack:
-    """The adapters of a layer on one rank. CUDA graphs that were captured with it see changes.
+    """The adapters of a layer on one rank. Captured CUDA graphs see every change.
 
-    Writes are copies on the current stream: load and drop where calls are launched. A token that
-    names an empty slot gets NaN, and an error from a checked kernel.
+    `load` and `drop` write on the current stream: call them on the stream of the layer's calls. If
+    a token names an empty slot, its output is NaN, and a checked kernel raises an error.
 
     Args:
-        problem: with ``adapters``.
+        problem: a problem with ``adapters``.
         experts: as in `Adapter.local`.
     """
 
@@ -49,9 +49,8 @@ class Stack:
     def load(self, name: str, adapter: Adapter) -> int:
         """Copy an adapter of the whole layer to a slot, and return the slot.
 
-        An adapter of the same name is replaced.
-
-        Raises WeightsError, which lists what does not fit, and InvalidInput if no slot is free.
+        It replaces an adapter of the same name. Raises WeightsError, which lists everything that
+        does not fit, and InvalidInput if no slot is free.
         """
         mine, faults = adapter.local(self.problem, self.experts), []
         if adapter.rank > self.room.rank:
@@ -69,7 +68,7 @@ class Stack:
             into[slot].zero_()
             if (t := given.get(which)) is not None:
                 rows = t.shape[-2] if which.endswith("a") else None
-                into[slot][..., :rows, : t.shape[-1]] = t  # what groups or experts share broadcasts
+                into[slot][..., :rows, : t.shape[-1]] = t  # shared matrices are broadcast
         self.adapters.scaling[slot] = adapter.scaling
         self.slots[name] = slot
         return slot
@@ -86,6 +85,6 @@ class Stack:
         return self.slots[name]
 
     def ids(self, names: Sequence[str | None]) -> Tensor:
-        """Return ``Routing.adapter_ids`` for the adapter of each token, None for none."""
+        """Return ``Routing.adapter_ids`` for the adapter's name of each token, None for none."""
         ids = [-1 if name is None else self.slot(name) for name in names]
         return torch.tensor(ids, dtype=torch.int32, device=self.adapters.scaling.device)

@@ -1,11 +1,9 @@
-"""How values are stored: the codes of moekit's dtypes, and of those that plugins declare."""
+"""Codes store the values of quantized operands: moekit's codes, and functions for all codes."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial, reduce
 
 import torch
 from torch import Tensor
@@ -21,21 +19,22 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Codes:
-    """How the values of an operand are stored. Plugins declare theirs with `moekit_schemes`.
+    """The codes that store the values of an operand. A plugin's schemes bring their own.
 
-    bits: of a code: 8, or 4, 2 or 1, several in a byte, the first column in its lowest bits.
-    torch_dtype: of the stored tensor; uint8 unless ``bits`` is 8.
+    bits: the bits of a code: 8, 4, 2 or 1. A byte holds 8 / bits codes, the first column in its
+        lowest bits.
+    torch_dtype: the dtype of the stored tensor; uint8 unless ``bits`` is 8.
     largest: the magnitude to which the largest value of a group is scaled. Default: the codebook's.
     codebook: the 2 ** bits values of the codes, multiplied by the scale; empty for numbers of
         ``torch_dtype``.
-    zero: the code of 0, which fills what is padded; None if there is none, and sizes are then not
+    zero: the code of 0, with which moekit pads; None if there is none, and sizes are then not
         padded. It is subtracted from integers. A codebook that holds 0.0 sets it.
-    encode, decode: functions where that is not enough. ``encode(x)`` takes fp32 (..., rows,
-        columns) divided by the scales and within +-largest, and returns the stored tensor, with
-        columns * bits / 8 columns; ``decode`` undoes it. A group may not depend on another one, and
-        zeros must become bytes of ``zero``.
-    error: the relative RMS error that a layer stays below whose activations are stored so. None:
-        only weights can be.
+    encode, decode: functions for other codes. ``encode(x)`` takes fp32 (..., rows, columns) divided
+        by the scales and within +-largest, and returns the stored tensor, with columns * bits / 8
+        columns; ``decode`` undoes it. Groups must not depend on each other, and zeros must become
+        bytes of ``zero``.
+    error: an upper bound of a layer's relative RMS error if these codes store its activations.
+        None: the codes are for weights only.
     """
 
     bits: int = 8
@@ -90,7 +89,7 @@ _CODES = {
     "error": optional(real(above=0.0, most=0.5)),
 }
 
-# The errors of layers with such activations. They lose bits twice, before each GEMM.
+# `error` of layers whose activations have these codes: they lose bits twice, before each GEMM.
 CODES = {
     # 4 significant bits: 2.6e-2 for one rounding, 4e-2 to 6.3e-2 for the two and what the
     # activation makes of the first. How many values share a scale hardly matters, because fp8 is a
@@ -103,68 +102,3 @@ CODES = {
     # In groups of 16: 9.5e-2 for one rounding, 1.5e-1 for the two.
     "float4_e2m1": Codes(bits=4, codebook=(*E2M1, *(-v for v in E2M1)), error=0.22),
 }
-
-
-def stored(x: Tensor, codes: Codes) -> Tensor:
-    """Return fp32 numbers (..., columns) within +-largest as stored values; undoes `numbers`."""
-    if codes.encode is not None:
-        return codes.encode(x)
-    if codes.codebook:
-        return pack(_nearest(x, codes.codebook), codes.bits)
-    x = x if codes.torch_dtype.is_floating_point else x.round()
-    if codes.integers:
-        return pack((x + (codes.zero or 0)).to(torch.uint8), codes.bits)
-    return x.to(codes.torch_dtype)
-
-
-def _nearest(x: Tensor, codebook: tuple[float, ...]) -> Tensor:
-    """Convert fp32 to the uint8 codes of the nearest values; ties go to an even code."""
-    ends, order = _cells(codebook)
-    upper = torch.tensor(ends, dtype=torch.float32, device=x.device)
-    codes = torch.tensor(order, dtype=torch.uint8, device=x.device)
-    return codes.index_select(0, torch.bucketize(x, upper, out_int32=True).flatten()).view(x.shape)
-
-
-@cache
-def _cells(codebook: tuple[float, ...]) -> tuple[list[float], list[int]]:
-    """Return the largest number of each value but the last, and the codes, in rising order."""
-    order = sorted(range(len(codebook)), key=lambda code: (codebook[code], -code))
-    value = torch.tensor([codebook[code] for code in order], dtype=torch.float32, device="cpu")
-    middle = (value[1:] + value[:-1]) / 2
-    above = torch.tensor([code % 2 == 0 for code in order[1:]], device="cpu")  # takes the tie
-    below = middle.nextafter(torch.full_like(middle, -math.inf))
-    return torch.where(above, below, middle).tolist(), order
-
-
-def pack(values: Tensor, bits: int) -> Tensor:
-    """Pack uint8 codes (..., columns) of so many bits to bytes, the first in the lowest bits."""
-    each = [values[..., i :: 8 // bits] << i * bits for i in range(8 // bits)]
-    return reduce(torch.bitwise_or, each)
-
-
-def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Undo `pack`."""
-    each = [packed >> i * bits & 2**bits - 1 for i in range(8 // bits)]
-    return torch.stack(each, dim=-1).flatten(-2)
-
-
-pack_int4, unpack_int4 = partial(pack, bits=4), partial(unpack, bits=4)
-
-
-def numbers(q: Tensor, codes: Codes, zeros: Tensor | None = None) -> Tensor:
-    """Return stored values (..., columns) as fp32, without scale.
-
-    zeros: the zero point of each value; None: the codes have one.
-    """
-    if codes.decode is not None:
-        return codes.decode(q)
-    if codes.integers:
-        values = (q if codes.bits == 8 else unpack(q, codes.bits)).float()
-        return values.sub_((codes.zero or 0) if zeros is None else zeros)
-    if not codes.codebook:
-        return q.float()
-    book = torch.tensor(codes.codebook, dtype=torch.float32, device=q.device)
-    byte = torch.arange(256, dtype=torch.uint8, device=q.device)
-    runs = book[unpack(byte[:, None], codes.bits).long()]
-    # An index in brackets would be converted to int64.
-    return runs.index_select(0, q.int().flatten()).view(*q.shape, codes.per_byte).flatten(-2)

@@ -8,14 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moekit.problem.codes import pack
-from moekit.problem.quant import (
-    SMALLEST_AMAX,
-    OperandQuant,
-    dequantize,
-    expand,
-    quantize,
-)
+from moekit.problem.quant import OperandQuant
+from moekit.problem.quantize import SMALLEST_AMAX, dequantize, expand, pack, quantize
 
 # Elements of weights that are converted at once: temporaries take up to 32 bytes each.
 _AT_ONCE = 2**24

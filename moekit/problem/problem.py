@@ -55,7 +55,7 @@ class AdapterSlots:
     """The adapters (LoRA) that calls may name.
 
     count: S, the adapters that a batch may mix. rank: r, the largest rank of an adapter.
-    separate: gate and up have an A each. Otherwise they share one.
+    separate: gate and up have one A each. Otherwise they share one.
     """
 
     count: int = 1
@@ -272,10 +272,11 @@ class MoEProblem:
 
     @property
     def dispatched(self) -> MoEProblem:
-        """The problem that a dispatcher which moves tokens is made for.
+        """The problem for which a dispatcher is made.
 
-        The adapter of a token travels within the ids of its experts: of each physical expert there
-        is one for every adapter, and one for tokens without an adapter (`moekit.runtime.adapters`).
+        If tokens move, the adapter of a token travels within the ids of its experts. Each physical
+        expert then has an id for every adapter, and one for tokens without an adapter
+        (`moekit.runtime.adapters`).
         """
         if self.adapters is None or not self.parallel.moves_tokens:
             return self

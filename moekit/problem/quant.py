@@ -1,4 +1,4 @@
-"""Quantization schemes and their reference arithmetic, on any device.
+"""Quantization schemes.
 
 A scheme says how weights and activations are quantized. Scales have one dimension for each
 dimension that they scale, of size 1 if one scale covers the whole extent, so they broadcast:
@@ -31,15 +31,11 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from moekit.errors import InvalidProblem
-from moekit.problem.codes import CODES, Codes, numbers, stored
+from moekit.problem.codes import CODES, Codes
 from moekit.problem.codes import E2M1 as E2M1
 from moekit.problem.codes import INT4_ZERO as INT4_ZERO
-from moekit.problem.codes import pack_int4 as pack_int4
-from moekit.problem.codes import unpack_int4 as unpack_int4
 from moekit.untrusted.arguments import (
     FLAG,
     MAX_WIDTH,
@@ -50,9 +46,6 @@ from moekit.untrusted.arguments import (
     optional,
     shown,
 )
-
-SMALLEST_AMAX = 1e-12
-_SMALLEST_E4M3, _LARGEST_E4M3 = 2.0**-9, 448.0
 
 
 @dataclass(frozen=True)
@@ -66,7 +59,7 @@ class OperandQuant:
     ``zero_points``: int4 and other unsigned integers, each group has a stored zero point.
     ``act_order``: int4 only, the columns of each group are stored (``g_idx``).
     ``scale_dtype``: float32, float8_e8m0fnu (powers of two), or float8_e4m3fn (times one fp32).
-    ``codes``: how values are stored; a dtype of moekit's, or of a known scheme, implies them.
+    ``codes``: the codes of the values; a dtype of moekit or of a known scheme implies them.
     """
 
     dtype: str
@@ -185,11 +178,11 @@ class QuantScheme:
 
 
 _TENSOR, _ROW, _BLOCK, _GROUP = (-1, -1), (1, -1), (128, 128), (1, 128)
-_FP8, _INT8, _FP4 = "float8_e4m3fn", "int8", "float4_e2m1"
+_FP8, _INT8, FP4 = "float8_e4m3fn", "int8", "float4_e2m1"
 _FP8_TENSOR, _FP8_ROW = OperandQuant(_FP8, _TENSOR), OperandQuant(_FP8, _ROW)
 _MXFP8 = OperandQuant(_FP8, (1, 32), scale_dtype="float8_e8m0fnu")
-_MXFP4 = replace(_MXFP8, dtype=_FP4)
-_NVFP4 = OperandQuant(_FP4, (1, 16), scale_dtype="float8_e4m3fn")
+_MXFP4 = replace(_MXFP8, dtype=FP4)
+_NVFP4 = OperandQuant(FP4, (1, 16), scale_dtype="float8_e4m3fn")
 
 
 def _scheme(
@@ -235,10 +228,11 @@ BUILTIN: Mapping[str, QuantScheme] = MappingProxyType({scheme.name: scheme for s
 
 
 class Schemes(Set[str], Mapping[str, QuantScheme]):
-    """Quantization schemes by name: moekit's, and what the installed plugins add.
+    """Quantization schemes by name: moekit's, and the schemes that installed plugins add.
 
-    It is also the set of the names, with the operators of a frozenset. A name that moekit does not
-    have makes it look for plugins; to list it does not, as plugins list it when they are imported.
+    It is also the set of the names, with the operators of a frozenset. Looking up a name that
+    moekit does not have discovers plugins. Listing the names does not, because plugins list them
+    while they are imported.
 
     installed: returns the Registry, after discovery or as it is, or None; the registry sets it.
     """
@@ -305,97 +299,3 @@ def codes_of(dtype: str) -> Codes | None:
         return CODES.get(dtype)
     operands = (each for known in SCHEMES.values() for each in (known.weight, known.activation))
     return next((each.codes for each in operands if each and each.dtype == dtype), None)
-
-
-def expand(scale: Tensor, group: tuple[int, int], rows: int, columns: int) -> Tensor:
-    """Expand a scale (..., SR, SC) so that it broadcasts against (..., rows, columns)."""
-    for dim, (g, n) in ((-2, (group[0], rows)), (-1, (group[1], columns))):
-        if g > 1:
-            scale = scale.repeat_interleave(g, dim=dim).narrow(dim, 0, n)
-    return scale
-
-
-def compute_scale(x: Tensor, quant: OperandQuant, valid_rows: Tensor | None = None) -> Tensor:
-    """Return the scale of ``x`` (..., rows, columns): (..., *quant.scale_shape(...)), fp32.
-
-    A group of zeros gets a tiny positive scale.
-
-    valid_rows: (rows,) bool; other rows (padding, possibly NaN) do not count.
-    """
-    rows, columns = x.shape[-2:]
-    magnitude = x.abs().float()
-    if valid_rows is not None:
-        magnitude = magnitude.masked_fill(~valid_rows[:, None], 0.0)
-    for dim, g, n in ((-2, quant.group[0], rows), (-1, quant.group[1], columns)):
-        if g == 1:
-            continue
-        if g < 0:
-            # amax is undefined for an empty extent; its sum is zero, as it should be.
-            magnitude = magnitude.amax(dim, keepdim=True) if n else magnitude.sum(dim, keepdim=True)
-            continue
-        pad = (0, -n % g) if dim == -1 else (0, 0, 0, -n % g)
-        magnitude = torch.unflatten(F.pad(magnitude, pad), dim, (-1, g)).amax(dim)
-    magnitude = magnitude.clamp(min=SMALLEST_AMAX)
-    if quant.microscaled:
-        fp4 = quant.dtype == _FP4  # its largest value comes to [4, 8)
-        mantissa, exponent = torch.frexp(magnitude if fp4 else magnitude / quant.qmax)
-        power = exponent - (3 if fp4 else (mantissa == 0.5).int())
-        return torch.where(magnitude.isfinite(), torch.exp2(power.float()), magnitude)
-    scale = magnitude / quant.qmax
-    if quant.scale_dtype == "float8_e4m3fn":
-        whole = scale.amax((-2, -1), keepdim=True) / _LARGEST_E4M3 if scale.numel() else scale
-        small = (scale / whole).clamp(_SMALLEST_E4M3, _LARGEST_E4M3)
-        return small.to(torch.float8_e4m3fn).float() * whole
-    return scale
-
-
-def quantize(
-    x: Tensor,
-    quant: OperandQuant,
-    scale: Tensor | None = None,
-    valid_rows: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Quantize ``x`` (..., rows, columns), rounding to nearest even and saturating.
-
-    Groups are runs of columns, so the result needs no ``g_idx`` in act-order schemes. For zero
-    points see `moekit.problem.convert`.
-
-    Args:
-        scale: a static scale, which broadcasts to the scheme's shape.
-        valid_rows: as in `compute_scale`.
-
-    Returns:
-        (quantized, scale); int4 is packed, (..., rows, columns / 2).
-    """
-    assert not quant.zero_points
-    if scale is None:
-        scale = compute_scale(x, quant, valid_rows)
-    codes, q = quant.codes, x.float() / expand(scale.float(), quant.group, *x.shape[-2:])
-    q = q.clamp(-codes.largest, codes.largest)
-    return stored(q, codes), scale
-
-
-def dequantize(
-    q: Tensor,
-    scale: Tensor,
-    quant: OperandQuant,
-    dtype: torch.dtype = torch.float32,
-    *,
-    zero_points: Tensor | None = None,
-    g_idx: Tensor | None = None,
-) -> Tensor:
-    """Undo `quantize`: return (..., rows, columns) in ``dtype``, multiplied in fp32.
-
-    Args:
-        zero_points: uint8, shaped as scale.
-        g_idx: (..., columns), the group of each column.
-    """
-    shape = (*q.shape[:-1], q.shape[-1] * quant.codes.per_byte)
-
-    def each(x: Tensor) -> Tensor:
-        if g_idx is None:
-            return expand(x.float(), quant.group, *shape[-2:])
-        return x.float().gather(-1, g_idx.long().unsqueeze(-2).expand(shape))
-
-    values = numbers(q, quant.codes, None if zero_points is None else each(zero_points))
-    return (values * each(scale)).to(dtype)

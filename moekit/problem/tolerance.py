@@ -18,7 +18,7 @@ from moekit.problem import MoEProblem
 # float32   1e-6 from the order of summation. TF32 (4e-4) is not fp32 and does not pass.
 _DTYPES = {torch.bfloat16: 8e-3, torch.float16: 1.2e-3, torch.float32: 1e-5}
 
-# Of schemes that quantize activations, the larger of this bound and their codes' error holds.
+# For schemes that quantize activations, the larger of this bound and their codes' error applies.
 # Quantized weights cost nothing here, since the oracle sees the dequantized ones.
 
 # Weight-only kernels may keep scales in the activations' 16 bits (Marlin's operator takes no

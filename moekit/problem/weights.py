@@ -343,7 +343,9 @@ def _merge_gate_up(weights: ExpertWeights, operand: OperandQuant) -> tuple[Tenso
         return w13, _three_dims(scale, w13, operand)
     halves = torch.unflatten(w13.float(), 1, (2, -1)) * scale.float()[:, :, None, None]
     merged = scale.float().abs().amax(dim=1).clamp(min=_TINY).view(-1, 1, 1)
-    requantized, _ = quant.quantize(halves.flatten(1, 2), operand, merged)
+    from moekit.problem.quantize import quantize
+
+    requantized, _ = quantize(halves.flatten(1, 2), operand, merged)
     return requantized, merged
 
 

@@ -1,7 +1,7 @@
-"""The adapters of a call (LoRA): checked, and named to the experts by every row.
+"""The adapters of a call (LoRA): their checks, and how a row's adapter reaches the experts.
 
-A dispatcher that moves tokens is made for `MoEProblem.dispatched`, in which the id of an expert and
-an adapter is ``expert * (S + 1) + adapter + 1``. So it sends a token's adapter with its experts.
+A dispatcher that moves tokens is made for `MoEProblem.dispatched`, in which one id names an expert
+and an adapter: ``expert * (S + 1) + adapter + 1``. So it sends a token's adapter with its experts.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from moekit.problem import MoEProblem
 def check(
     problem: MoEProblem, routing: Routing, adapters: Adapters | None, x: Tensor, by_value: bool
 ) -> None:
-    """Raise WeightsError or InvalidInput for adapters and ids that a call cannot use."""
+    """Raise WeightsError or InvalidInput if a call cannot use the adapters or their ids."""
     ids, slots = routing.adapter_ids, problem.adapters
     if slots is None:
         given = "adapters" if adapters is not None else "adapter_ids"
         raise WeightsError(
-            f"{given} are given, and the kernel was composed without: set adapters=AdapterSlots() "
-            "in the problem"
+            f"{given} are given, but the kernel was composed without adapters: set "
+            "adapters=AdapterSlots() in the problem"
         )
     if adapters is None:
         raise WeightsError("adapter_ids are given, and the weights have no adapters: see Stack.on")
@@ -77,7 +77,7 @@ def _check_stack(adapters: Adapters, problem: MoEProblem, x: Tensor) -> None:
         if (t.shape, t.dtype, t.device) != (wanted[name], problem.dtype, x.device)
     ]
     wrong += [
-        f"{name}_a and {name}_b belong together, and one is missing"
+        f"{name}_a and {name}_b must be given together, and one is missing"
         for name in ("w13", "w2")
         if (f"{name}_a" in found) != (f"{name}_b" in found)
     ]
@@ -93,7 +93,7 @@ def _check_stack(adapters: Adapters, problem: MoEProblem, x: Tensor) -> None:
 
 
 def with_ids(routing: Routing, adapters: Adapters | None, problem: MoEProblem) -> Routing:
-    """Return the routing that the dispatcher takes; without adapters, no token has one."""
+    """Return the routing for the dispatcher. If weights have no adapters, no token has one."""
     ids, slots = routing.adapter_ids, problem.adapters
     assert slots is not None
     topk_ids = routing.topk_ids
@@ -107,7 +107,7 @@ def with_ids(routing: Routing, adapters: Adapters | None, problem: MoEProblem) -
 
 
 def arrived(tokens: Dispatched, problem: MoEProblem) -> Dispatched:
-    """Return the tokens as the experts take them: local expert ids, and the adapter of each row."""
+    """Return the tokens for the experts: with local expert ids, and the adapter of each row."""
     if not problem.parallel.moves_tokens:
         if tokens.adapter_ids is None:
             raise BackendBroken(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moekit.contract import PackedWeights, PermuteExpertsUnpermute, PrepareAndFinalize, Routing
-from moekit.contract.fused import FusedSpec, RouterLogits
+from moekit.contract.fused import FusedSpec
 from moekit.errors import (
     BackendBroken,
     CapacityExceeded,
@@ -118,8 +118,8 @@ def check_call(
         )
     if out is not None:
         _check_out(out, x, weights, routing)
-    if isinstance(routing, RouterLogits):
-        _check_logits(routing.logits, x, experts, by_value)
+    if (logits := getattr(routing, "logits", None)) is not None:  # a fused kernel's argument
+        _check_logits(logits, x, experts, by_value)
     elif by_value and ids.numel():
         _check_values(ids, topk_weights, problem.num_physical_experts)
 
@@ -227,8 +227,8 @@ def check_parts(
 
         if not isinstance(experts, AdapterExperts):
             raise BackendBroken(
-                f"the class that {experts.spec.name!r} declares for adapters is no AdapterExperts: "
-                "correct it, or name another backend"
+                f"the class that {experts.spec.name!r} declares for adapters does not derive from "
+                "AdapterExperts: correct it, or name another backend"
             )
     if dispatcher.spec.fused or experts.spec.fused:
         if id(dispatcher) != id(experts):

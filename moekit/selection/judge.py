@@ -132,7 +132,7 @@ def judge(
 
 
 def _apart(dispatcher: DispatcherSpec, experts: ExpertsSpec) -> list[str]:
-    """Return why these two do not go together: a fused kernel is both, and the only one."""
+    """Return why these two cannot be combined: a fused kernel goes with itself only."""
     if dispatcher.fused or experts.fused:
         one = (experts if experts.fused else dispatcher).name
         together = dispatcher.fused and dispatcher.name == experts.name

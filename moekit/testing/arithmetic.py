@@ -13,8 +13,9 @@ from moekit.contract import Routing
 from moekit.errors import WeightsError
 from moekit.problem import DTYPES, ActivationFormat, ParallelConfig
 from moekit.problem.activation import ACTIVATIONS
-from moekit.problem.codes import Codes, numbers, stored
+from moekit.problem.codes import Codes
 from moekit.problem.quant import SCHEMES, WIRE_SCHEMES
+from moekit.problem.quantize import numbers, stored
 from moekit.testing import cases
 from moekit.testing.base import Sizes, over, sizes_of
 from moekit.testing.calls import (
@@ -41,7 +42,7 @@ _TOKENS_INTERPRETED = {"random": (0, 1, 2, 33), "hot": (8, 9)}
 _STEP, _PART, _MOST_IN_STEPS = 17, 16, 4096
 # More than 16 bits hold, and than the second dimension of a CUDA grid.
 _MOST_16_BITS = 65536
-_EXPERTS_OF_A_RANK = 32  # of any model, whose weights fit on a GPU in fp32, 16 bits and packed
+_EXPERTS_OF_A_RANK = 32  # so that the weights of any model fit on a GPU in fp32, 16 bits and packed
 _LARGE_CALL = 20e9  # bytes for T * K * H beyond 2 ** 31
 
 _BRIDGED = "other_format"  # than the backend's own
@@ -292,7 +293,7 @@ class ExpertsNumbers(ExpertsBase):
             check_call(kernel, cases.make_case(problem, self._T, weights=replace(weights, **left)))
 
     def test_spare_capacity(self) -> None:
-        """More capacity than tokens: in a part of a buffer, or rows behind `num_rows`."""
+        """Capacity exceeds the tokens: in a part of a buffer, or by rows after `num_rows`."""
         if self._spec().format is ActivationFormat.BATCHED:
             self._check(self._problem(), kind="masked", dispatcher=SPARE_CAPACITY)
             return

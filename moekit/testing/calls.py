@@ -37,7 +37,7 @@ ROW_SCALES = "kit_row_scales"
 # Several rows for a token, with one or three columns of int32 ids. Ids and router weights are
 # strided in both dimensions, by other strides each.
 ONE_COLUMN, THREE_COLUMNS = "kit_one_column", "kit_three_columns"
-# BATCHED: spare capacity, in a part of a buffer. STANDARD: spare rows, behind `num_rows`.
+# BATCHED: spare capacity, in a part of a buffer. STANDARD: spare rows, after `num_rows`.
 SPARE_CAPACITY, SPARE_ROWS = "kit_spare_capacity", "kit_spare_rows"
 # Takes the sum over K from experts that leave it to the dispatcher, as the variant of `torch` does.
 SUMS_ITSELF, LEAVES_SUMS = "kit_sums_itself", "kit_leaves_sums"
@@ -182,7 +182,7 @@ class SpareCapacity(LocalBatchedDispatcher):
 
 
 class SpareRows(LocalDispatcher):
-    """Has room for more rows than arrive. The others and their weights are NaN."""
+    """A dispatcher with room for more rows than arrive. Spare rows and their weights are NaN."""
 
     def prepare(
         self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None

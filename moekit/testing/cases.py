@@ -24,7 +24,8 @@ from moekit.contract import Routing
 from moekit.layer.replicas import to_physical
 from moekit.problem import MoEProblem, ParallelConfig
 from moekit.problem.activation import apply_activation
-from moekit.problem.quant import OperandQuant, compute_scale
+from moekit.problem.quant import OperandQuant
+from moekit.problem.quantize import compute_scale
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime.rows import ALIGNMENT
 

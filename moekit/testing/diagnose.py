@@ -15,8 +15,9 @@ from torch import Tensor
 
 from moekit.backends.reference import oracle
 from moekit.contract import Routing
-from moekit.problem import MoEProblem, quant
+from moekit.problem import MoEProblem
 from moekit.problem.activation import ACTIVATIONS, apply_activation
+from moekit.problem.quantize import dequantize, quantize
 from moekit.problem.weights import ExpertWeights
 from moekit.testing.cases import SEED_VARIABLE, Case, generator, seed
 from moekit.testing.compare import Rounding, complain, errors, relative_error, tolerance
@@ -152,7 +153,7 @@ def _rounded(x: Tensor, case: Case, static: Tensor | None, draw: torch.Generator
         near = x.to(case.problem.dtype).float()
     else:
         given = static.max() if operand.static and static is not None else None
-        near = quant.dequantize(*quant.quantize(x, operand, given), operand)
+        near = dequantize(*quantize(x, operand, given), operand)
     signs = 2 * torch.randint(0, 2, x.shape, generator=draw, device=x.device) - 1
     return x + signs * (near - x)
 

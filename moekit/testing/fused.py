@@ -1,4 +1,4 @@
-"""The kits for fused kernels: the experts' cases on one rank, and the dispatchers' on several."""
+"""The kits for fused kernels: the cases of experts on one rank, of dispatchers on several."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from moekit.contract.fused import FusedKernel, FusedSpec, RouterLogits
+from moekit.contract.fused import FusedSpec
+from moekit.contract.fused_kernel import FusedKernel, RouterLogits
 from moekit.layer.router import Router, RoutingConfig
 from moekit.testing import cases
 from moekit.testing.calls import call, pack
@@ -17,7 +18,7 @@ from moekit.testing.dispatchers import DispatcherConformance
 from moekit.testing.experts import ExpertsConformance
 from moekit.testing.ranks import Job
 
-# Ways of choosing experts: those that the spec's `routes` refuses are left out.
+# Ways of choosing experts. The kit leaves out ways that the spec's `routes` refuses.
 _WAYS: tuple[dict[str, Any], ...] = (
     {}, {"renormalize": False}, {"scoring_func": "sigmoid"},
     {"scoring_func": "sigmoid", "routed_scaling_factor": 2.5},
@@ -63,7 +64,7 @@ class FusedConformance(ExpertsConformance):
 
 
 class FusedRanksConformance(DispatcherConformance):
-    """The kit for fused kernels that move tokens. See `DispatcherConformance`."""
+    """The kit for fused kernels that move tokens. Subclass it as `DispatcherConformance`."""
 
     _interface = FusedKernel  # type: ignore[assignment]
 
@@ -80,7 +81,7 @@ class FusedRanksConformance(DispatcherConformance):
 
     def test_failure_after_dispatch(self, world: int) -> None:
         if world > 1:
-            self._skip("ranks notice one that fails within a kernel by the kernel's own timeout")
+            self._skip("other ranks notice a failure within a kernel by the kernel's own timeout")
         super().test_failure_after_dispatch(world)
 
     def test_each_assignment_is_delivered_once(self) -> None:  # type: ignore[override]

@@ -23,7 +23,8 @@ from moekit.contract.specs import DispatcherSpec
 from moekit.discovery.registry import registry
 from moekit.errors import Unsupported
 from moekit.kernel import ModularKernel
-from moekit.problem import ActivationFormat, MoEProblem, quant
+from moekit.problem import ActivationFormat, MoEProblem
+from moekit.problem.quantize import dequantize
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime.workspace import Workspace
 from moekit.selection.select import compose
@@ -286,7 +287,7 @@ class Rank:
         # A shared scale covers the tokens that have an expert.
         valid = ((ids >= local.start) & (ids < local.stop)).any(dim=1)
         x, scale = self.kernel.experts.quantize(case.x, self.packed, valid)
-        return replace(case, x=quant.dequantize(x, scale, activation))
+        return replace(case, x=dequantize(x, scale, activation))
 
     def _watch_quantizer(self, kernel: ModularKernel) -> None:
         """Note whether the dispatcher calls ``quantize``. DeepEP's kernels quantize themselves."""

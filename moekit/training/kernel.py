@@ -64,8 +64,8 @@ class TrainableKernel(ModularKernel):
         Args:
             x: (T, H) in the problem's dtype.
             weights: this rank's parameters. Gradients flow to those that require one. Frozen
-                experts, of any scheme, may come from `pack`. With ``adapters`` they do, and
-                gradients flow to the adapters' matrices.
+                experts, of any scheme, may come from `pack`. In problems with adapters they must,
+                and gradients flow to the adapters' matrices.
             routing: gradients flow to ``topk_weights``; they are zero where the id is -1.
             out: only for calls without gradients.
             add_to: buffers of the weights' canonical shapes, in the problem's dtype or float32. The
@@ -146,8 +146,9 @@ class TrainableKernel(ModularKernel):
     def _packed(self, held: Sequence[Tensor], layout: str) -> PackedWeights:
         """Return weights, without autograd, as the experts see them.
 
-        layout: names of canonical weights, as in "w13,w2"; of packed ones, what all experts share,
-            and adapters, as in "w13,w2;scale;scaling,w2_a,w2_b". The adapters' ids may follow.
+        layout: names of canonical weights, as in "w13,w2"; or names of packed weights, of tensors
+            that all experts share, and of adapters, as in "w13,w2;scale;scaling,w2_a,w2_b". The
+            adapters' ids may follow.
         """
         left = (t.detach() for t in held)
         parts: list[Any] = [dict(zip(names, left, strict=False)) for names in _names(layout)]
@@ -160,7 +161,7 @@ class TrainableKernel(ModularKernel):
         return PackedWeights(name, experts, shared, made_for=made_for, adapters=adapters)
 
     def frozen(self, weights: ExpertWeights) -> PackedWeights:
-        """Return weights as calls with adapters take them: views, which require no gradient."""
+        """Return weights for calls with adapters: views that require no gradient."""
         held, layout, tracked = self._views(weights)
         if tracked and torch.is_grad_enabled():
             raise WeightsError(
@@ -229,9 +230,9 @@ class TrainableKernel(ModularKernel):
         asked: Sequence[int],
         buffers: Mapping[str, Tensor] | None,
     ) -> list[Tensor | None]:
-        """Return the gradients that are asked for; None for those that are added to buffers.
+        """Return the gradients that are asked for; None where they are added to buffers.
 
-        kept: x, topk_ids and topk_weights as they arrived, and what the experts saved.
+        kept: x, topk_ids and topk_weights as they arrived, and the tensors that the experts saved.
         asked: indices into (x, topk_weights, *weights).
         """
         x_RH, ids, topk_weights, *saved = kept
@@ -298,7 +299,7 @@ _AS_IS = nullcontext()
 
 
 def _new(like: Tensor) -> Tensor:
-    """Return contiguous memory of a shape, in which experts may share matrices."""
+    """Return contiguous memory of the shape of ``like``, in which experts may share matrices."""
     return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
 

@@ -4,8 +4,8 @@
     moe_forward     its forward, in eager mode too: the output and a key, int64 (1,) on the CPU
     moe_backward    its backward in compiled code, which finds by the key what the forward saved
 
-What a call saves lives as long as the key's storage, so whoever keeps the outputs of `moe_forward`
-keeps it. In eager mode autograd keeps the saved tensors instead, where its hooks see them.
+A call's saved tensors live as long as the key's storage, so code that keeps the outputs of
+`moe_forward` keeps them. In eager mode autograd keeps the saved tensors, where its hooks see them.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _numbers = itertools.count()
 
 
 def register(kernel: Any) -> Tensor:
-    """Return the number of a kernel. As a tensor it is no constant of compiled code.
+    """Return the number of a kernel, as a tensor.
 
-    So the layers of a model share the code of one, if each of them is compiled.
+    A tensor is not a constant of compiled code, so compiled layers of one model share their code.
     """
     _kernels[number := next(_numbers)] = kernel
     return torch.tensor(number, device="cpu")
 
 
 class Saved(bytearray):
-    """What a call saves. Its bytes are the storage of its key.
+    """The saved state of a call. Its bytes are the storage of the call's key.
 
     call: the kernel, the dispatcher's handle, and max_tokens. tensors: x, topk_ids and topk_weights
-    as they arrived, then what the experts saved. None stands for an argument of the call: autograd
-    keeps it, and compiled code may overwrite it later.
+    as they arrived, then the tensors that the experts saved. None stands for an argument of the
+    call: autograd keeps it, and compiled code may overwrite it later.
     """
 
     by_address: WeakValueDictionary[int, Saved] = WeakValueDictionary()
@@ -61,8 +61,8 @@ class Saved(bytearray):
         found = cls.by_address.get(key.data_ptr())
         if found is None:
             raise MoekitError(
-                "what this call saved for its backward is freed: its key was copied, so let hooks "
-                "on saved tensors leave int64 tensors on the CPU as they are"
+                "the tensors that this call saved for its backward are freed, because its key was "
+                "copied: let hooks on saved tensors leave int64 tensors on the CPU as they are"
             )
         return found
 
@@ -109,7 +109,7 @@ def _backward(
 
 
 class Call(torch.autograd.Function):
-    """A call of a kernel. Autograd keeps the tensors, and so sees if one is changed in between.
+    """A call of a kernel. Autograd keeps the tensors, and so notices if one changes in between.
 
     number, layout, max_tokens, compiled: see `_forward`. buffers: see `TrainableKernel._backward`.
     tensors: x, topk_ids, topk_weights, and the weights.
@@ -186,7 +186,7 @@ for _name, _schema, _run, _fake in (
     ("moe_forward", f"({_CALL}, bool compiled) -> (Tensor, Tensor)", _forward, _like_x),
     ("moe_backward", _GRADIENTS, _backward, _like_inputs),
 ):
-    # What a call saves would be lost in the replay of a CUDA graph.
+    # The replay of a CUDA graph would lose the call's saved tensors.
     _LIBRARY.define(_name + _schema, tags=(torch.Tag.cudagraph_unsafe,))
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
     _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # backends may use autograd
@@ -196,7 +196,7 @@ LAYER, _FORWARD, _BACKWARD = (getattr(torch.ops.moekit, name).default for name i
 
 
 def show_inside(mode: type[Any]) -> None:
-    """Let a dispatch mode see what `moe_forward` runs, in its place."""
+    """Let a dispatch mode see the operators that `moe_forward` runs, instead of `moe_forward`."""
 
     def rule(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
         with mode:

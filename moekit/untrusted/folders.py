@@ -18,5 +18,5 @@ def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
         return stated
     try:
         return Path.home() / ".cache"
-    except RuntimeError:  # a container's user without a name: a folder that it cannot make
+    except RuntimeError:  # a container's user has no name: return a folder that nobody can make
         return Path("/nonexistent/.cache")

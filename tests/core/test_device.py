@@ -31,7 +31,8 @@ def entered(monkeypatch) -> list[int]:
         yield
 
     fake = SimpleNamespace(current_device_index=lambda: 0, device_index=device_index)
-    monkeypatch.setattr(devices, "torch", SimpleNamespace(device=torch.device, accelerator=fake))
+    made = SimpleNamespace(device=torch.device, accelerator=fake, compiler=torch.compiler)
+    monkeypatch.setattr(devices, "torch", made)
     return found
 
 
@@ -58,7 +59,8 @@ def test_a_device_without_index_asks_for_no_driver(monkeypatch, device) -> None:
         raise RuntimeError("Found no NVIDIA driver on your system")
 
     fake = SimpleNamespace(current_device_index=raising)
-    monkeypatch.setattr(devices, "torch", SimpleNamespace(device=torch.device, accelerator=fake))
+    made = SimpleNamespace(device=torch.device, accelerator=fake, compiler=torch.compiler)
+    monkeypatch.setattr(devices, "torch", made)
     assert devices.elsewhere(torch.device(device)) is None
 
 

@@ -13,7 +13,7 @@ from moekit.plugin import (
     ActivationFormat,
     DispatcherSpec,
     ExpertsSpec,
-    quant,
+    quantize,
     quantize_for_transfer,
 )
 
@@ -111,7 +111,7 @@ def test_scales_travel_with_every_row(scheme: str) -> None:
     x, ids = torch.randn(5, 256, dtype=torch.bfloat16), torch.tensor([[0], [-1], [2], [3], [1]])
     x[1] = float("inf")
     rows, scale = quantize_for_transfer(
-        x, ids, lambda x, valid: quant.quantize(x, activation, None, valid), problem
+        x, ids, lambda x, valid: quantize(x, activation, None, valid), problem
     )
     assert rows.is_contiguous() and scale.is_contiguous() and scale.dtype == torch.float32
     assert len(scale) == 5 and bool(torch.isfinite(scale[ids[:, 0] >= 0]).all())

@@ -11,7 +11,7 @@ from moekit import SCHEMES, ExpertWeights, MoEProblem
 from moekit.errors import WeightsError
 from moekit.problem.convert import quantize_with_zeros
 from moekit.problem.int4 import AWQ_ORDER, IN_ORDER, repack_rows, unpack_rows
-from moekit.problem.quant import dequantize, pack_int4, quantize, unpack_int4
+from moekit.problem.quantize import dequantize, pack_int4, quantize, unpack_int4
 
 INT4 = sorted(n for n, s in SCHEMES.items() if s.weight and s.weight.dtype == "int4")
 ACT_ORDER = [name for name in INT4 if SCHEMES[name].weight.act_order]

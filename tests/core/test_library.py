@@ -10,13 +10,13 @@ from moekit.discovery.library import version_in_range
 from moekit.errors import BackendBroken
 from moekit.plugin import VendorLibrary
 
-ACME = VendorLibrary(distribution="acme-moe", versions=">=1.2,<2", path_variable="ACME_PATH")
+ACME = VendorLibrary(distribution="acme-library", versions=">=1.2,<2", path_variable="ACME_PATH")
 
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """A package `acme_moe` that fails when it is imported."""
-    folder = tmp_path / "acme_moe"
+    """A package `acme_library` that fails when it is imported."""
+    folder = tmp_path / "acme_library"
     folder.mkdir()
     (folder / "__init__.py").write_text("raise AssertionError('imported')\n")
     monkeypatch.delenv("ACME_PATH", raising=False)
@@ -40,9 +40,9 @@ def test_other_clauses_are_refused():
 
 def test_an_installed_package_is_found_without_importing_it(package, monkeypatch):
     monkeypatch.syspath_prepend(str(package.parent))
-    (package.parent / "acme_moe-1.4.dist-info").mkdir()
+    (package.parent / "acme_library-1.4.dist-info").mkdir()
     assert ACME.folder() == package and ACME.version() == "1.4" and ACME.unsupported() == []
-    assert "acme_moe" not in sys.modules
+    assert "acme_library" not in sys.modules
 
 
 def test_the_environment_names_the_package_or_its_parent(package, monkeypatch):
@@ -51,7 +51,8 @@ def test_the_environment_names_the_package_or_its_parent(package, monkeypatch):
         monkeypatch.setenv("ACME_PATH", str(named))
         assert ACME.folder() == package and ACME.version() == "2.1.0"
     assert ACME.unsupported() == [
-        "acme-moe 2.1.0 is installed, but >=1.2,<2 is required (pip install 'acme-moe>=1.2,<2')"
+        "acme-library 2.1.0 is installed, but >=1.2,<2 is required "
+        "(pip install 'acme-library>=1.2,<2')"
     ]
 
 
@@ -73,7 +74,7 @@ def test_a_library_inside_another_package(package, monkeypatch):
     (package / "_version.py").write_text("version = '1.4'\n")
     monkeypatch.syspath_prepend(str(package.parent))
     carried = VendorLibrary(
-        distribution="gemm", versions=">=3,<4", module="acme_moe", inside="third_party/gemm"
+        distribution="gemm", versions=">=3,<4", module="acme_library", inside="third_party/gemm"
     )
     assert carried.folder() == inside and carried.version() == "3.1"
     assert carried.unsupported() == []
@@ -83,7 +84,7 @@ def test_an_operator_is_checked_by_the_names_of_its_arguments():
     assert ACME.operator("aten::relu", "self") is torch.ops.aten.relu.default
     with pytest.raises(BackendBroken, match="takes the arguments self, expected x y"):
         ACME.operator("aten::relu", "x y")
-    with pytest.raises(BackendBroken, match="does not load: .*pip install 'acme-moe"):
+    with pytest.raises(BackendBroken, match="does not load: .*pip install 'acme-library"):
         ACME.operator("acme::gemm", "x")
 
 

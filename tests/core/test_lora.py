@@ -79,7 +79,7 @@ def test_layouts_are_written_and_read(layout: str, groups: int, shared: bool) ->
 
 
 def test_fused_layout_is_peft_s() -> None:
-    """The rank is outside in A and inside in B: W + B A by PEFT's own formula."""
+    """Experts vary slowest in A and fastest in B: W + B A by PEFT's own formula."""
     given = adapter()
     stored = tensors_of(given, MODULE)
     where = f"base_model.model.{MODULE}"

@@ -11,7 +11,8 @@ import moekit
 from moekit import SCHEMES, ExpertWeights, MoEProblem, ParallelConfig
 from moekit.errors import InvalidProblem, WeightsError
 from moekit.problem import convert
-from moekit.problem.quant import E2M1, OperandQuant, compute_scale, dequantize, quantize
+from moekit.problem.quant import E2M1, OperandQuant
+from moekit.problem.quantize import compute_scale, dequantize, quantize
 from moekit.testing.calls import QUANTIZED_WIRE, kit_registry
 from moekit.testing.memory import measure
 

@@ -21,7 +21,7 @@ from moekit.discovery import registry as plugins
 from moekit.errors import InvalidProblem
 from moekit.formats.methods import format_of_scheme
 from moekit.plugin import SCHEMES, WIRE_SCHEMES, Codes
-from moekit.problem.quant import dequantize, quantize
+from moekit.problem.quantize import dequantize, quantize
 from moekit.selection.composite import composite
 from moekit.testing import ExpertsConformance
 from moekit.testing.calls import check_call
@@ -131,7 +131,7 @@ def test_composites_do_what_all_members_do() -> None:
 
 
 def test_a_plugin_may_list_schemes_when_it_is_imported(fakes: Fakes, monkeypatch) -> None:
-    """Although somebody imports it before the plugins are discovered."""
+    """The listing has moekit's schemes then, and also the plugin's after discovery."""
     lists = "from moekit.plugin import SCHEMES, WIRE_SCHEMES\nALL = {*SCHEMES} | WIRE_SCHEMES\n"
     fakes.install("early", lists + source("early"))
     monkeypatch.setattr(plugins, "_registry", None)

@@ -10,6 +10,7 @@ import torch
 from moekit import MoEProblem, Routing
 from moekit.problem import quant
 from moekit.problem.activation import apply_activation
+from moekit.problem.quantize import dequantize, quantize
 from moekit.testing import ExpertsConformance, assert_close, cases
 from moekit.testing.compare import complain
 from moekit.testing.diagnose import rounding_errors
@@ -38,7 +39,7 @@ def quantizing(case):
     w = case.weights.dequantize(PROBLEM.quant)
 
     def rounded(x):
-        return quant.dequantize(*quant.quantize(x, operand), operand)
+        return dequantize(*quantize(x, operand), operand)
 
     inner = apply_activation(rounded(case.x.float()) @ w.w13[expert].T, PROBLEM.activation)
     out = case.routing.topk_weights * (rounded(inner) @ w.w2[expert].T)

@@ -122,7 +122,7 @@ def test_compiled_layers_give_the_bits_of_eager_mode(form) -> None:
 
 @pytest.mark.parametrize("experts", ["torch", "reference"])
 def test_compiled_kernels(experts) -> None:
-    """Of parameters and of packed experts, and without buffers."""
+    """Calls with parameters, with packed experts and without buffers are traced."""
     problem = moekit.MoEProblem(**SIZES, dtype=torch.float32, device="cpu", training=True)
     kernel, layer = moekit.compose(problem, "local", experts), layer_of()
     frozen = moekit.compose(problem.replace(quant="int8_w8a16"), "local", experts)
@@ -255,7 +255,7 @@ def test_parameters_changed_before_the_backward(wrap) -> None:
 
 
 def test_saved_tensors_may_be_offloaded() -> None:
-    """In eager mode. A copied key of compiled code raises, and gives no wrong gradient."""
+    """Hooks may copy saved tensors in eager mode. In compiled code a copied key raises."""
     model, x = Model(), torch.randn(9, 32)
     wanted = gradients(model, model, x)
     copies = torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t)

@@ -1,4 +1,4 @@
-"""What moves tokens, under moekit's conformance kit, on two processes over gloo."""
+"""Run moekit's conformance kit on two processes over gloo, for backends that move tokens."""
 
 from moekit.testing import DispatcherConformance, FusedRanksConformance
 

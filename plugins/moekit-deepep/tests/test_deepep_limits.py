@@ -100,12 +100,11 @@ def test_a_queue_depth_that_is_none_is_a_reason(monkeypatch, depth):
     assert reasons("deepep_ll") == [f"NVSHMEM_QP_DEPTH={depth} must be a whole number above 3"]
 
 
-def test_the_doctor_says_which_copy_it_found(tmp_path, monkeypatch):
+def test_the_copy_in_use_is_described(tmp_path, monkeypatch):
     (tmp_path / "__init__.py").write_text("__version__ = '2.1.0'\n")
-    monkeypatch.setattr("moekit.discovery.library._package_folder", lambda name: None)
-    assert list(moekit_deepep.checks()) == []
     monkeypatch.setattr("moekit.discovery.library._package_folder", lambda name: tmp_path)
-    assert list(moekit_deepep.checks()) == [("DeepEP", "ok", f"deep_ep 2.1.0 in {tmp_path}")]
+    for spec in SPECS.values():
+        assert spec.describe(None) == f"deep_ep 2.1.0 in {tmp_path}"
 
 
 def test_where_nothing_moves_there_are_no_limits():

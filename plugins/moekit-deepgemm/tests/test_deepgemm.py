@@ -12,6 +12,7 @@ import moekit
 from moekit.contract import Dispatched
 from moekit.errors import BackendBroken, InvalidInput
 from moekit.problem import quant
+from moekit.problem.quantize import quantize
 from moekit.runtime.workspace import Workspace
 
 FP8 = torch.float8_e4m3fn
@@ -110,22 +111,21 @@ def wheel(tmp_path, monkeypatch):
 def test_the_wheel_of_sglang(wheel, version):
     folder = wheel(version)
     assert library.unsupported() == []
-    (found,) = library.checks()
-    assert found == ("DeepGEMM", "ok", f"sgl-deep-gemm {version} in {folder}")
+    assert library.used() == f"sgl-deep-gemm {version} in {folder}"
 
 
 def test_the_wheel_of_sglang_named_by_the_environment(wheel, monkeypatch):
     folder = wheel("0.1.4")
     monkeypatch.setenv(library.PATH_VARIABLE, str(folder))
     monkeypatch.setattr("moekit.discovery.library._package_folder", lambda name: None)
-    assert [text for *_, text in library.checks()] == [f"sgl-deep-gemm 0.1.4 in {folder}"]
+    assert library.used() == f"sgl-deep-gemm 0.1.4 in {folder}"
 
 
 def test_what_the_wheel_of_sglang_needs(wheel):
     wheel("0.1.4", needs=False)
     (reason,) = library.unsupported()
     assert "needs tvm_ffi: pip install apache-tvm-ffi" in reason
-    assert [state for _, state, _ in library.checks()] == ["no"]
+    assert library.used() == ""
 
 
 def test_an_unknown_wheel_of_sglang(wheel):
@@ -230,7 +230,7 @@ def test_quantized_slabs(device, monkeypatch, scales, slab):
         ).quantize(problem.quant)
         made.append((experts, experts.pack(weights.canonical(problem))))
     counts = torch.tensor([7, 0, 20], dtype=torch.int32)
-    x, scale = quant.quantize(torch.randn(3, slab, 256), GROUPS)
+    x, scale = quantize(torch.randn(3, slab, 256), GROUPS)
     used = torch.arange(slab) < counts[:, None]
     scale[~used] = NAN
     if scales == "columns":

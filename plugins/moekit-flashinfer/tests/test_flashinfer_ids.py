@@ -7,6 +7,7 @@ import torch
 from moekit_flashinfer.kernels import dequantize_rows, local_ids, reroute
 
 from moekit.problem import quant
+from moekit.problem.quantize import quantize
 
 
 def random_ids(rows: int, slots: int, experts: int, device: torch.device) -> torch.Tensor:
@@ -42,8 +43,8 @@ def test_dequantized_rows_quantize_to_the_same_values(device):
     """The library quantizes what travelled quantized once more; nothing is lost by it."""
     operand = quant.SCHEMES["fp8_block"].activation
     x = torch.randn(33, 512, device=device) * torch.rand(33, 1, device=device)
-    q, scale = quant.quantize(x, operand)
+    q, scale = quantize(x, operand)
     out = torch.empty(33, 512, dtype=torch.bfloat16, device=device)
     dequantize_rows(q, scale, torch.zeros(33, 1, dtype=torch.int32, device=device), out)
-    again, _ = quant.quantize(out.float(), operand)
+    again, _ = quantize(out.float(), operand)
     assert torch.equal(again.view(torch.uint8), q.view(torch.uint8))

@@ -12,7 +12,7 @@ from moekit_marlin import sizes
 
 import moekit
 from moekit.errors import WeightsError
-from moekit.problem.quant import unpack_int4
+from moekit.problem.quantize import unpack_int4
 from moekit.testing.calls import check_call, pack
 from moekit.testing.cases import make_case, random_weights
 

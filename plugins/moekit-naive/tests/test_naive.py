@@ -14,7 +14,7 @@ from rank_pools import rank_pool
 import moekit
 from moekit import MoEProblem, ParallelConfig, Routing
 from moekit.errors import GroupMismatch, MoekitError
-from moekit.problem.quant import quantize
+from moekit.problem.quantize import quantize
 from moekit.testing import assert_close
 from moekit.testing.calls import QUANTIZED_WIRE, kit_registry
 from moekit.testing.cases import random_routing, random_weights, random_x, seed, use_seed, whole

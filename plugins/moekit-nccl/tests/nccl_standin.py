@@ -1,4 +1,4 @@
-"""`nccl.ep` on the CPU over gloo: what the dispatchers use of it, as picky as the library.
+"""A stand-in for the parts of `nccl.ep` that the dispatchers use, on the CPU over gloo.
 
 Where the library would end the process, this raises. What the library leaves undefined is garbage
 here: rows that nobody sent, weights of slots without an expert, and the order of rows where it
@@ -101,7 +101,7 @@ class Communicator(_Live):
     hosts, gin_type = 1, 0  # tests change these
 
     def __init__(self, group, ranks):
-        self.group, self.ranks = group, ranks  # ranks: their places in the group
+        self.group, self.ranks = group, ranks  # ranks: their indices in the group
         self.rank = ranks.index(group.rank())
         self._open()
 

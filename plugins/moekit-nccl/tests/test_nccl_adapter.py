@@ -189,7 +189,7 @@ def timeouts(rank, ranks):
 
 
 def test_the_library_waits_longer_than_a_rank(pool):
-    """By the time for which a rank compiles kernels."""
+    """The library adds the time in which a rank may compile kernels."""
     assert pool.run(timeouts) == [[90.0, 35.0]] * 2
 
 

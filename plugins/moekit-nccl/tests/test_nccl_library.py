@@ -1,4 +1,4 @@
-"""What is said about an installed library before the first call."""
+"""The plugin gives reasons against an installed library before the first call."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def said() -> str:
 
 
 def test_the_loaded_nccl_is_asked(monkeypatch):
-    """Not torch, which tells the version that it was built for."""
+    """The version is of the loaded library, and not of the one that torch was built for."""
 
     class Nccl:
         def ncclGetVersion(self, found):

@@ -150,7 +150,7 @@ def test_odd_sizes_and_fp32_are_refused():
 @pytest.mark.parametrize("block_n", [16, 64])
 @pytest.mark.parametrize("kind", [Gathered, Direct, Batched])
 def test_tiles(device, monkeypatch, scheme, block_n, kind):
-    """In whole calls, also of the narrowest tile."""
+    """Whole calls are right with every tile, also with the narrowest."""
     problem = problem_of(device, scheme)
     tile = GemmTile(16, block_n, CHUNK, group_m=2, num_warps=block_n // 16)
     use_plan(monkeypatch, kind(tile, tile, fused=True))

@@ -13,7 +13,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moekit.plugin import Dispatched, MoEProblem, PrepareAndFinalize, partition, quant
+from moekit.plugin import (
+    Dispatched,
+    MoEProblem,
+    PrepareAndFinalize,
+    dequantize,
+    partition,
+    quantize,
+)
 
 from .cases import relative_error
 from .ranks import Task, local_device, made_once
@@ -97,7 +104,7 @@ class _RoundTrips:
         static = None
         if activation.static:
             static = torch.full((1, 1), 6.0 / activation.qmax, device=x.device)
-        return quant.quantize(x, activation, static)
+        return quantize(x, activation, static)
 
     def _phases(self, host_us: float) -> tuple[list[float], list[float]]:
         """Return the microseconds of each dispatch and of each combine.
@@ -144,7 +151,7 @@ class _RoundTrips:
         activation = self.problem.quant.activation
         if scale is None or activation is None:
             return x.float()
-        return quant.dequantize(x, scale, activation)
+        return dequantize(x, scale, activation)
 
     def _link_rows(self) -> float:
         """Return how many (token, rank) rows this rank sends to other ranks; a mean."""

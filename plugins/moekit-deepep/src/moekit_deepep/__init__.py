@@ -9,7 +9,6 @@ deepep_elastic  STANDARD, `deep_ep.ElasticBuffer`: room for all rows, and the ho
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -32,10 +31,8 @@ _INSTALL_HINT = (
 _DEEP_EP = VendorLibrary(distribution="deep_ep", versions=">=1", install_hint=_INSTALL_HINT)
 
 
-def checks() -> Iterator[tuple[str, str, str]]:
-    """Yield for `python -m moekit doctor` which DeepEP is used, and where it lies."""
-    if (folder := _DEEP_EP.folder()) is not None:
-        yield "DeepEP", "ok", f"deep_ep {_DEEP_EP.version() or 'of unknown version'} in {folder}"
+def _describe(problem: MoEProblem) -> str:
+    return f"deep_ep {_DEEP_EP.version() or 'of unknown version'} in {_DEEP_EP.folder()}"
 
 
 def _check(problem: MoEProblem, most_local_experts: int, multiple: int) -> list[str]:
@@ -111,6 +108,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
         graph_safe=True,
         deterministic=True,
         check=check_ht,
+        describe=_describe,
     )
     low_latency = replace(
         normal,

@@ -23,6 +23,10 @@ def _check(problem: MoEProblem) -> list[str]:
     return reasons
 
 
+def _describe(problem: MoEProblem) -> str:
+    return library.used()
+
+
 def _multiples(problem: MoEProblem) -> tuple[int, int]:
     multiple = _MULTIPLE.get(problem.quant.name, 1)
     return multiple, multiple
@@ -45,6 +49,7 @@ def _spec(name: str, target: str, format: ActivationFormat) -> ExpertsSpec:
         # leads by up to 11 % on some shapes. Tuned tables decide there.
         priority=5,
         check=_check,
+        describe=_describe,
         multiples=_multiples,
         reduces=format is ActivationFormat.STANDARD,
         graph_safe=True,

@@ -12,7 +12,6 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +22,7 @@ from moekit.plugin import VendorLibrary, importable
 PATH_VARIABLE = "MOEKIT_DEEPGEMM_PATH"
 OLDEST_NVCC = "12.9"
 
-# sglang pins 0.1.4 beside torch 2.11; later ones are built for later torch.
+# sglang pins 0.1.4 for torch 2.11; later versions are built for later torch.
 INSTALL_HINT = "pip install 'sgl-deep-gemm==0.1.4', for torch 2.11"
 
 # These versions take group ends as a layout on Hopper, and have this Python interface.
@@ -91,15 +90,15 @@ def load() -> ModuleType:
             ) from error
 
 
-def checks() -> Iterator[tuple[str, str, str]]:
-    """Yield for `python -m moekit doctor` which DeepGEMM is used, and where it lies."""
-    for place in candidates():
-        text = _fault(place) or f"{place.distribution} {place.version()} in {place.folder()}"
-        yield "DeepGEMM", "no" if _fault(place) else "ok", text
+def used() -> str:
+    """Return the version and folder of the DeepGEMM that `load` takes, or an empty string."""
+    found = (place for place in candidates() if not _fault(place))
+    texts = (f"{place.distribution} {place.version()} in {place.folder()}" for place in found)
+    return next(texts, "")
 
 
 def _fork_or(place: VendorLibrary) -> VendorLibrary:
-    """Return the place as one of sglang's fork, if its version is one of the fork's."""
+    """Return the candidate as a copy of sglang's fork, if the fork has its version."""
     fork = replace(_OF_SGLANG, path_variable=place.path_variable)
     return fork if fork.version() and not fork.unsupported() else place
 

@@ -44,7 +44,7 @@ TILE = 1024
 """Most assignments that a program ranks at once."""
 
 COUNTED_TILE = 128 if INTERPRETED else 256
-"""The same where the device counts the rows: few rows take less time, and many more iterations."""
+"""The tile where the device counts the rows: few rows take less time, many take more iterations."""
 
 COUNTERS = 3
 """Index of the first block's counter in `SortedAssignments.counters`."""
@@ -71,8 +71,8 @@ class SortedAssignments:
             specialized GEMMs share work through them: the next tile, the next row to copy, the
             number of copiers that have finished, and the progress of each block. Each GEMM leaves
             them zero.
-        live_R: int32 (1,), `Dispatched.num_rows`, read: rows from it on have no expert, and their
-            entries in ``rows_A`` may stay undefined. None: all R rows may have one.
+        live_R: int32 (1,), `Dispatched.num_rows`, read. Rows from it on have no expert, and their
+            entries in ``rows_A`` may stay undefined. None: all R rows may have an expert.
     """
 
     assignments_S: torch.Tensor | None
@@ -184,7 +184,7 @@ def _load_ids(ids_ptr, assignment_A, n):
 
 @triton.jit
 def _share(live_ptr, top_k, n, CHUNK: tl.constexpr, TILE: tl.constexpr):
-    """Return the end of live rows' assignments, and the assignments of each program."""
+    """Return the end of the live rows' assignments, and the number of assignments a program."""
     if live_ptr is None:
         end, share = n, CHUNK
     else:

@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from moekit.plugin import OperandQuant, quant
+from moekit.plugin import OperandQuant
+from moekit.plugin import quantize as in_torch
 
 from .launch import Launcher, cdiv, next_power_of_2, wait_then_launch_dependents
 from .numerics import (
@@ -37,8 +38,8 @@ AMAX_PARTIALS = 4 if INTERPRETED else 256
 """fp32 entries of scratch for a dynamic per-tensor scale, one per program."""
 
 STRIDED_ROWS = 2 if INTERPRETED else 1024
-"""Most programs for rows that the device counts, about as many as run at once. 16384 x 2 programs
-that only look at the count would take about 10 microseconds."""
+"""The most programs for rows that the device counts: about as many as run at once. 16384 x 2
+programs that only read the count would take about 10 microseconds."""
 
 
 def row_programs(rows: int, live_R: torch.Tensor | None) -> int:
@@ -48,7 +49,7 @@ def row_programs(rows: int, live_R: torch.Tensor | None) -> int:
 
 @triton.jit
 def rows_of_program(live_ptr):
-    """Return the range of a program's rows: one, or every n-th of those that the device counts."""
+    """Return the range of a program's rows: one row, or every n-th row before the live end."""
     first = tl.program_id(0)
     if live_ptr is None:
         return first, first + 1, 1
@@ -129,7 +130,7 @@ def quantize_activations(
     static_scale: torch.Tensor | None,
     valid_rows: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize activations like `moekit.plugin.quant.quantize`, with the kernels of this module.
+    """Quantize activations like `moekit.plugin.quantize`, with the kernels of this module.
 
     Inputs other than a non-empty matrix with unit stride go to the core's function. Rows outside
     ``valid_rows``, bool (R,), become undefined, but never decide a scale.
@@ -139,7 +140,7 @@ def quantize_activations(
         (1, 1).
     """
     if x_RH.dim() != 2 or x_RH.numel() == 0 or x_RH.stride(1) != 1:
-        return quant.quantize(x_RH, operand, static_scale, valid_rows)
+        return in_torch(x_RH, operand, static_scale, valid_rows)
     q = torch.empty(x_RH.shape, dtype=operand.torch_dtype, device=x_RH.device)
     valid = ValidRows() if valid_rows is None else ValidRows(mask=valid_rows)
     if not operand.per_tensor:
@@ -274,7 +275,7 @@ def weighted_sum(
         weight_before_applied: y has been multiplied by `numerics.weight_before` of the weights, so
             only `numerics.weight_after` is applied here.
         live_R: int32 (1,), `Dispatched.num_rows`: rows from it on are neither read nor written.
-            None: all are.
+            None: all rows are read and written.
     """
     rows, top_k = ids_RK.shape
     cols = out_RH.shape[1]

@@ -16,9 +16,9 @@ from . import library
 _HOSTS, _RANKS_OF_HOST, _TOKENS, _SLOTS = 8, 8, 8192, 32
 # Its low-latency kernels have a warp for each expert of a token, and few of them with many experts.
 _LOW_LATENCY_SLOTS, _LOW_LATENCY_EXPERTS = 21, 1400
-# On one host others are faster, or were not compared.
+# On one host other dispatchers are faster, or were not compared.
 _PRIORITY = -5
-# Rows are forwarded as bytes, so rows with a scale for 16 or 32 columns travel like others.
+# The library forwards rows as bytes, so rows with a scale for 16 or 32 columns travel like others.
 _WIRE_SCHEMES = WIRE_SCHEMES | {"mxfp8", "mxfp4_w4a8", "nvfp4"}
 
 
@@ -62,7 +62,7 @@ def check_ll(problem: MoEProblem) -> list[str]:
 
 
 def _prefer(problem: MoEProblem) -> int:
-    """Precede `naive`, of priority 0, over hosts, where the other dispatchers do not serve."""
+    """Return a priority above `naive` (0) between hosts, where other dispatchers do not serve."""
     return 1 if problem.parallel.nodes > 1 else _PRIORITY
 
 

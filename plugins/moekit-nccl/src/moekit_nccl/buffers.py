@@ -1,6 +1,6 @@
 """The library's groups, and the memory of calls: shared by layers of one process group and size.
 
-Where sizes do not fit, or CUDA has failed, the library ends the process: nothing gets that far.
+The library ends the process if sizes do not fit or CUDA has failed, so moekit checks both before.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from moekit.errors import BackendError, PeerFailed
 from moekit.plugin import Agreement, CallBuffers, Lease, SharedBuffers, exchange, round_up
 
 logger = logging.getLogger("moekit")
-BYTE = torch.float8_e4m3fn  # quantized rows travel as these: the library forwards no int8
-_COMPILING_SECONDS = 30.0  # in which ranks wait inside a kernel for others that compile it
+BYTE = torch.float8_e4m3fn  # quantized rows travel in this dtype: the library forwards no int8
+_COMPILING_SECONDS = 30.0  # ranks wait this long inside a kernel for other ranks that compile it
 # How long a rank waits for the other ranks before it leaves buffers to the end of the process.
 _FAREWELL_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a group of the library is made for, equal on all ranks.
+    """The sizes for which a group of the library is made, equal on all ranks.
 
-    experts, slots: of all ranks, and of one token. Each slice of an expert counts as an expert.
-    capacity: tokens that one rank sends. share: ranks that hold the same tokens. wire: the type of
-    quantized rows, their columns of a byte each, and their fp32 scales, which fill 16 bytes.
+    experts: experts of all ranks; each slice of an expert counts as an expert. slots: experts of
+    one token, slices included. capacity: the most tokens that one rank sends. share: the
+    number of ranks that hold the same tokens. wire: the dtype of quantized rows, their number of
+    one-byte columns, and their number of fp32 scales, padded to 16 bytes.
     """
 
     low_latency: bool
@@ -50,7 +51,7 @@ class Sizes:
 
     @property
     def row_bytes(self) -> tuple[int, int, int]:
-        """The most bytes of a row on its way to the experts, of its scales, and on its way back."""
+        """Return the most bytes of a dispatched row, of its scales, and of a combined row."""
         back = self.hidden_size * self.dtype.itemsize
         _, columns, scales = self.wire or (None, 0, 0)
         return max(back, columns), 4 * scales, back
@@ -68,14 +69,14 @@ class Connection:
         first = bytes.fromhex(exchange("connect by NCCL", mine, group)[0])
         unique = nccl.core.UniqueId.from_bytes(first)
         self.comm = nccl.core.Communicator.init(self.ranks, self.rank, unique)
-        # Groups of ranks that load and store in each other's memory.
+        # The number of groups of ranks that load and store in each other's memory.
         self.hosts = self.ranks // int(self.comm.team_lsa.n_ranks)
 
     def unsupported(self, sizes: Sizes) -> str:
         """Return why these ranks cannot be served, or "". Equal on all ranks."""
         try:
             network = self.hosts == 1 or int(self.comm.gin_type)
-        except Exception:  # the binding's own error: its structures are newer than this NCCL
+        except Exception:  # the binding raises it: its structures are newer than this NCCL
             network = True
         if not network:
             return (
@@ -107,7 +108,7 @@ class Held:
             rank = self.connection.rank
             self.sharers = self.connection.comm.split(color=rank // sizes.share, key=rank)
         few, self._token_bytes = sizes.low_latency, sum(sizes.row_bytes[:2])
-        # No rank can get more rows than this, so none overflows.
+        # No rank can receive more rows than this, so no buffer overflows.
         self.rows = self.connection.ranks * sizes.capacity
         self.local = sizes.experts // self.connection.ranks
         config = ep.GroupConfig(
@@ -128,16 +129,16 @@ class Held:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all calls' memory, and about what the library allocates."""
+        """Return the bytes of all calls' memory, plus an estimate of the library's own memory."""
         s = self.sizes
-        if s.low_latency:  # two buffers, each for what a combine sends and receives
+        if s.low_latency:  # two buffers, each for the sent and received rows of a combine
             library = 2 * s.capacity * (s.experts + s.slots) * self._token_bytes * 65 // 64
         else:
             library = self.rows * (self._token_bytes + 8 * s.experts // self.connection.hosts)
         return (32 << 20) + library + sum(call.nbytes for call in self.calls.all)
 
     def free(self) -> None:
-        """Destroy everything if all ranks do, as the library waits for every rank."""
+        """Destroy everything if all ranks do, because the library waits for every rank."""
         if why := self._missing():
             logger.warning("NCCL's buffers are left to the end of the process: %s", why)
             self.connection.abandoned = True
@@ -165,7 +166,7 @@ class Held:
         return fault or ""
 
     def _fault(self) -> str | None:
-        """Return why this rank's GPU does not end its calls, for which the library would wait."""
+        """Return why this rank's GPU does not end its calls: the library would wait for them."""
         last, end = self.calls.stream, time.monotonic() + _FAREWELL_SECONDS
         try:
             while last is not None and not last.query():
@@ -207,7 +208,7 @@ class Memory:
             )
             self.y = self._part(2, s.dtype, s.hidden_size)
             self.combined = ep.CombineInputs(tokens=self.tensor(2, self.y))
-        # What a dispatch writes, by whether rows are quantized: tensors, and the library's outputs.
+        # Outputs of a dispatch, by whether rows are quantized: tensors, and the library's record.
         x = self._part(0, s.dtype, s.hidden_size)
         self.x_tensor = self.tensor(0, x)
         self.got: dict[bool, tuple[Tensor, Tensor | None, Any]] = {}
@@ -228,7 +229,7 @@ class Memory:
         return part.view(dtype).view(shape)
 
     def tensor(self, i: int, part: Tensor) -> Any:
-        """Return the first rows of x (0), scales (1) or y (2) as the library takes them."""
+        """Return the library's record for the first rows of x (0), scales (1) or y (2)."""
         if self._window is None:
             return described(part)
         return ep.Tensor(part, window=self._window, window_offset=self._ends[i])
@@ -249,7 +250,7 @@ _left: list[Held] = []  # kept, so that nothing of the library is collected
 
 
 def described(tensor: Tensor) -> Any:
-    """Return a tensor, which must be contiguous and live on, as the library takes it."""
+    """Return the library's record of a contiguous tensor, which must outlive the record."""
     return _described(tensor.data_ptr(), tensor.dtype, tensor.shape)
 
 
@@ -259,13 +260,13 @@ def _described(address: int, dtype: torch.dtype, shape: torch.Size) -> Any:
     return ep.Tensor(address, dtype=kind, shape=shape)
 
 
-# The library's records take 10 us to make, and addresses come again. They must hold no memory.
+# The library takes 10 us to make a record, and addresses repeat. Records must hold no memory.
 record = lru_cache(4096)(lambda kind, **fields: kind(**fields))
 
 
 def lease(group: dist.ProcessGroup, sizes: Sizes, device_type: str) -> Lease[Held]:
     """Take the buffers of a group and sizes; collective if there are none yet."""
-    # The library copies 16 bytes of a map at once, which has 4 bytes for a token and a rank.
+    # The library copies a map of 4 bytes for each token and rank, 16 bytes at once.
     sizes = replace(sizes, capacity=round_up(sizes.capacity, 4))
     device = torch.device(device_type)
     if device_type == "cuda":

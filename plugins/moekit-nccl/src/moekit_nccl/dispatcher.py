@@ -52,15 +52,15 @@ class Call:
 
 
 class NcclDispatcher(PrepareAndFinalize):
-    """Each of the ep_size * tp_size ranks sends its share of the tokens that it holds.
+    """A dispatcher in which each of the ep_size * tp_size ranks sends its share of its tokens.
 
-    Every slice of an expert is an expert to the library: a token goes to all tp_size slices, and
-    the combine adds them up. Of ranks that hold the same tokens, each sends an equal part, and
-    gathers what the others combined. Calls run in the order of their launches, on any streams, and
-    any number may be in flight. Construction is collective, and so is a call beyond the most that
-    were in flight before.
+    Every slice of an expert is an expert for the library: a token goes to all tp_size slices, and
+    the combine adds them up. If ranks hold the same tokens, each sends an equal part, and
+    gathers the other ranks' results. Calls run in the order of their launches, on any streams, and
+    any number may be in flight. Construction is collective. So is the first call with more calls in
+    flight than before.
 
-    Checked kernels name a rank that does not come before they launch anything. Without the check,
+    Checked kernels name a missing rank before they launch anything. Without the check,
     `nccl_ll` ends with an error of CUDA after ``peer_timeout`` and half a minute, and `nccl_ht`
     waits without end.
     """
@@ -89,7 +89,7 @@ class NcclDispatcher(PrepareAndFinalize):
         self.lease = buffers.lease(self.group, sizes, problem.device.type)
 
     def _each(self, tokens: int) -> int:
-        """Return the tokens that each of the ranks that hold the same ``tokens`` sends, at most."""
+        """Return the most tokens that a rank sends of ``tokens``, which it shares with others."""
         return -(-tokens // self._share)
 
     def _mine(self, tokens: Tensor) -> Tensor:
@@ -151,12 +151,12 @@ class NcclDispatcher(PrepareAndFinalize):
             scales = scales[used][..., : p.scales_per_row].contiguous()
         if self.low_latency:
             return Dispatched(got, scales, expert_num_tokens=memory.counts, handle=call)
-        # Of the slices of a token's experts, at most top_k are here, and come first.
+        # At most top_k slices of a token's experts are on this rank, and they come first.
         ids, weights = memory.ids[used, : p.top_k], memory.weights[used, : p.top_k]
         return Dispatched(got[used], scales, ids, weights, handle=call)
 
     def inputs(self, weights: Tensor, x: Tensor, scale: Tensor | None) -> Any:
-        """Return tokens, which must live until the dispatch, as the library takes them."""
+        """Return the library's record of tokens, which must live until the dispatch."""
         given = {} if self.low_latency else {"topk_weights": described(weights)}
         if scale is not None:
             x, given["scales"] = x.view(buffers.BYTE), described(scale)
@@ -183,7 +183,7 @@ class NcclDispatcher(PrepareAndFinalize):
         return Pending.ready(out)
 
     def abandon(self, dispatched: Dispatched) -> None:
-        """Take part in the combine with NaN rows, as the other ranks wait for every rank there."""
+        """Take part in the combine with NaN rows, because the other ranks wait there."""
         if self.lease.held:
             p, x = self.problem, dispatched.x
             y = x.new_full((*x.shape[:-1], p.hidden_size), float("nan"), dtype=p.dtype)
@@ -194,7 +194,7 @@ class NcclDispatcher(PrepareAndFinalize):
         return held.rows if self.low_latency else held.connection.ranks * self._each(self._capacity)
 
     def transient_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of unpadded scales, and of this rank's and of gathered tokens."""
+        """Return the bytes of unpadded scales, of this rank's tokens, and of gathered tokens."""
         p = self.problem
         rows = self.max_rows(num_tokens) * (p.num_local_experts if self.low_latency else 1)
         row = 2 * p.hidden_size * p.dtype.itemsize + 16 + 12 * self.lease.value.sizes.slots
@@ -202,7 +202,7 @@ class NcclDispatcher(PrepareAndFinalize):
 
 
 class HighThroughputDispatcher(NcclDispatcher):
-    """STANDARD, R = ranks * `max_tokens` (without it: max_num_tokens), many unused."""
+    """STANDARD with R = ranks * `max_tokens` rows (without it: max_num_tokens), many unused."""
 
     low_latency = False
 
@@ -213,6 +213,6 @@ class HighThroughputDispatcher(NcclDispatcher):
 
 
 class LowLatencyDispatcher(NcclDispatcher):
-    """BATCHED, C = ranks * max_num_tokens, whatever `max_tokens` is: a group has one layout."""
+    """BATCHED with C = ranks * max_num_tokens for any `max_tokens`: a group has one layout."""
 
     low_latency = True

@@ -1,4 +1,4 @@
-"""Find `nccl.ep` and judge what it needs, without importing it: NCCL, its headers, and nvcc."""
+"""Find `nccl.ep`, NCCL, its headers and nvcc, and judge them, without importing the library."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def loaded_nccl() -> tuple[int, ...] | None:
 
 
 def _nccl_reasons() -> list[str]:
-    """Return what is wrong with NCCL or its headers: kernels of other headers misread its data."""
+    """Return faults of NCCL or its headers: kernels with other headers misread its data."""
     loaded, reasons, get = loaded_nccl(), [], os.environ.get
     if loaded is not None and loaded < _OLDEST:
         reasons.append(
@@ -65,7 +65,7 @@ def _nccl_reasons() -> list[str]:
 
 
 def _compiler_reasons() -> list[str]:
-    """Return what is wrong with nvcc, which compiles kernels at their first use."""
+    """Return faults of nvcc, which compiles kernels at their first use."""
     get, wanted = os.environ.get, torch.version.cuda
     named, home = get("NCCL_EP_JIT_NVCC") or get("NVCC"), get("CUDA_HOME") or get("CUDA_PATH")
     inside = Path(home or "", "bin", "nvcc")

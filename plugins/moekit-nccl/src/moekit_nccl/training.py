@@ -1,8 +1,8 @@
 """The backward of `nccl_ht`: gradients travel by the library's backward direction.
 
-Rows depend on the routing alone, so an update with the ids of the forward gives the gradient of the
-output the rows that the tokens had. The combine then brings the gradients of rows and of router
-weights home in one transfer. No handle outlives a call or its backward, which may run twice.
+Rows depend on the routing alone, so after an update with the forward's ids the gradient of the
+output gets the same rows as the tokens. The combine then returns the gradients of rows and of
+router weights in one transfer. No handle outlives a call or its backward, which may run twice.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class TrainableHighThroughput(HighThroughputDispatcher, TrainableDispatcher):
         self.finalize_backward(grad_RH, None, dispatched).result()
 
     def transient_bytes(self, num_tokens: int) -> int:
-        """Return also the bytes that a call saves, and of the router gradients."""
+        """Add the bytes that a call saves, and the bytes of router gradients."""
         p, rows, slots = self.problem, self.max_rows(num_tokens), self.lease.value.sizes.slots
         saved = rows * (p.hidden_size * p.dtype.itemsize + 12 * p.top_k) + 8 * slots * num_tokens
         return super().transient_bytes(num_tokens) + saved + 4 * slots * (rows + 2 * num_tokens)

@@ -100,12 +100,16 @@ def buffer_specs(layer: Layer, **sizes: int) -> tuple[BufferSpec, ...]:
     )
 
 
-# Up to so many assignments, `shrink` divides K among so many programs, whose results are added.
+# (most assignments, addends): `shrink` divides K among this number of programs, and the GEMM adds
+# their results.
 _ADDENDS = ((1024, 4), (16384, 2), (1 << 40, 1))
 
 
 class CallAdapters(NamedTuple):
-    """The adapters of a call, the slot of each token (R,) int32, and `low_rank_entries` fp32."""
+    """The adapters of a call, the slot of each token (R,) int32, and scratch in fp32.
+
+    The scratch has `low_rank_entries` entries.
+    """
 
     stack: Adapters
     slots_R: Tensor
@@ -114,7 +118,7 @@ class CallAdapters(NamedTuple):
     def shrink(
         self, name: str, x: Tensor, x_scale: Tensor | None, ids_RK: Tensor, rows: Rows, block_m: int
     ) -> LowRank | None:
-        """Return what GEMM 1 (w13) or GEMM 2 (w2) of the rows adds, None without a delta."""
+        """Return the deltas that GEMM 1 (w13) or GEMM 2 (w2) adds, or None if it has none."""
         pair = self.stack.pair(name)
         if pair is None:
             return None
@@ -128,7 +132,7 @@ class CallAdapters(NamedTuple):
 
 
 def low_rank_addends(count: int) -> int:
-    """Return the addends of `LowRank.low_PAU` for so many assignments."""
+    """Return the number of addends of `LowRank.low_PAU` for ``count`` assignments."""
     return next(addends for most, addends in _ADDENDS if count <= most)
 
 

@@ -136,7 +136,7 @@ class TritonExperts(_TritonExperts):
 
 
 class AdapterTriton(TritonExperts, AdapterExperts):
-    """With adapters, which `kernels.gemm` adds; their rows have the input of the base's GEMMs."""
+    """TritonExperts with adapters: `kernels.gemm` adds deltas of the rows that the base reads."""
 
     def workspace(self, rows: int) -> Sequence[BufferSpec]:
         memory = BufferSpec((low_rank_entries(self.problem, rows),), torch.float32)

@@ -6,8 +6,9 @@
     backward_weight  of W2: g (p a)'; of W13: dh x'; of the biases: p g and dh
 
 p is the router weight and g the gradient of the output row. The products gather x and g, or read
-copies that specialized warps sort meanwhile, and the product for q writes dh, p a and partial sums
-of <q, a>.
+sorted copies that specialized warps write meanwhile. The product for q writes dh, p a and partial
+sums of <q, a>.
+
 The host never waits for the device: grids are upper bounds. Each sum has a fixed order, so two runs
 give the same bits.
 
@@ -253,8 +254,10 @@ class TrainableTriton(TritonExperts, TrainableExperts):
         gather: bool = False,
         sorted_SK: Tensor | None = None,
     ) -> None:
-        """Compute a product of rows. ``gather``: of rows of ``a`` that are not sorted. Specialized
-        warps copy these to ``sorted_SK``."""
+        """Compute a product of rows. gather: the rows of ``a`` are not sorted.
+
+        Specialized warps copy such rows to ``sorted_SK``.
+        """
         if isinstance(tile, SpecializedTile):
             a, source = (a, None) if sorted_SK is None else (sorted_SK, a)
             _specialized().specialized_rows(
@@ -274,8 +277,10 @@ class TrainableTriton(TritonExperts, TrainableExperts):
         add: bool,
         copy: tuple[Tensor, Tensor] | None = None,
     ) -> bool:
-        """Compute the gradient of a weight, by specialized warps if they can write it. Return
-        whether they filled the second tensor of ``copy`` with sorted rows of the first."""
+        """Compute the gradient of a weight, by specialized warps if they can write it.
+
+        Return whether they filled the second tensor of ``copy`` with sorted rows of the first.
+        """
         possible = not gather and _contiguous(out_LMN)
         tile = getattr(self._choose(rows.order_S.shape[0], possible), product)
         if isinstance(tile, SpecializedTile):
@@ -311,7 +316,7 @@ class TrainableTriton(TritonExperts, TrainableExperts):
 
 @functools.cache
 def _specialized() -> ModuleType:
-    from .kernels import specialized_training  # of newer Gluon
+    from .kernels import specialized_training  # needs a newer Gluon
 
     return specialized_training
 

@@ -1,8 +1,9 @@
 """The backward of adapters (LoRA) over frozen, unquantized `triton` experts.
 
-Products of rows add the deltas of their tiles, as in a forward without gradients: the one for q
-adds A2' times ``s B2' g``, and the one for the gradient of x adds A13' times ``s B13' dh``. What
-lies between two matrices is kept for the outer products, whose rows are sorted by slot and expert.
+Products of rows add the deltas of their tiles, as in a forward without gradients: the product for
+q adds A2' times ``s B2' g``, and the product for the gradient of x adds A13' times ``s B13' dh``.
+The vectors between two matrices are kept for the outer products, whose rows are sorted by slot and
+expert.
 
 Shape suffixes beyond `training`'s and `kernels.low_rank`'s: Q slots times local experts.
 """
@@ -39,7 +40,7 @@ from .training import Tiles, TrainableTriton, choose_tiles
 
 @dataclass
 class _Deltas:
-    """The deltas of one pass, forward or ``back``; made: `LowRank.low_PAU` by w13 and w2."""
+    """The deltas of one pass, forward or ``back``. made: `LowRank.low_PAU` of w13 and w2."""
 
     problem: MoEProblem
     stack: Adapters
@@ -51,7 +52,7 @@ class _Deltas:
     aligned: SortedAssignments | None = None
 
     def of(self, name: str, x: Tensor, gather: bool) -> LowRank | None:
-        """Return what a product of rows ``x`` adds; gather: x has a row for each token."""
+        """Return the deltas for a product of rows ``x``. gather: x has a row for each token."""
         pair = self.stack.pair(name)
         if pair is None:
             return None
@@ -92,7 +93,7 @@ class _Deltas:
 class TrainableAdapterTriton(TrainableTriton, AdapterTriton, TrainableAdapterExperts):
     """Adapters over unquantized weights; `kernels.training_gemm` computes all products of rows."""
 
-    _deltas: _Deltas | None = None  # of a pass: in a copy of this object
+    _deltas: _Deltas | None = None  # a copy of this object for one pass has them
 
     def forward(self, y_RH: Tensor, tokens: Dispatched, weights: PackedWeights) -> list[Tensor]:
         one = self._pass(tokens, weights)
@@ -183,7 +184,7 @@ class TrainableAdapterTriton(TrainableTriton, AdapterTriton, TrainableAdapterExp
         return made
 
     def _made(self) -> list[Tensor]:
-        """Return what lies between the matrices of w13 and of w2, empty where there is no delta."""
+        """Return low of w13 and of w2, empty tensors where there is no delta."""
         deltas = self._deltas
         if deltas is None:
             return []

@@ -63,7 +63,6 @@ class _Strides(NamedTuple):
     scale_row: int
     scale_group: int
     out_scale: int
-    low_rank: tuple[int, ...]
 
 
 # Constants of a kernel. `functools.cache` makes one object for equal values, so that a launch
@@ -88,7 +87,7 @@ class _Scheme:
 
 @dataclass(frozen=True, eq=False)
 class _Finish:
-    """What follows the sums over K; rank and the rest: `LowRank.form`, 0 for none."""
+    """The steps after the sums over K. rank to top_k: `LowRank.form`, rank 0 for no deltas."""
 
     bias: bool
     activation: str
@@ -156,7 +155,7 @@ def grouped_gemm(
             STANDARD, by assignment.
         epilogue: None = store the sums.
         splits: programs that share K, of 4-bit weights.
-        low_rank: deltas that are added with the bias. STANDARD.
+        low_rank: deltas that are added with the bias; STANDARD only.
     """
     if rows.blocks == 0:
         return
@@ -193,9 +192,8 @@ def grouped_gemm(
         n, k, a.shape[0] * rows.top_k, rows.blocks, cdiv(rows.capacity, tile.block_m),
         rows.capacity, tile.group_m,
         _Strides(a.stride(0), out.stride(0), *scale_strides,
-                 0 if out_scale is None else out_scale.stride(0),
-                 low_rank.strides if low_rank else ()),
-        act.alpha, act.limit or 0.0,
+                 0 if out_scale is None else out_scale.stride(0)),
+        low_rank.strides if low_rank else (), act.alpha, act.limit or 0.0,
         TOP_K=rows.top_k, ROWS=rows.kind, IN_ORDER=rows.in_order, SCHEME=scheme,
         FINISH=_finish(bias_LN is not None, act.name, act.gated, act.limit is not None,
                        epilogue.quantize, QMAX.get(out.dtype, 0.0),
@@ -386,9 +384,9 @@ def _products(
 
 @triton.jit
 def _compute(
-    block_n, expert, first_row, used, a, w, pointers, N, K, num_rows, capacity, strides, alpha,
-    limit, TOP_K: tl.constexpr, ROWS: tl.constexpr, IN_ORDER: tl.constexpr, SCHEME: tl.constexpr,
-    FINISH: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
+    block_n, expert, first_row, used, a, w, pointers, N, K, num_rows, capacity, strides,
+    low_strides, alpha, limit, TOP_K: tl.constexpr, ROWS: tl.constexpr, IN_ORDER: tl.constexpr,
+    SCHEME: tl.constexpr, FINISH: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_M rows by TILE.n columns of out = epilogue(a @ w.T + bias).
 
@@ -442,11 +440,11 @@ def _compute(
     elif SCHEME.a_scale == "row":
         scale_M = tl.load(pointers.a_scale + a_scale_row, mask=row_ok, other=0.0)
     assignment = out_row if ROWS == "batched" else assignment_M
-    UP_COLUMN: tl.constexpr = FINISH.low_columns - FINISH.rank  # where A's group of up begins
-    value = _values(acc, scale_M, pointers, strides, expert, assignment, row_ok, W_ROWS, row0,
+    UP_COLUMN: tl.constexpr = FINISH.low_columns - FINISH.rank  # the first column of up's A
+    value = _values(acc, scale_M, pointers, low_strides, expert, assignment, row_ok, W_ROWS, row0,
                     n_ok, 0, SCHEME, FINISH, BLOCK_N)  # fmt: skip
     if GATED:
-        up_value = _values(up, scale_M, pointers, strides, expert, assignment, row_ok, W_ROWS,
+        up_value = _values(up, scale_M, pointers, low_strides, expert, assignment, row_ok, W_ROWS,
                            N + row0, n_ok, UP_COLUMN, SCHEME, FINISH, BLOCK_N)  # fmt: skip
         value = activate_gated(value, up_value, alpha, limit, ACTIVATION, FINISH.clamp)
     elif ACTIVATION != "none":
@@ -475,7 +473,7 @@ def _compute(
     out_ptrs = pointers.out + out_row[:, None] * strides.out + offs_n[None, :]
     tl.store(out_ptrs, result, mask=ok)
     if WIDE:
-        value = _values(up, scale_M, pointers, strides, expert, assignment, row_ok, W_ROWS,
+        value = _values(up, scale_M, pointers, low_strides, expert, assignment, row_ok, W_ROWS,
                         row0 + BLOCK_N, n_ok, 0, SCHEME, FINISH, BLOCK_N)  # fmt: skip
         if pointers.weights is not None:
             value *= weight_M[:, None]
@@ -483,7 +481,7 @@ def _compute(
 
 
 @triton.jit
-def _values(acc, scale_M, pointers, strides, expert, assignment_M, row_ok, rows, row0, n_ok,
+def _values(acc, scale_M, pointers, low_strides, expert, assignment_M, row_ok, rows, row0, n_ok,
             low_column, SCHEME: tl.constexpr, FINISH: tl.constexpr,
             BLOCK_N: tl.constexpr):  # fmt: skip
     """Return acc * a_scale * w_scale + bias + delta in fp32; these scales serve all of K."""
@@ -502,7 +500,7 @@ def _values(acc, scale_M, pointers, strides, expert, assignment_M, row_ok, rows,
         slot_M = tl.where(tl.program_id(1) == 0, slot_M, -1)
         value = add_low_rank(
             value, pointers.low, pointers.low_b, slot_M, assignment_M, expert,
-            row0, rows, low_column, strides.low_rank, FINISH.rank, FINISH.low_addends,
+            row0, rows, low_column, low_strides, FINISH.rank, FINISH.low_addends,
         )  # fmt: skip
     return value
 
@@ -514,7 +512,7 @@ def _values(acc, scale_M, pointers, strides, expert, assignment_M, row_ok, rows,
 )
 def _gemm(
     a, w, pointers, N, K, num_rows, row_blocks, blocks_per_expert, capacity, group_m, strides,
-    alpha, limit, TOP_K: tl.constexpr, ROWS: tl.constexpr, IN_ORDER: tl.constexpr,
+    low_strides, alpha, limit, TOP_K: tl.constexpr, ROWS: tl.constexpr, IN_ORDER: tl.constexpr,
     SCHEME: tl.constexpr, FINISH: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -542,11 +540,12 @@ def _gemm(
     if TILE.halves:
         if half:
             _compute(block_n, expert, first_row, used, a, w, pointers, N, K, num_rows, capacity,
-                     strides, alpha, limit, TOP_K, ROWS, IN_ORDER, SCHEME, FINISH, TILE,
-                     HALF)  # fmt: skip
+                     strides, low_strides, alpha, limit, TOP_K, ROWS, IN_ORDER, SCHEME, FINISH,
+                     TILE, HALF)  # fmt: skip
             return
     _compute(block_n, expert, first_row, used, a, w, pointers, N, K, num_rows, capacity, strides,
-             alpha, limit, TOP_K, ROWS, IN_ORDER, SCHEME, FINISH, TILE, BLOCK_M)  # fmt: skip
+             low_strides, alpha, limit, TOP_K, ROWS, IN_ORDER, SCHEME, FINISH, TILE,
+             BLOCK_M)  # fmt: skip
 
 
 _launch_gemm = Launcher(_gemm)

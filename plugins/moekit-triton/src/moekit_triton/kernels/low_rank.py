@@ -1,7 +1,7 @@
-"""Low-rank deltas of expert rows (LoRA): `shrink` multiplies rows by A, GEMMs add B times that.
+"""Low-rank deltas of expert rows (LoRA): `shrink` computes low = A row, and GEMMs add B low.
 
 A tile of rows of one expert may have rows of several slots. `shrink` has a program for each slot,
-which ends at once where the tile has no row of it; `add_low_rank` walks over the slots of its tile.
+which ends at once if the tile has no row of the slot. `add_low_rank` loops over its tile's slots.
 
 Shape suffixes beyond `plans`': U columns between A and B, G * r of w13 and r of w2.
 """
@@ -21,9 +21,9 @@ _NO_SLOT = tl.constexpr(2**31 - 1)
 
 
 class LowRank(NamedTuple):
-    """What a GEMM adds to its sums: rows of ``low`` times B of their slot and expert.
+    """The operands of a GEMM's deltas: rows of ``low``, and B of their slots and experts.
 
-    low_PAU: fp32, addends of ``scaling A row`` by assignment, undefined where there is no slot;
+    low_PAU: fp32, P addends of ``scaling A row`` by assignment, undefined where there is no slot;
     unit stride along U. b_SLNr: B, any strides. slots_R: int32, the slot of each token, -1 for
     none. top_k: assignments of a token.
     """
@@ -56,7 +56,7 @@ def shrink(
 ) -> None:
     """Write ``low.low_PAU`` for the assignments in ``rows``; each addend sums a part of K.
 
-    x (rows, K), of A's dtype or quantized with ``x_scale`` as `grouped_gemm` takes it. a: any
+    x (rows, K), of A's dtype, or quantized with ``x_scale`` as in `grouped_gemm`. a_SLGrK: any
     strides. places_A: the row of x of each assignment; None: ``assignment // rows.top_k``.
     """
     slots, _, groups, rank, k = a_SLGrK.shape
@@ -85,7 +85,7 @@ def _shrink(
     SCALE: tl.constexpr, RANK: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute a block of rows by BLOCK_U columns over one part of K for one slot."""
+    """Store scaling x @ A.T for BLOCK_M rows, BLOCK_U columns, one part of K and one slot."""
     if PDL:
         wait_then_launch_dependents()
     block, part, slot = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(2)
@@ -143,8 +143,8 @@ def add_low_rank(
 ):  # fmt: skip
     """Return value (M, N) plus low @ B.T for rows with a slot; other rows keep their bits.
 
-    row0: the first row of B, of ``rows`` that may be read. low_column: where A's group begins. The
-    rest as `LowRank` says.
+    row0: the tile's first row of B, which has ``rows`` rows. low_column: the first column of A's
+    group in low. The other arguments are in `LowRank`.
     """
     M: tl.constexpr = value.shape[0]
     N: tl.constexpr = value.shape[1]

@@ -6,15 +6,15 @@
 Roles of the warps are as in `specialized`: a producer warp, which is also the tile scheduler, and
 two consumer warp groups, of which each multiplies half of a tile of 128 x 256. Rows are compact, so
 loads run past an expert's end into rows of the next one. In the products of rows these do not mix
-with the expert's rows, and are not stored. In outer products another warp sets them to zero in
-shared memory: the partial step comes first, and is loaded long before its product.
+with the expert's rows, and are not stored. In outer products they are set to zero in shared memory:
+the partial step comes first, so that it delays no step behind it.
 
 Two epilogues read memory: the product for q ("pull") reads h, and an outer product that adds reads
 the sums so far. Both come through the ring in chunks of 64 columns, as further steps of the tile,
 so they are loaded before the product ends. Results replace them in the same stage.
 
-Three more warps, in outer products two, can copy rows into the order of the experts: what the
-product reads, ahead of its tiles, as in `specialized`, or what a later product reads.
+Three more warps can copy rows into the order of the experts: what the product reads, ahead of its
+tiles, as in `specialized`, or what a later product reads.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from .warps import (
     COPIED,
     ROWS,
     STAGES,
-    UNIT,
     UNITS,
     WIDE,
     async_load,
@@ -52,6 +51,7 @@ from .warps import (
     halves_of,
     load_acquire,
     messages,
+    multiply,
     next_slot,
     position,
     reinterpret,
@@ -85,9 +85,10 @@ def specialized_rows(
 ) -> None:
     """Compute `rows_gemm` of rows in order, with silu and a gate, without clamp and bias.
 
-    All tensors are contiguous, except that ``w_LKN`` may have its matrices transposed, and of
-    ``source_RK`` rows alone. N and K are multiples of 128. Other kinds than "pull" need ``out``;
-    "pull" needs ``dh`` and weights. source_RK: fill ``a_SK`` from it, a row for each assignment.
+    All tensors are contiguous, except that ``w_LKN`` may have its matrices transposed, and
+    ``source_RK`` only needs contiguous rows. N and K are multiples of 128. Other kinds than "pull"
+    need ``out``; "pull" needs ``dh`` and weights. source_RK: ``a_SK`` is filled from it, one row
+    for each assignment.
     """
     kind, e = epilogue.kind, epilogue
     w = w_LKN.mT if (across := w_LKN.stride(2) != 1) else w_LKN
@@ -120,8 +121,8 @@ def specialized_outer(
 ) -> None:
     """Compute `outer_gemm` of rows in order.
 
-    All tensors are contiguous; M and N are multiples of 128. copy: a source (R, H) and the rows
-    (S, H) to fill from it meanwhile, one for each assignment.
+    All tensors are contiguous; M and N are multiples of 128. copy: a source (R, H), and memory (S,
+    H) that is filled from it meanwhile, one row for each assignment.
     """
     experts, m, n = out_LMN.shape
     assert m % 128 == 0 and n % 128 == 0 and a_SM.shape[1] == m and b_SN.shape[1] == n
@@ -137,13 +138,13 @@ def specialized_outer(
 
 
 def _counters(rows: CompactRows) -> torch.Tensor:
-    """Return counters of a launch: of its tiles, of units of copied rows, and of each block's."""
+    """Return a launch's counters: of tiles, of copied units, and of each block's copied rows."""
     size = 2 + triton.cdiv(len(rows.order_S), BLOCK_M)
     return torch.zeros(size, dtype=torch.int32, device=rows.order_S.device)
 
 
 def _copied(source: torch.Tensor | None, into: torch.Tensor, rows: CompactRows) -> list[Any]:
-    """Return the arguments of a copy."""
+    """Return the kernel's arguments for a copy of ``source``, which may be None."""
     assert source is None or source.stride(1) == 1 and source.shape[1] == into.shape[1]
     stride = 0 if source is None else source.stride(0)
     sizes = len(rows.order_S), rows.top_k, into.shape[1], stride, len(rows.ends_L)
@@ -160,22 +161,32 @@ def _halves(pairs_SW: torch.Tensor | None, columns: int) -> list[Any]:
 
 
 @gluon.jit
-def _multiply(WHICH: gl.constexpr, memory, barriers, slot, phase, steps, OUTER: gl.constexpr):
-    """Return the sum of the products of the next stages, and release the stages. The first product
-    needs no zeros in registers."""
+def _multiply_partial(WHICH: gl.constexpr, memory, barriers, slot, phase, rows):
+    """Return a' @ b of a stage, of which ``rows`` rows exist, or none if that is negative. Release
+    the stage."""
     mbarrier.wait(barriers[0].index(slot), phase)
-    acc = start_product(WHICH, memory, slot, zeros(), OUTER)
-    acc = warpgroup_mma_wait(1, deps=(acc,))
-    slot, phase = next_slot(slot, phase)
-    for _ in range(steps - 1):
-        mbarrier.wait(barriers[0].index(slot), phase)
-        acc = start_product(WHICH, memory, slot, acc, OUTER)
-        acc = warpgroup_mma_wait(1, deps=(acc,))
-        release_before(barriers, slot, True)  # the previous product has read its stage
-        slot, phase = next_slot(slot, phase)
+    _clear_rows(memory[0], 2 * slot + WHICH, 1, rows)
+    _clear_rows(memory[1], slot, WIDE // 64, rows)
+    fence_async_shared()
+    acc = start_product(WHICH, memory, slot, zeros(), True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
+    slot, phase = next_slot(slot, phase)
     release_before(barriers, slot, True)
     return acc, slot, phase
+
+
+@gluon.jit
+def _clear_rows(memory, index, PANELS: gl.constexpr, rows):
+    """Set the rows of a stage from ``rows`` on to zero. Both groups do so for b, which they share:
+    values that exist stay as they are."""
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    # Panels of 64 columns lie one after another; swizzling moves nothing to another row.
+    panels = reinterpret(memory, memory.dtype, [memory.shape[0] * PANELS, STEP, 64], plain)
+    exists = gl.arange(0, STEP, gl.SliceLayout(1, layout))[:, None] < rows
+    for panel in gl.static_range(PANELS):
+        part = panels.index(index * PANELS + panel)
+        part.store(gl.where(exists, part.load(layout), 0.0).to(memory.dtype))
 
 
 @gluon.jit
@@ -189,15 +200,22 @@ def _consume(WHICH: gl.constexpr, results, N, K, memory, barriers, mail, KIND: g
     row, col, length = wait_message(mail, count)
     while length >= 0:
         row += WHICH * ROWS
-        rows, steps = length - WHICH * ROWS, gl.cdiv(K, STEP)
+        rows, steps, partial = length - WHICH * ROWS, gl.cdiv(K, STEP), 0
         if OUTER:
             rows, steps = length * 0 + ROWS, gl.maximum(gl.cdiv(length, STEP), 1)
+            partial = gl.where(length > 0, length % STEP, -1)
         if rows > 0:
             if KIND == "pull":
                 row_R = gl.arange(0, ROWS, gl.SliceLayout(1, _LAYOUT))
                 assignment_R = gl.load(order_ptr + row + row_R, mask=row_R < rows, other=0)
                 weight_R = gl.load(weights_ptr + assignment_R, mask=row_R < rows, other=0.0)
-            acc, slot, phase = _multiply(WHICH, memory, barriers, slot, phase, steps, OUTER)
+            acc = zeros()
+            if OUTER:
+                if partial != 0:
+                    acc, slot, phase = _multiply_partial(WHICH, memory, barriers, slot, phase,
+                                                         partial)  # fmt: skip
+                    steps -= 1
+            acc, slot, phase = multiply(WHICH, acc, memory, barriers, slot, phase, steps, OUTER)
             if KIND == "pull":
                 slot, phase = _pull(WHICH, acc, weight_R, results, row, col, rows, N, memory,
                                     barriers, slot, phase)  # fmt: skip
@@ -375,7 +393,7 @@ def _tile(tile, tiles, row_blocks, sizes, blocks, ACROSS: gl.constexpr, KIND: gl
 @gluon.jit
 def _load(operands, sizes, blocks, memory, barriers, mail, COPY: gl.constexpr, KIND: gl.constexpr):
     """Load every tile's operands, and what its epilogue reads. Outer: an expert's last rows come
-    first. Others: wait for rows that are copied."""
+    first. Products of rows: wait until the rows are copied."""
     OUTER: gl.constexpr = KIND == "outer" or KIND == "add"
     BYTES: gl.constexpr = (2 * ROWS + WIDE) * STEP * 2
     a, b, first, second = operands
@@ -406,14 +424,11 @@ def _load(operands, sizes, blocks, memory, barriers, mail, COPY: gl.constexpr, K
                 while copied < COPIED:
                     copied = load_acquire(counter_ptr + 2 + block)
         steps = gl.maximum(gl.cdiv(length, STEP), 1) if OUTER else gl.cdiv(K, STEP)
-        partial = length < steps * STEP
         look_ahead = gl.minimum(steps, STAGES) - 1
         following = renamed((tile, row, col, length, a_at, b_at))
         for step in range(steps):
             mbarrier.wait(empty.index(slot), phase)
             bar = full.index(slot)
-            if OUTER:
-                bar = full.index(slot + gl.where((step == 0) & partial, STAGES, 0))
             mbarrier.expect(bar, BYTES)
             k = step * STEP
             if OUTER:
@@ -451,58 +466,13 @@ def _load(operands, sizes, blocks, memory, barriers, mail, COPY: gl.constexpr, K
     commit_message(mail, count, (0, 0, -1))
 
 
-# -- the warp that clears, and those that copy --------------------------------------------------
+# -- the copying warps --------------------------------------------------------------------------
 
 
 @gluon.jit
-def _clear(memory, barriers, mail, KIND: gl.constexpr):
-    """Set rows of a partial stage, each tile's first one, to zero where they are not the expert's,
-    and pass it on. The producer fills these stages by barriers of their own."""
-    full, empty = barriers
-    slot, phases, count = 0, 0, 0
-    row, col, length = wait_message(mail, count)
-    while length >= 0:
-        steps = gl.maximum(gl.cdiv(length, STEP), 1)
-        if length < steps * STEP:
-            rows = length - (steps - 1) * STEP
-            mbarrier.wait(full.index(STAGES + slot), (phases >> slot) & 1)
-            phases ^= 1 << slot
-            for unit in range(rows // UNIT, STEP // UNIT):
-                for which in gl.static_range(2):
-                    _clear_unit(memory[0], 2 * slot + which, unit, rows)
-                for panel in gl.static_range(WIDE // 64):
-                    _clear_unit(memory[1], slot * (WIDE // 64) + panel, unit, rows)
-            fence_async_shared()
-            mbarrier.arrive(full.index(slot), count=1)
-        slot += steps + _CHUNKS if KIND == "add" else steps
-        slot %= STAGES
-        count += 1
-        row, col, length = wait_message(mail, count)
-
-
-@gluon.jit
-def _clear_unit(memory, panel, unit, rows):
-    """Set a unit's rows from ``rows`` on to zero in a panel of STEP rows by 64 columns. Swizzling
-    moves nothing to another row."""
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    EACH: gl.constexpr = STEP // UNIT
-    COUNT: gl.constexpr = memory.shape[0] * memory.shape[1] * memory.shape[2] // (UNIT * 64)
-    units = reinterpret(memory, memory.dtype, [COUNT, UNIT, 64], plain)
-    part = units.index(panel * EACH + unit)
-    exists = unit * UNIT + gl.arange(0, UNIT, gl.SliceLayout(1, layout))[:, None] < rows
-    part.store(gl.where(exists, part.load(layout), 0.0).to(memory.dtype))
-
-
-@gluon.jit
-def _assist(WARP: gl.constexpr, ring, copied, COPY: gl.constexpr, KIND: gl.constexpr):
-    """Clear partial stages, or copy units of rows until there are no more."""
-    CLEAR: gl.constexpr = WARP == 0 and (KIND == "outer" or KIND == "add")
-    if CLEAR:
-        memory, barriers, mail = ring
-        _clear(memory, barriers, mail, KIND)
-    elif COPY:
-        rows, experts, ends_ptr, counter_ptr = copied
+def _copy(rows, experts, ends_ptr, counter_ptr, COPY: gl.constexpr):
+    """Copy units of rows until there are no more."""
+    if COPY:
         end = gl.load(ends_ptr + experts - 1)
         units = gl.cdiv(end, 2 * ROWS) * UNITS
         next_unit = gl.atomic_add(counter_ptr + 1, 1, sem="relaxed")
@@ -533,8 +503,7 @@ def _products(
         buffers = gl.allocate_shared_memory(out.dtype, [2, ROWS, out.block_shape[1]], out.layout)
     else:
         buffers = a_s  # not used
-    OUTER: gl.constexpr = KIND == "outer" or KIND == "add"
-    barriers = ring_barriers(2 if OUTER else 1)  # full, then also partial; empty
+    barriers = ring_barriers(1)
     mail = messages(3)
     fence_async_shared()
     memory = (a_s, b_s, buffers)
@@ -543,16 +512,14 @@ def _products(
     blocks = (blocks_ptr, ends_ptr, counter_ptr)
     COPY: gl.constexpr = source_ptr is not None
     rows = (source_ptr, copy_ptr, order_ptr, assignments, top_k, width, stride)
-    ring = (memory, barriers, mail)
-    copied = (rows, experts, ends_ptr, counter_ptr)
     gl.warp_specialize(
         [
             (_consume, (0, results, N, K, memory, barriers, mail, KIND)),
             (_consume, (1, results, N, K, memory, barriers, mail, KIND)),
             (_load, (operands, sizes, blocks, memory, barriers, mail, COPY, KIND)),
-            (_assist, (0, ring, copied, COPY, KIND)),
-            (_assist, (1, ring, copied, COPY, KIND)),
-            (_assist, (2, ring, copied, COPY, KIND)),
+            (_copy, (rows, experts, ends_ptr, counter_ptr, COPY)),
+            (_copy, (rows, experts, ends_ptr, counter_ptr, COPY)),
+            (_copy, (rows, experts, ends_ptr, counter_ptr, COPY)),
         ],
         [4, 1, 1, 1, 1],  # warps of all partitions but the first
         [232, 40, 40, 40, 40],  # registers per thread: 232 + 232 + 40 = 3 * 168 of the launch

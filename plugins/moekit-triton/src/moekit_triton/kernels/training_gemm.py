@@ -101,9 +101,8 @@ class _Pointers(NamedTuple):
 
 
 class _Strides(NamedTuple):
-    """Strides of `LowRank`, of rows, and of the weights' experts, columns and K."""
+    """Strides of rows, and of the weights' experts, columns and K."""
 
-    low_rank: tuple[int, ...]
     a: int
     out: int
     h: int
@@ -176,14 +175,14 @@ def rows_gemm(
         w = TensorDescriptor(whole, list(whole.shape), list(whole.stride()), [1, *box])
     of_rows = (0 if t is None else t.stride(0) for t in (a, out, e.h, e.dh, e.bias))
     low = e.low_rank
-    of_weights = (w_LKN.stride(dim) for dim in (0, 2, 1))
-    strides = _Strides(low.strides if low else (), *of_rows, *of_weights)
+    strides = _Strides(*of_rows, *(w_LKN.stride(dim) for dim in (0, 2, 1)))
     _launch_rows(
         (rows.most_blocks * cdiv(n, tile.block_n),),
         a, w,
         _Pointers(out, e.h, e.bias, e.weights, e.dh, e.partials, rows.order_S, rows.ends_L,
                   rows.blocks, *(low[:3] if low else (None, None, None))),
-        n, k, rows.most_blocks, tile.group_m, strides, act.alpha, act.limit or 0.0,
+        n, k, rows.most_blocks, tile.group_m, strides, low.strides if low else (), act.alpha,
+        act.limit or 0.0,
         FORM=_form(tile.block_n, tile.block_k, rows.top_k, gather, tma, across,
                    n % tile.block_n == 0 and k % tile.block_k == 0, e.kind, act.name, act.gated,
                    act.limit is not None, *(low.form[:3] if low else (0, 0, 0))),
@@ -250,7 +249,7 @@ def _weights(w, expert, pointers, step, col0, col_N, N, K, FORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["most_blocks", "group_m"])
 def _rows(
-    a, w, pointers, N, K, most_blocks, group_m, strides, alpha, limit,
+    a, w, pointers, N, K, most_blocks, group_m, strides, low_strides, alpha, limit,
     FORM: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute a block of rows by FORM.n columns."""
@@ -311,11 +310,11 @@ def _rows(
         slot_M = tl.load(pointers.slots + assignment_M // FORM.top_k, mask=ok_M, other=-1)
         W_ROWS = 2 * N if TWO else N
         acc = add_low_rank(acc, pointers.low, pointers.low_b, slot_M, assignment_M, expert, col0,
-                           W_ROWS, 0, strides.low_rank, FORM.rank, FORM.low_addends)  # fmt: skip
+                           W_ROWS, 0, low_strides, FORM.rank, FORM.low_addends)  # fmt: skip
         if TWO:
             up = add_low_rank(
                 up, pointers.low, pointers.low_b, slot_M, assignment_M, expert, col0 + N, W_ROWS,
-                FORM.low_columns - FORM.rank, strides.low_rank, FORM.rank, FORM.low_addends,
+                FORM.low_columns - FORM.rank, low_strides, FORM.rank, FORM.low_addends,
             )  # fmt: skip
     weight_M1 = tl.zeros((BLOCK_M, 1), tl.float32)
     if pointers.weights is not None:

@@ -37,7 +37,7 @@ WIDE = gl.constexpr(COLUMNS)
 STAGES = gl.constexpr(4)
 UNIT = gl.constexpr(8)  # rows copied at a time
 UNITS = gl.constexpr(BLOCK_M // 8)  # units of a block
-COPIED = gl.constexpr(BLOCK_M // 8 * 128)  # count of a copied block: 128 per unit
+COPIED = gl.constexpr(BLOCK_M // 8 * 128)  # the counter of a copied block: 128 per unit
 OF_BLOCKS = gl.constexpr(COUNTERS)  # index of the first block's counter
 # Messages. The producer is at most STAGES + 1 tiles ahead of a consumer warp group, and STAGES + 3
 # ahead of a warp that stores such a group's results: with a shorter ring, a barrier's parity would
@@ -215,8 +215,11 @@ def load_acquire(ptr):
 def copy_unit(
     unit, end, copied_ptr, rows, AT_ONCE: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """Copy a[s] = x[assignment of s // K] for a unit's rows s before ``end``, AT_ONCE x WIDTH at a
-    time, and release them by the counter of their block of BLOCK_M rows."""
+    """Copy a[s] = x[assignment of s // top_k] for a unit's rows s before ``end``.
+
+    It copies AT_ONCE x WIDTH elements at a time, and releases the rows by the counter of their
+    block of BLOCK_M rows.
+    """
     layout: gl.constexpr = gl.BlockedLayout([AT_ONCE // WARPS, 8], [1, 32], [WARPS, 1], [1, 0])
     x_ptr, a_ptr, sorted_ptr, padding, top_k, K, x_stride = rows
     cols = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]

@@ -1,0 +1,57 @@
+"""Adapters (LoRA) of `triton`, beyond moekit's kit: tiles that slots share, memory, and plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from moekit_triton.calls import low_rank_addends, low_rank_entries
+from moekit_triton.pins import PLAN_VARIABLE, pinned_plan
+
+import moekit
+from moekit import DeviceSpec, MoEProblem
+from moekit.errors import InvalidInput
+from moekit.plugin import AdapterSlots
+from moekit.testing.adapters import random_adapters
+from moekit.testing.cases import make_case
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_a_broken_adapter_spoils_no_other_row(device, separate) -> None:
+    """Rows of one tile have several slots; the matrices of one hold NaN."""
+    problem = MoEProblem(
+        num_experts=2, top_k=2, hidden_size=64, intermediate_size=32, device=str(device),
+        adapters=AdapterSlots(3, 20, separate),
+    )  # fmt: skip
+    case = make_case(problem, 12)
+    kernel = moekit.compose(problem, "local", "triton")
+    ids = torch.arange(12, dtype=torch.int32, device=device) % 4 - 1
+    routing, packed = replace(case.routing, adapter_ids=ids), kernel.pack(case.weights)
+    adapters = random_adapters(problem)
+    want = kernel(case.x, replace(packed, adapters=adapters), routing)
+    for t in adapters.tensors().values():
+        t[1] = torch.nan
+    out = kernel(case.x, replace(packed, adapters=adapters), routing)
+    assert torch.equal(out[ids != 1], want[ids != 1])
+    assert out[ids == 1].isnan().all()
+
+
+def test_memory_serves_fewer_rows() -> None:
+    """Fewer assignments have more addends each, and still fit."""
+    problem = MoEProblem(num_experts=8, top_k=2, hidden_size=64, intermediate_size=32,
+                         adapters=AdapterSlots(2, 16))  # fmt: skip
+    for rows in (1, 500, 512, 513, 8192, 8193, 20000):
+        entries = low_rank_entries(problem, rows)
+        for fewer in range(1, rows + 1, 97):
+            count = 2 * fewer
+            assert 16 * count * low_rank_addends(count) <= entries
+
+
+def test_plans_without_deltas_cannot_be_pinned(monkeypatch) -> None:
+    problem = MoEProblem(num_experts=8, top_k=2, hidden_size=2048, intermediate_size=768,
+                         device=DeviceSpec("cuda", (9, 0)))  # fmt: skip
+    monkeypatch.setenv(PLAN_VARIABLE, "dot_products: 2 rows w4 | 4 rows w8")
+    assert pinned_plan(problem, batched=False) is not None
+    with pytest.raises(InvalidInput, match="adapters.* take plans of kind gathered or direct"):
+        pinned_plan(problem.replace(adapters=AdapterSlots(1, 8)), batched=False)
