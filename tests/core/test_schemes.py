@@ -159,7 +159,7 @@ def test_rounding_is_to_the_nearest_and_ties_go_to_even_codes() -> None:
         ({"decode": lambda q: decode(q)[..., :1]}, "decode returned (2, 8, 1) torch.float32"),
         ({"decode": lambda q: decode(q).half()}, "decode returned (2, 8, 64) torch.float16"),
         ({"encode": lambda x: encode(x).float()}, "encode returned (2, 8, 64) torch.float32"),
-        ({"zero": 1}, "encode stores zeros as [0], and zero is 1"),
+        ({"zero": 1}, "encode stores zeros as {0}, and zero is 1"),
     ],
 )
 def test_the_kit_finds_functions_that_are_wrong(change, says: str) -> None:
