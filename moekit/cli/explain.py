@@ -107,6 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--ep", default=1, help="expert parallel ranks", **number)
     option("--tp", default=1, help="tensor parallel ranks", **number)
     option("--dp", default=0, help="batches of tokens (default: as --ep)", **number)
+    option("--nodes", default=1, help="hosts that the ranks are on", **number)
     option("--dispatcher", metavar="NAME", help="use this dispatcher or none")
     option("--experts", metavar="NAME", help="use this experts backend or none")
     option("--all", help="every runner-up, and every reason against the others", **flag)
@@ -125,7 +126,8 @@ def _room(text: str) -> AdapterSlots:
 
 def _problem(args: argparse.Namespace) -> tuple[moekit.MoEProblem, Sequence[str]]:
     """Return the problem that is asked for, and notes of the package that described it."""
-    parallel = moekit.ParallelConfig(ep_size=args.ep, tp_size=args.tp, dp_size=args.dp)
+    sizes = dict(ep_size=args.ep, tp_size=args.tp, dp_size=args.dp, nodes=args.nodes)
+    parallel = moekit.ParallelConfig(**sizes)
     fields = {n: v for n, v in vars(args).items() if n in moekit.MoEProblem.__dataclass_fields__}
     if "dtype" in fields:
         fields["dtype"] = DTYPES[fields["dtype"]]

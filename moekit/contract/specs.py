@@ -324,9 +324,15 @@ class DispatcherSpec(BackendSpec):
     schemes: Set[str] = SCHEMES
 
     def unsupported(self, problem: MoEProblem) -> list[str]:
-        reasons = super().unsupported(problem.dispatched)
-        if problem.adapters is None:
+        reasons, slots = super().unsupported(problem.dispatched), problem.adapters
+        if slots is None:
             return reasons
+        if problem.dispatched is not problem:
+            plain = super().unsupported(problem.replace(adapters=None))
+            times = (
+                f"each expert counts {slots.count + 1} times, for tokens with and without adapters"
+            )
+            reasons = [why if why in plain else f"{why} ({times})" for why in reasons]
         if self.format is ActivationFormat.BATCHED:
             reasons.append("batched tokens have no room for the ids of adapters (LoRA)")
         elif problem.dispatched is not problem and (

@@ -323,6 +323,18 @@ def test_packages_describe_models(only, capsys, monkeypatch) -> None:
     assert "--broken of broken-dist 1.0 cannot be loaded" in capsys.readouterr().err
 
 
+def test_explain_asks_for_several_hosts(capsys) -> None:
+    text = explained(capsys, "--ep", "4", "--nodes", "2", "--experts", "torch")
+    assert "ep 4, dp 4, 2 hosts" in text and "chosen: naive + torch" in text
+    assert main(["explain", *SIZES, "--ep", "4", "--nodes", "3"]) == 2
+    assert "nodes must divide the number of ranks" in capsys.readouterr().err
+
+
+def test_limits_of_experts_say_that_adapters_count(capsys) -> None:
+    text = " ".join(explained(capsys, "--ep", "8", "--adapters", "8:32", "--all").split())
+    assert "288 experts per rank exceed 128 (each expert counts 9 times, for tokens with" in text
+
+
 def test_explain_says_who_takes_adapters(only, capsys) -> None:
     text = " ".join(explained(capsys, "--adapters", "8:32", "--all").split())
     assert "8 adapters of rank 32" in text and "chosen: local + torch" in text
