@@ -13,8 +13,9 @@ from moekit.contract import Routing
 from moekit.errors import WeightsError
 from moekit.problem import DTYPES, ActivationFormat, ParallelConfig
 from moekit.problem.activation import ACTIVATIONS
-from moekit.problem.codes import Codes, numbers, stored
+from moekit.problem.codes import Codes
 from moekit.problem.quant import SCHEMES, WIRE_SCHEMES
+from moekit.problem.quantize import numbers, stored
 from moekit.testing import cases
 from moekit.testing.base import Sizes, over, sizes_of
 from moekit.testing.calls import (
@@ -109,7 +110,7 @@ def check_codes(codes: Codes) -> None:
     if codes.zero is not None:
         zeros = q[1, 3].view(torch.uint8)
         assert (zeros == codes.zero_byte).all(), (
-            f"encode stores zeros as {zeros.unique().tolist()}, and zero is {codes.zero}"
+            f"encode stores zeros as {zeros.unique().tolist()}, and zero is {codes.zero}"  # type: ignore[no-untyped-call]
         )
 
 
