@@ -175,7 +175,7 @@ class ModularKernel:
             extra, fault = _NOTHING if shared is None else _tried(check_shared, shared, x)
             tokens = arriving.result()
             if self._adapted:
-                tokens = self._with_adapters(tokens, routing)
+                tokens = self._with_adapters(tokens)
             observer.arrived()
             y, tokens, scratch = self._apply(tokens, weights, out, fault, observer)
             combining = self._finalize(y, tokens, scratch, x_TH, out)
@@ -247,7 +247,7 @@ class ModularKernel:
                 _, fault = _NOTHING if meanwhile is None else _tried(meanwhile)
                 tokens = arriving.result()
                 if self._adapted:
-                    tokens = self._with_adapters(tokens, routing)
+                    tokens = self._with_adapters(tokens)
                 observer.arrived()
                 y, tokens, scratch = self._apply(tokens, weights, out, fault, observer)
                 combining = self._finalize(y, tokens, scratch, x_TH, out)
@@ -298,11 +298,11 @@ class ModularKernel:
             return x, routing, out, None
         return x, routing, out, lambda rows, valid: self.experts.quantize(rows, weights, valid)
 
-    def _with_adapters(self, tokens: Dispatched, routing: Routing) -> Dispatched:
+    def _with_adapters(self, tokens: Dispatched) -> Dispatched:
         """Return the tokens that arrived with the adapter of each row."""
         from moekit.runtime.adapters import arrived
 
-        return arrived(tokens, routing, self.problem)
+        return arrived(tokens, self.problem)
 
     def _apply(
         self,

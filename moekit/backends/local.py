@@ -49,7 +49,9 @@ class LocalDispatcher(PrepareAndFinalize):
         x, scale = x_TH, None
         if quantize is not None:
             x, scale = quantize(x_TH, (ids >= 0).any(dim=1))
-        return Pending.ready(Dispatched(x, scale, ids, routing.topk_weights))
+        names = routing.adapter_ids
+        tokens = Dispatched(x, scale, ids, routing.topk_weights, adapter_ids=names)
+        return Pending.ready(tokens)
 
     def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
         if self.problem.batch_invariant:

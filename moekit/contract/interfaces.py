@@ -76,7 +76,8 @@ class Dispatched:
     num_rows: STANDARD, int32 (1,) on the device of x, or None. Rows from it on are padding with ids
     of -1. Experts may skip them, so that a call of few tokens does not cost as much as R rows.
     adapter_ids: (R,) int32, contiguous: the adapter slot of each row, -1 for none, any value in
-    rows without a local expert. The kernel sets it where the weights have adapters.
+    rows without a local expert. Only in problems with adapters: a dispatcher that moves no
+    tokens takes it from ``routing.adapter_ids``; where tokens move, the kernel sets it.
     """
 
     x: Tensor

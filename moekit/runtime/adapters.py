@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moekit.contract import Adapters, Dispatched, Routing
-from moekit.errors import InvalidInput, WeightsError
+from moekit.errors import BackendBroken, InvalidInput, WeightsError
 from moekit.problem import MoEProblem
 
 
@@ -106,13 +106,15 @@ def with_ids(routing: Routing, adapters: Adapters | None, problem: MoEProblem) -
     return replace(routing, topk_ids=topk_ids, adapter_ids=ids.contiguous())
 
 
-def arrived(tokens: Dispatched, routing: Routing, problem: MoEProblem) -> Dispatched:
-    """Return the tokens for the experts: with local expert ids, and the adapter of each row.
-
-    routing: the result of `with_ids`.
-    """
+def arrived(tokens: Dispatched, problem: MoEProblem) -> Dispatched:
+    """Return the tokens for the experts: with local expert ids, and the adapter of each row."""
     if not problem.parallel.moves_tokens:
-        return replace(tokens, adapter_ids=routing.adapter_ids)
+        if tokens.adapter_ids is None:
+            raise BackendBroken(
+                "the dispatcher does not say which adapter (LoRA) each row has: correct it "
+                "(Dispatched.adapter_ids), or name another dispatcher"
+            )
+        return tokens
     ids_RK, slots = tokens.topk_ids, problem.adapters
     assert ids_RK is not None and slots is not None
     real, each = ids_RK >= 0, slots.count + 1

@@ -193,7 +193,9 @@ class SpareRows(LocalDispatcher):
         given = (tokens.x, nan := float("nan")), (tokens.topk_ids, -1), (tokens.topk_weights, nan)
         x, ids, weights = (F.pad(t, (0, 0, 0, _SPARE_ROWS), value=value) for t, value in given)
         count = torch.full((1,), len(x_TH), dtype=torch.int32, device=x_TH.device)
-        return Pending.ready(Dispatched(x, None, ids, weights, num_rows=count))
+        names = tokens.adapter_ids
+        names = None if names is None else F.pad(names, (0, _SPARE_ROWS))  # any value
+        return Pending.ready(Dispatched(x, None, ids, weights, num_rows=count, adapter_ids=names))
 
     def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
         return super().finalize(y[: len(out_TH)], dispatched, out_TH)

@@ -206,7 +206,7 @@ class TrainableKernel(ModularKernel):
             observer.sent()
             tokens = arriving.result()
             if self._adapted:
-                tokens = self._with_adapters(tokens, routing)
+                tokens = self._with_adapters(tokens)
             observer.arrived()
             with self._ended_by_faults(tokens, observer):
                 y_RH = self._place(tokens, out, self.problem.dtype)

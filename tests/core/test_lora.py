@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from right_fused import acme_moe
 from torch import Tensor
 
 import moekit
@@ -14,9 +15,15 @@ from moekit import Dispatched, MoEProblem, registry
 from moekit.backends.adapted_rows import AdaptedRows
 from moekit.backends.sorted_rows import SortedRows
 from moekit.backends.torch_training import TrainableTorch
-from moekit.errors import InvalidInput, InvalidProblem, Unsupported, WeightsError
+from moekit.errors import (
+    BackendBroken,
+    InvalidInput,
+    InvalidProblem,
+    Unsupported,
+    WeightsError,
+)
 from moekit.lora import Adapter, AdapterSlots, Stack, read, tensors_of
-from moekit.plugin import Wanted
+from moekit.plugin import Pending, Wanted
 from moekit.testing import oracle, relative_error
 from moekit.testing.adapters import random_adapters
 from moekit.testing.cases import make_case, random_weights
@@ -292,6 +299,26 @@ def test_stacks_that_are_wrong() -> None:
     for given, call in ((stack, case.routing), (None, routing)):
         with pytest.raises(WeightsError, match="the kernel was composed without"):
             plain(case.x, replace(plain.pack(case.weights), adapters=given), call)
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_dispatchers_that_reorder_rows_say_whose_they_are(top_k: int) -> None:
+    p, known = problem(top_k=top_k), registry().copy()
+    spec = acme_moe.moekit_dispatchers()[0]
+    known.register(spec)
+    case, adapters = make_case(p, 9), random_adapters(p)
+    ids = torch.tensor([0, 1, -1] * 3, dtype=torch.int32)
+    routing = replace(case.routing, adapter_ids=ids)
+    kernel = moekit.compose(p, "acme_sorted", "torch", backends=known)
+    weights = replace(kernel.pack(case.weights), adapters=adapters)
+    want = oracle(case.x, case.weights, routing, p, adapters)
+    assert relative_error(kernel(case.x, weights, routing), want) < 1e-5
+    prepare = kernel.dispatcher.prepare
+    kernel.dispatcher.prepare = lambda x, routing, quantize: Pending.ready(
+        replace(prepare(x, routing, quantize).result(), adapter_ids=None)
+    )
+    with pytest.raises(BackendBroken, match="which adapter .LoRA. each row has: correct it"):
+        kernel(case.x, weights, routing)
 
 
 def test_what_takes_no_adapters_says_so() -> None:

@@ -24,12 +24,14 @@ class AcmeSorted(PrepareAndFinalize):
         assert quantize is None, "the spec declares no wire_schemes"
         ids_TK = local_ids(routing.topk_ids, self.problem)
         order_R = ids_TK.flatten().argsort(stable=True)
+        token_R, names = order_R // self.problem.top_k, routing.adapter_ids
         return Pending.ready(
             Dispatched(
-                x_TH[order_R // self.problem.top_k],
+                x_TH[token_R],
                 topk_ids=ids_TK.view(-1, 1)[order_R],
                 topk_weights=routing.topk_weights.view(-1, 1)[order_R],
                 handle=order_R,
+                adapter_ids=None if names is None else names[token_R],
             )
         )
 
