@@ -119,6 +119,8 @@ class TrainableKernel(ModularKernel):
             stack: dict[str, Tensor] = {}
             adapters = weights.adapters
             if adapters is not None:
+                if adapters.scaling.requires_grad:
+                    raise WeightsError("scaling requires a gradient, and has none: scale B instead")
                 stack = {"scaling": adapters.scaling, **adapters.tensors()}
             parts = weights.experts, weights.shared, stack
             layout = ";".join(map(",".join, parts))

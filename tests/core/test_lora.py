@@ -301,6 +301,15 @@ def test_stacks_that_are_wrong() -> None:
             plain(case.x, replace(plain.pack(case.weights), adapters=given), call)
 
 
+def test_scaling_has_no_gradient() -> None:
+    p = problem().replace(training=True)
+    kernel, case = moekit.compose(p), make_case(p, 3)
+    stack = random_adapters(p)
+    stack.scaling.requires_grad_()
+    with pytest.raises(WeightsError, match="scaling requires a gradient"):
+        kernel(case.x, replace(kernel.pack(case.weights), adapters=stack), case.routing)
+
+
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_dispatchers_that_reorder_rows_say_whose_they_are(top_k: int) -> None:
     p, known = problem(top_k=top_k), registry().copy()
