@@ -166,6 +166,8 @@ def _case(problem: MoEProblem, row: Row, key: object) -> Case:
         weights = weights * (steps % 3 - 1).to(weights)
     ids = ids.int() if row["ids"] == "int32" else ids
     case = replace(case, routing=Routing(weights.contiguous(), ids.contiguous()))
+    if row["replicas"] and case.weights.w13_scale is not None:
+        case = replace(case, weights=_unlike_neighbours(case.weights, problem))
     if row["scales"] == "signed":
         case = replace(case, weights=_signed_scales(case.weights))
     if row["strides"] == "moved":
@@ -174,6 +176,20 @@ def _case(problem: MoEProblem, row: Row, key: object) -> Case:
         case = replace(case, weights=cases.strided_weights(case.weights))
         return cases.strided_inputs(case)
     return case
+
+
+def _unlike_neighbours(weights: ExpertWeights, problem: MoEProblem) -> ExpertWeights:
+    """Return the weights with scales twice as large for every second logical expert."""
+    logical = torch.tensor([problem.logical_expert(p) for p in problem.local_experts])
+
+    def doubled(scale: Tensor) -> Tensor:
+        factor = (1 + logical % 2).to(scale)
+        return scale * factor.view(-1, *[1] * (scale.dim() - 1))
+
+    assert weights.w13_scale is not None and weights.w2_scale is not None
+    return replace(
+        weights, w13_scale=doubled(weights.w13_scale), w2_scale=doubled(weights.w2_scale)
+    )
 
 
 def _signed_scales(weights: ExpertWeights) -> ExpertWeights:
