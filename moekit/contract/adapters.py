@@ -14,7 +14,7 @@ class AdapterExperts(PermuteExpertsUnpermute):
         weights.adapters    the stack of S adapters, `Adapters`; None: compute the base alone
         tokens.adapter_ids  (R,) int32, the slot of each row, -1 for none
 
-    With s = adapter_ids[r], they compute for every assignment of row r to expert e::
+    With s = adapter_ids[r], they compute for each assignment of row r to expert e::
 
         h = W13 x + b13 + scaling[s] B13[s, e] (A13[s, e] x)   x as it arrived, dequantized
         y = W2 a + b2 + scaling[s] B2[s, e] (A2[s, e] a)       a = act(h), before the weighting

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from moekit.contract import Adapters
 from moekit.lora.read import as_packed
 from moekit.problem import AdapterSlots, MoEProblem
+from moekit.problem.weights import gate_before_up
 
 OPERANDS = "_moekit_adapters"  # of an experts module: its `Operand`s by the parameter's name
 _MATRICES = {"gate_up_proj": "w13", "up_proj": "w13", "down_proj": "w2"}
@@ -67,7 +68,7 @@ def stack_of(
     for which, operand in operands.items():
         a, b = (t[: problem.num_experts] for t in operand.matrices(problem.dtype))
         if which == "w13" and interleaved:
-            b = torch.cat([b[:, 0::2], b[:, 1::2]], dim=1)
+            b = gate_before_up(b)
         if missing := problem.adapters.rank - a.shape[1]:
             a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
         a = a[:, None] if which == "w13" else a

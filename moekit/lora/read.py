@@ -18,6 +18,7 @@ from torch import Tensor
 from moekit.errors import WeightsError
 from moekit.lora.adapter import Adapter, scaling_of
 from moekit.problem import MoEProblem
+from moekit.problem.weights import gate_before_up
 
 Pair = tuple[Tensor, Tensor]
 
@@ -69,7 +70,7 @@ def read(
         raise WeightsError(f"the adapter's matrices do not fit each other: {error}") from error
     if interleaved and gate_up is not None:
         a, b = gate_up
-        gate_up = a, torch.cat([b[:, 0::2], b[:, 1::2]], dim=1)
+        gate_up = a, gate_before_up(b)
     scaling = scaling_of(float(config["lora_alpha"]), rank, bool(config.get("use_rslora")))
     made = Adapter.packed(scaling, gate_up, pairs.get("down"))
     made.check(problem)

@@ -349,22 +349,23 @@ def _merge_gate_up(weights: ExpertWeights, operand: OperandQuant) -> tuple[Tenso
     return requantized, merged
 
 
+def gate_before_up(t: Tensor) -> Tensor:
+    """Reorder rows gate0, up0, gate1, up1, ... (L, 2I, ...) to all gate rows, then all up rows."""
+    # Not by cat, which has no fp8 under autocast.
+    return torch.unflatten(t, 1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+
+
 def _deinterleave(weights: ExpertWeights, scheme: QuantScheme) -> ExpertWeights:
-    """Reorder rows gate0, up0, gate1, up1, ... to all gate rows, then all up rows."""
-
-    def halves(t: Tensor) -> Tensor:
-        # Not by cat, which has no fp8 under autocast.
-        return torch.unflatten(t, 1, (-1, 2)).transpose(1, 2).flatten(1, 2)
-
-    changes: dict[str, Any] = {"w13": halves(weights.w13)}
+    """Reorder w13's rows, their scales and their biases as `gate_before_up` does."""
+    changes: dict[str, Any] = {"w13": gate_before_up(weights.w13)}
     if weights.w13_bias is not None:
-        changes["w13_bias"] = halves(weights.w13_bias)
+        changes["w13_bias"] = gate_before_up(weights.w13_bias)
     if weights.w13_scale is not None and scheme.weight is not None:
         group = scheme.weight.group[0]
         if group == 1:
-            changes["w13_scale"] = halves(weights.w13_scale)
+            changes["w13_scale"] = gate_before_up(weights.w13_scale)
             if weights.w13_zero_points is not None:
-                changes["w13_zero_points"] = halves(weights.w13_zero_points)
+                changes["w13_zero_points"] = gate_before_up(weights.w13_zero_points)
         elif group > 1:
             raise WeightsError(
                 f"interleaved w13 with scales over blocks of {group} rows mixes gate and up in a "

@@ -179,7 +179,7 @@ def _case(problem: MoEProblem, row: Row, key: object) -> Case:
 
 
 def _unlike_neighbours(weights: ExpertWeights, problem: MoEProblem) -> ExpertWeights:
-    """Return the weights with scales twice as large for every second logical expert."""
+    """Return the weights with the scales of odd logical experts doubled."""
     logical = torch.tensor([problem.logical_expert(p) for p in problem.local_experts])
 
     def doubled(scale: Tensor) -> Tensor:

@@ -138,7 +138,7 @@ class Held:
         return (32 << 20) + library + sum(call.nbytes for call in self.calls.all)
 
     def free(self) -> None:
-        """Destroy everything if all ranks do, because the library waits for every rank."""
+        """Destroy everything if all ranks do: the library waits for each of them."""
         if why := self._missing():
             logger.warning("NCCL's buffers are left to the end of the process: %s", why)
             self.connection.abandoned = True

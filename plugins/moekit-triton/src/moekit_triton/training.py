@@ -258,6 +258,7 @@ class TrainableTriton(TritonExperts, TrainableExperts):
 
         Specialized warps copy such rows to ``sorted_SK``.
         """
+        epilogue = self._epilogue(epilogue, a, gather)
         if isinstance(tile, SpecializedTile):
             a, source = (a, None) if sorted_SK is None else (sorted_SK, a)
             _specialized().specialized_rows(
@@ -265,6 +266,10 @@ class TrainableTriton(TritonExperts, TrainableExperts):
             )
         else:
             rows_gemm(a, w_LKN, out, rows, tile, gather=gather, epilogue=epilogue)
+
+    def _epilogue(self, epilogue: Epilogue, a: Tensor, gather: bool) -> Epilogue:
+        """Return the epilogue of a product of rows of ``a``; adapters add their deltas to it."""
+        return epilogue
 
     def _outer(
         self,

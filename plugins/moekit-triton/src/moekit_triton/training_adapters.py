@@ -33,7 +33,7 @@ from .calls import low_rank_addends, low_rank_entries
 from .experts import AdapterTriton
 from .kernels.low_rank import LowRank, shrink
 from .kernels.operands import Rows
-from .kernels.tiles import GemmTile, SpecializedTile
+from .kernels.tiles import GemmTile
 from .kernels.training_gemm import CompactRows, Epilogue, outer_gemm
 from .training import Tiles, TrainableTriton, choose_tiles
 
@@ -191,22 +191,12 @@ class TrainableAdapterTriton(TrainableTriton, AdapterTriton, TrainableAdapterExp
         empty = deltas.stack.scaling[:0]
         return [deltas.made.get(name, empty) for name in ("w13", "w2")]
 
-    def _multiply(
-        self,
-        a: Tensor,
-        w_LKN: Tensor,
-        out: Tensor | None,
-        rows: CompactRows,
-        tile: GemmTile | SpecializedTile,
-        epilogue: Epilogue,
-        gather: bool = False,
-        sorted_SK: Tensor | None = None,
-    ) -> None:
-        if self._deltas is not None:
-            first = epilogue.kind == ("pull" if self._deltas.back else "activation")
-            name = "w2" if first == self._deltas.back else "w13"
-            epilogue = epilogue._replace(low_rank=self._deltas.of(name, a, gather))
-        super()._multiply(a, w_LKN, out, rows, tile, epilogue, gather, sorted_SK)
+    def _epilogue(self, epilogue: Epilogue, a: Tensor, gather: bool) -> Epilogue:
+        if self._deltas is None:
+            return epilogue
+        first = epilogue.kind == ("pull" if self._deltas.back else "activation")
+        name = "w2" if first == self._deltas.back else "w13"
+        return epilogue._replace(low_rank=self._deltas.of(name, a, gather))
 
     def _sorted(self, ids_RK: Tensor, block_m: int) -> tuple[CompactRows, Tensor]:
         rows, places_A = super()._sorted(ids_RK, block_m)
