@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,7 +38,8 @@ class LoadWindow:
     def __init__(
         self, layers: int, num_experts: int, steps: int, device: torch.device | str = "cpu"
     ) -> None:
-        if not 0 < (count := layers * num_experts * steps) <= MAX_TOKENS:
+        sizes = map(operator.index, (layers, num_experts, steps))  # a text times a number is long
+        if not 0 < (count := math.prod(sizes)) <= MAX_TOKENS:
             raise InvalidInput(
                 f"a window must have 1 to {MAX_TOKENS} counters (got {count} for {steps} steps "
                 f"of {layers} layers of {num_experts} experts): use fewer steps"

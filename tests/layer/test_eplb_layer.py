@@ -46,6 +46,8 @@ def test_window_slides_and_skips_padding() -> None:
     assert window.total().tolist() == [[0] * 4, [0] * 4]
     with pytest.raises(InvalidInput, match="got 0 for 0 steps"):
         LoadWindow(1, 4, 0)
+    with pytest.raises(TypeError):  # and not MemoryError, after 24 GB of text
+        LoadWindow(2**31, 4, "cpu")
 
 
 def test_recording_and_routing_do_not_synchronize() -> None:
