@@ -23,13 +23,24 @@ from moekit.plugin import switch
 from .numerics import INTERPRETED
 
 __all__ = [
-    "Launcher", "cdiv", "next_power_of_2", "pdl_enabled", "wait_then_launch_dependents",
+    "Constants", "Launcher", "cdiv", "next_power_of_2", "pdl_enabled",
+    "wait_then_launch_dependents",
 ]  # fmt: skip
 
 # One thread compiles at a time.
 _compiling = threading.Lock()
 _RUNTIME = triton.knobs.runtime
 _ONES: tuple[tuple[int, ...], ...] = ((1, 1, 1), (1, 1), (1,), ())  # what shorter grids lack
+
+
+class Constants(str):
+    """The base of dataclasses that are one constexpr of a kernel: a text of the fields.
+
+    Triton writes constants as JSON where an engine listens to its compilations, as vLLM does.
+    """
+
+    def __new__(cls, *fields: object, **named: object) -> "Constants":
+        return super().__new__(cls, f"{cls.__name__}{fields}{named}")
 
 
 class Launcher:

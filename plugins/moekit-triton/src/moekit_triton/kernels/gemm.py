@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from moekit_kernels.launch import Launcher, cdiv, wait_then_launch_dependents
+from moekit_kernels.launch import Constants, Launcher, cdiv, wait_then_launch_dependents
 from moekit_kernels.numerics import (
     INTERPRETED,
     NO_ACTIVATION,
@@ -71,7 +71,7 @@ class _Strides(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class _Scheme:
+class _Scheme(Constants):
     """How operands are stored: the kinds of scales of a and w, 4-bit weights and their columns of a
     group, zero points and e2m1, int8; promote: add each step's product to a sum in fp32."""
 
@@ -86,7 +86,7 @@ class _Scheme:
 
 
 @dataclass(frozen=True, eq=False)
-class _Finish:
+class _Finish(Constants):
     """The steps after the sums over K. rank to top_k: `LowRank.form`, rank 0 for no deltas."""
 
     bias: bool
@@ -102,7 +102,7 @@ class _Finish:
 
 
 @dataclass(frozen=True, eq=False)
-class _Tile:
+class _Tile(Constants):
     """The tile, see `GemmTile`; splits: programs that share K; one_scale: its weights have one
     scale in a step; even_n, even_k: it divides N and K."""
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from moekit_kernels.launch import Launcher, wait_then_launch_dependents
+from moekit_kernels.launch import Constants, Launcher, wait_then_launch_dependents
 from moekit_kernels.numerics import (
     NO_ACTIVATION,
     Activation,
@@ -45,7 +45,7 @@ class _Pointers(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class _Tile:
+class _Tile(Constants):
     """The tile and what follows its sums: constants of the kernel, see `gemm`."""
 
     n: int

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from moekit_kernels.launch import Launcher, cdiv, wait_then_launch_dependents
+from moekit_kernels.launch import Constants, Launcher, cdiv, wait_then_launch_dependents
 from moekit_kernels.numerics import (
     NO_ACTIVATION,
     Activation,
@@ -114,7 +114,7 @@ class _Strides(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class _Form:
+class _Form(Constants):
     """The constants of a launch: the tile, and what follows the sums.
 
     tma: weights come through a descriptor. across: as (N, K), because K is contiguous. even: the
