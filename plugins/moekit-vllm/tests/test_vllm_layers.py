@@ -9,7 +9,7 @@ import moekit_vllm
 import pytest
 import torch
 import vllm_standin as standin
-from moekit_vllm import experts, problem
+from moekit_vllm import experts, problem, versions
 from torch._subclasses.fake_tensor import FakeTensorMode
 from vllm_layers import INNER, E, H, K, applied, calls, drawn, error, made, share, want
 from vllm_layers import vllm as vllm  # a fixture
@@ -106,17 +106,22 @@ def test_a_call_reads_no_values(monkeypatch) -> None:
     assert routing.topk_ids.shape == ids.shape and routing.topk_weights.dtype == torch.float32
 
 
-@pytest.mark.parametrize("capturing", [False, True])
-def test_kernels_compile_in_vllms_first_call(monkeypatch, capturing) -> None:
-    """It has the most tokens. Nothing is compiled while a CUDA graph is captured."""
+@pytest.mark.parametrize(
+    ("capturing", "ranks", "warm"),
+    [(False, 1, [9, 12]), (True, 1, []), (False, 2, [20])],
+)
+def test_kernels_compile_in_vllms_first_call(monkeypatch, capturing, ranks, warm) -> None:
+    """It has the most tokens. Nothing is compiled while a CUDA graph is captured. Ranks that
+    exchange tokens compile for the most of any rank."""
     moekit_vllm.register()
     layers = [made(weights=drawn(seed)) for seed in range(2)]
     kernel = layers[0].quant_method.moekit_experts.kernel
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    warmed = []
+    monkeypatch.setattr(versions, "most_tokens", lambda ranks: 10 * ranks)
+    warmed, parallel = [], moekit.ParallelConfig(ep_size=ranks, dp_size=ranks)
 
     class OnGpu:
-        problem = kernel.problem.replace(device="sm90")
+        problem = kernel.problem.replace(device="sm90", parallel=parallel)
 
         def warmup(self, packed, tokens):
             warmed.append(tokens)
@@ -131,7 +136,7 @@ def test_kernels_compile_in_vllms_first_call(monkeypatch, capturing) -> None:
         for seed, layer in enumerate(layers):
             got = applied(layer, *calls(tokens))
             assert error(got, want(drawn(seed), *calls(tokens))) < 1e-5
-    assert warmed == ([] if capturing else [9, 12])
+    assert warmed == warm
 
 
 def test_vllms_batch_invariant_mode(monkeypatch, caplog) -> None:

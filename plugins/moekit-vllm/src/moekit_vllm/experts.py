@@ -86,13 +86,16 @@ class LayerExperts:
             topk_weights: (T, K).
             topk_ids: (T, K) vLLM's physical experts, of all ranks.
         """
-        if len(x) > _warmed.get(self.kernel, 0):
-            _warm_up(self.kernel, self.packed, len(x))
+        most = None
+        if self.dispatches:
+            most = versions.most_tokens(self.kernel.problem.parallel.ep_size)
+        # Ranks that exchange tokens warm up together: `most` is equal on all of them.
+        largest = most or 0 if self.dispatches else len(x)
+        if largest > _warmed.get(self.kernel, 0):
+            _warm_up(self.kernel, self.packed, largest)
         ids = topk_ids
         if self.to_physical is not None:
             ids = torch.where(ids < 0, -1, self.to_physical[ids.clamp(min=0)])
-        ranks = self.kernel.problem.parallel.ep_size
-        most = versions.most_tokens(ranks) if self.dispatches else None
         return self.kernel(x, self.packed, Routing(topk_weights.float(), ids, max_tokens=most))
 
 
@@ -100,11 +103,9 @@ def _warm_up(kernel: ModularKernel, packed: PackedWeights, num_tokens: int) -> N
     """Compile what a kernel's calls of up to ``num_tokens`` need, or they would while vLLM serves.
 
     vLLM's first call has the most tokens: it measures the memory. Kernels on CPUs compile nothing.
-    Where ranks exchange tokens, others may not call at the same time.
     """
     _warmed[kernel] = num_tokens
-    problem = kernel.problem
-    if problem.device.type == "cpu" or problem.parallel.moves_tokens:
+    if kernel.problem.device.type == "cpu":
         return
     if not torch.cuda.is_current_stream_capturing():
         kernel.warmup(packed, num_tokens)
