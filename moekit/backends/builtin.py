@@ -27,6 +27,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
         devices=("any",),
         moves_tokens=False,
         priority=100,
+        ids_dtype="any",
         graph_safe=True,
         deterministic=True,
         batch_invariant=True,

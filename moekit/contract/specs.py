@@ -298,7 +298,7 @@ class DispatcherSpec(BackendSpec):
         quantized when they arrive.
     needs_capacity: its buffers have a size that depends on ``problem.max_num_tokens``.
     ids_dtype: dtype of the ids that it is given: int32, int64, or any, which is either of these,
-        and may differ between ranks and calls. `ModularKernel.warmup` passes int64 for any.
+        and may differ between ranks and calls. `ModularKernel.warmup` passes both for any.
     spans_hosts: its ranks may be on several hosts.
     sliced_experts: experts may be sliced over ranks (tp_size above 1).
     shared_tokens: consecutive ranks may hold the same tokens (dp_size below the number of ranks).

@@ -25,22 +25,25 @@ def warm_up(kernel: Any, weights: PackedWeights, num_tokens: int) -> None:
         mine = " ".join(map(str, sizes))
         for said in exchange(f"warm up with {num_tokens} tokens", mine, group):
             sizes.update(map(int, said.split()))
+    taken = kernel.dispatcher.spec.ids_dtype
+    dtypes = (torch.int64, torch.int32) if taken == "any" else (getattr(torch, taken),)
     with kernel.experts.tuning():
         # The largest first: the workspace grows once, and too little memory fails at once.
         for step, tokens in enumerate(sorted(sizes, reverse=True)):
             begin = time.perf_counter()
-            _random_call(kernel, weights, tokens)
+            for dtype in dtypes:  # kernels compile for each
+                _random_call(kernel, weights, dtype, tokens)
             if (seconds := time.perf_counter() - begin) > 1:
                 logger.info("moekit: warm-up %d of %d (%d tokens) took %.1f s",
                             step + 1, len(sizes), tokens, seconds)  # fmt: skip
 
 
-def _random_call(kernel: Any, weights: PackedWeights, tokens: int) -> None:
+def _random_call(kernel: Any, weights: PackedWeights, dtype: torch.dtype, tokens: int) -> None:
     p, device = kernel.problem, device_of(weights)
     draw = torch.Generator(device).manual_seed(0)  # the caller's random state stays as it is
     x = torch.randn(tokens, p.hidden_size, dtype=p.dtype, device=device, generator=draw)
     ids = torch.arange(tokens * p.top_k, device=device) % p.num_physical_experts
-    ids = ids.view(tokens, p.top_k)
+    ids = ids.to(dtype).view(tokens, p.top_k)
     ones = torch.ones_like(ids, dtype=torch.float32)
     adapter_ids = None
     if weights.adapters is not None:

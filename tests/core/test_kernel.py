@@ -430,3 +430,17 @@ def test_a_kernel_says_who_sums(dispatcher: str, experts: str, changes: dict, su
     declared = Sums.BY_EXPERTS if sums is Sums.BY_EXPERTS_OR_DISPATCHER else sums
     assert kernel.explanation.chosen.sums is declared
     assert f"weighted and summed over top-k by {declared.value}" in str(kernel.explanation)
+
+
+def test_warmup_passes_ids_of_every_dtype_that_a_call_may_have(monkeypatch) -> None:
+    """Kernels compile for each dtype, and `local` takes ids as they come."""
+    kernel, seen = moekit.compose(PROBLEM, "local", "torch"), set()
+    apply = type(kernel.experts).apply
+
+    def noted(self, y, tokens, *rest):
+        seen.add(tokens.topk_ids.dtype)
+        return apply(self, y, tokens, *rest)
+
+    monkeypatch.setattr(type(kernel.experts), "apply", noted)
+    kernel.warmup(kernel.pack(weights()), 3)
+    assert seen == {torch.int32, torch.int64}

@@ -234,7 +234,12 @@ def warmup_of_other_sizes(rank: int, world_size: int) -> tuple[list[int], str]:
     """
     layer, sizes = Layer(dist.new_group(), 2.0), []
     layer.kernel.experts.largest_calls = lambda num_tokens: (num_tokens, 3)[: 1 + rank]
-    with mock.patch.object(warmup, "_random_call", lambda *given: sizes.append(given[-1])):
+
+    def call(kernel: object, weights: object, dtype: torch.dtype, tokens: int) -> None:
+        if dtype == torch.int64:  # and as many of int32
+            sizes.append(tokens)
+
+    with mock.patch.object(warmup, "_random_call", call):
         layer.kernel.warmup(layer.packed, 5)
         try:
             layer.kernel.warmup(layer.packed, 5 + rank)
