@@ -92,12 +92,10 @@ class FreeAtTheLaunch(Naive):
 # -- layers ------------------------------------------------------------------------------
 
 
-@killed_by("test_layers_in_turn", 2, says="layer 0, while both were in flight")
-class BuffersOfLayersInTurn(Receives):
+@killed_by("test_layers_in_turn", 2, says="layer 0, while both were in flight", key=Receives)
+def BuffersOfLayersInTurn(self):
     """Layers of a group share two receive buffers, and each layer uses them in turn."""
-
-    def key(self):
-        return self.group, self._calls % 2
+    return self.group, self._calls % 2
 
 
 wrong("BuffersOfLikeLayersInTurn", "The same, for layers that are alike",

@@ -60,85 +60,69 @@ class TokenDropped(Local_):
 
 
 @killed_by("test_each_assignment_is_delivered_once", "uneven", "random", 1,
-           says="ids have 8 columns, expected at most top_k=2")  # fmt: skip
-class EightColumns(Local_):
+           says="ids have 8 columns, expected at most top_k=2", prepare=Local_)  # fmt: skip
+def EightColumns(self, x_TH, routing, quantize):
     """Sends eight assignments a row, as a library of fixed size would; -1 in the rest."""
-
-    def prepare(self, x_TH, routing, quantize):
-        more = 8 - routing.topk_ids.shape[1]
-        weights = pad(routing.topk_weights, (0, more))
-        ids = pad(routing.topk_ids, (0, more), value=-1)
-        return super().prepare(x_TH, Routing(weights, ids), quantize)
+    more = 8 - routing.topk_ids.shape[1]
+    weights = pad(routing.topk_weights, (0, more))
+    ids = pad(routing.topk_ids, (0, more), value=-1)
+    return Local_.prepare(self, x_TH, Routing(weights, ids), quantize)
 
 
 @killed_by("test_each_assignment_is_delivered_once", "uneven", "rows", 1,
-           says="num_rows=.*, but rows .* have experts")  # fmt: skip
-class RowsWithExpertsCounted(Local_):
+           says="num_rows=.*, but rows .* have experts", prepare=Local_)  # fmt: skip
+def RowsWithExpertsCounted(self, x_TH, routing, quantize):
     """Takes the number of rows with an expert for the end of these rows, which have gaps."""
-
-    def prepare(self, x_TH, routing, quantize):
-        tokens = super().prepare(x_TH, routing, quantize).result()
-        count = (tokens.topk_ids >= 0).any(dim=1).sum(dtype=torch.int32).view(1)
-        return Pending.ready(replace(tokens, num_rows=count))
+    tokens = Local_.prepare(self, x_TH, routing, quantize).result()
+    count = (tokens.topk_ids >= 0).any(dim=1).sum(dtype=torch.int32).view(1)
+    return Pending.ready(replace(tokens, num_rows=count))
 
 
-@killed_by("test_tokens_per_rank", "even", 2, says="worst row|exact zeros")
-class TokensSwapped(Local_):
+@killed_by("test_tokens_per_rank", "even", 2, says="worst row|exact zeros", finalize=Local_)
+def TokensSwapped(self, y, dispatched, out_TH):
     """Two rows are exchanged."""
-
-    def finalize(self, y, dispatched, out_TH):
-        y = y.clone()
-        if len(y) > 1:
-            y[[0, 1]] = y[[1, 0]]
-        return super().finalize(y, dispatched, out_TH)
+    y = y.clone()
+    if len(y) > 1:
+        y[[0, 1]] = y[[1, 0]]
+    return Local_.finalize(self, y, dispatched, out_TH)
 
 
-@killed_by("test_dtype", "float32", 1, says="relative error")
-class DispatcherWeightsTwice(Local_):
+@killed_by("test_dtype", "float32", 1, says="relative error", prepare=Local_)
+def DispatcherWeightsTwice(self, x_TH, routing, quantize):
     """Router weights are squared."""
-
-    def prepare(self, x_TH, routing, quantize):
-        squared = Routing(routing.topk_weights.square(), routing.topk_ids)
-        return super().prepare(x_TH, squared, quantize)
+    squared = Routing(routing.topk_weights.square(), routing.topk_ids)
+    return Local_.prepare(self, x_TH, squared, quantize)
 
 
-@killed_by("test_dtype", "float32", 1, says="relative error")
-class BatchedWeightsTwice(Batched_):
+@killed_by("test_dtype", "float32", 1, says="relative error", prepare=Batched_)
+def BatchedWeightsTwice(self, x_TH, routing, quantize):
     """Router weights are squared."""
-
-    def prepare(self, x_TH, routing, quantize):
-        squared = Routing(routing.topk_weights.square(), routing.topk_ids)
-        return super().prepare(x_TH, squared, quantize)
+    squared = Routing(routing.topk_weights.square(), routing.topk_ids)
+    return Batched_.prepare(self, x_TH, squared, quantize)
 
 
-@killed_by("test_calls", "one_expert_a_token", 1, says="relative error")
-class TopOneUnweighted(Local_):
+@killed_by("test_calls", "one_expert_a_token", 1, says="relative error", prepare=Local_)
+def TopOneUnweighted(self, x_TH, routing, quantize):
     """Sends no router weights to a token's only expert."""
-
-    def prepare(self, x_TH, routing, quantize):
-        if self.problem.top_k == 1:
-            routing = Routing(torch.ones_like(routing.topk_weights), routing.topk_ids)
-        return super().prepare(x_TH, routing, quantize)
+    if self.problem.top_k == 1:
+        routing = Routing(torch.ones_like(routing.topk_weights), routing.topk_ids)
+    return Local_.prepare(self, x_TH, routing, quantize)
 
 
-@killed_by("test_calls", "one_expert_a_token", 1, says="relative error")
-class BatchedTopOneUnweighted(Batched_):
+@killed_by("test_calls", "one_expert_a_token", 1, says="relative error", prepare=Batched_)
+def BatchedTopOneUnweighted(self, x_TH, routing, quantize):
     """Keeps no router weights for a token's only expert."""
-
-    def prepare(self, x_TH, routing, quantize):
-        if self.problem.top_k == 1:
-            routing = Routing(torch.ones_like(routing.topk_weights), routing.topk_ids)
-        return super().prepare(x_TH, routing, quantize)
+    if self.problem.top_k == 1:
+        routing = Routing(torch.ones_like(routing.topk_weights), routing.topk_ids)
+    return Batched_.prepare(self, x_TH, routing, quantize)
 
 
-@killed_by("test_full_capacity", 1, says="relative error|NaN")
-class Capacity1024(Batched_):
+@killed_by("test_full_capacity", 1, says="relative error|NaN", prepare=Batched_)
+def Capacity1024(self, x_TH, routing, quantize):
     """Drops an expert's rows beyond 1024."""
-
-    def prepare(self, x_TH, routing, quantize):
-        tokens = super().prepare(x_TH, routing, quantize).result()
-        counts = tokens.expert_num_tokens.clamp(max=1024)
-        return Pending.ready(replace(tokens, expert_num_tokens=counts))
+    tokens = Batched_.prepare(self, x_TH, routing, quantize).result()
+    counts = tokens.expert_num_tokens.clamp(max=1024)
+    return Pending.ready(replace(tokens, expert_num_tokens=counts))
 
 
 @killed_by("test_batch_invariant", "float32", "none", 1, says="not batch-invariant")
@@ -190,26 +174,22 @@ class DispatcherModifies(Local_):
         return super().prepare(x_TH, routing, quantize)
 
 
-@killed_by("test_tokens_per_rank", "none", 1, says="non-zero size|reduction")
-class DispatcherFailsOnNoTokens(Local_):
+@killed_by("test_tokens_per_rank", "none", 1, says="non-zero size|reduction", prepare=Local_)
+def DispatcherFailsOnNoTokens(self, x_TH, routing, quantize):
     """It fails for T = 0."""
-
-    def prepare(self, x_TH, routing, quantize):
-        x_TH.amax()  # no value for an empty tensor
-        return super().prepare(x_TH, routing, quantize)
+    x_TH.amax()  # no value for an empty tensor
+    return Local_.prepare(self, x_TH, routing, quantize)
 
 
-@killed_by("test_calls", "tokens_without_experts", 1, says="NaN")
-class NothingWrittenForIdleTokens(Batched_):
+@killed_by("test_calls", "tokens_without_experts", 1, says="NaN", finalize=Batched_)
+def NothingWrittenForIdleTokens(self, y, dispatched, out_TH):
     """Tokens without an expert get no zeros."""
-
-    def finalize(self, y, dispatched, out_TH):
-        keep = out_TH.clone()
-        super().finalize(y, dispatched, out_TH)
-        _, ids, _ = dispatched.handle
-        idle = (ids < 0).all(dim=1)
-        out_TH[idle] = keep[idle]
-        return Pending.ready(out_TH)
+    keep = out_TH.clone()
+    Batched_.finalize(self, y, dispatched, out_TH)
+    _, ids, _ = dispatched.handle
+    idle = (ids < 0).all(dim=1)
+    out_TH[idle] = keep[idle]
+    return Pending.ready(out_TH)
 
 
 @killed_by("test_two_calls_in_flight", 1, says=".")
@@ -244,36 +224,30 @@ class BuffersUnderstated(Local_):
         self._buffer = torch.empty(1 << 20, dtype=torch.uint8)
 
 
-@killed_by("test_sums_left_by_experts", 1, says="relative error|NaN or infinite")
-class IgnoresPlaces(Sums):
+@killed_by("test_sums_left_by_experts", 1, says="relative error|NaN or infinite", finalize=Sums)
+def IgnoresPlaces(self, y, dispatched, out_TH):
     """Takes the row of each assignment for the one of its number."""
-
-    def finalize(self, y, dispatched, out_TH):
-        if isinstance(y, Unreduced):
-            y = Unreduced(y.rows_NH[: dispatched.topk_ids.numel()])
-        return super().finalize(y, dispatched, out_TH)
+    if isinstance(y, Unreduced):
+        y = Unreduced(y.rows_NH[: dispatched.topk_ids.numel()])
+    return Sums.finalize(self, y, dispatched, out_TH)
 
 
-@killed_by("test_sums_left_by_experts", 1, says="relative error|NaN or infinite")
-class SumsWithoutWeights(Sums):
+@killed_by("test_sums_left_by_experts", 1, says="relative error|NaN or infinite", finalize=Sums)
+def SumsWithoutWeights(self, y, dispatched, out_TH):
     """It sums the rows that experts leave without their weights."""
-
-    def finalize(self, y, dispatched, out_TH):
-        if isinstance(y, Unreduced):
-            ones = torch.ones_like(dispatched.topk_weights)
-            dispatched = replace(dispatched, topk_weights=ones)
-        return super().finalize(y, dispatched, out_TH)
+    if isinstance(y, Unreduced):
+        ones = torch.ones_like(dispatched.topk_weights)
+        dispatched = replace(dispatched, topk_weights=ones)
+    return Sums.finalize(self, y, dispatched, out_TH)
 
 
-@killed_by("test_sums_left_by_experts", 1, says="relative error|NaN or infinite")
-class SumsRowsWithoutExpert(Sums):
+@killed_by("test_sums_left_by_experts", 1, says="relative error|NaN or infinite", finalize=Sums)
+def SumsRowsWithoutExpert(self, y, dispatched, out_TH):
     """It sums a row of NaN where the id is -1."""
-
-    def finalize(self, y, dispatched, out_TH):
-        if isinstance(y, Unreduced):
-            y = Unreduced(y.rows_NH, y.places_RK.clamp(min=0))
-            dispatched = replace(dispatched, topk_ids=dispatched.topk_ids.clamp(min=0))
-        return super().finalize(y, dispatched, out_TH)
+    if isinstance(y, Unreduced):
+        y = Unreduced(y.rows_NH, y.places_RK.clamp(min=0))
+        dispatched = replace(dispatched, topk_ids=dispatched.topk_ids.clamp(min=0))
+    return Sums.finalize(self, y, dispatched, out_TH)
 
 
 @killed_by(
@@ -300,25 +274,21 @@ class ExchangesNothing(Local_):
     """Declares an exchange that it does not make."""
 
 
-@killed_by("test_quantized_tokens", "fp8_channel_token", 1)
-class ScalesInAByte(Quantizes_):
+@killed_by("test_quantized_tokens", "fp8_channel_token", 1, prepare=Quantizes_)
+def ScalesInAByte(self, x_TH, routing, quantize):
     """Sends scales as e4m3, which costs less than the rounding of the tokens themselves."""
-
-    def prepare(self, x_TH, routing, quantize):
-        tokens = super().prepare(x_TH, routing, quantize).result()
-        scale = tokens.x_scale
-        if scale is not None and len(scale):
-            largest = scale.nan_to_num(0.0).max()
-            scale = (scale / largest * 448).to(torch.float8_e4m3fn).float() * largest / 448
-        return Pending.ready(replace(tokens, x_scale=scale))
+    tokens = Quantizes_.prepare(self, x_TH, routing, quantize).result()
+    scale = tokens.x_scale
+    if scale is not None and len(scale):
+        largest = scale.nan_to_num(0.0).max()
+        scale = (scale / largest * 448).to(torch.float8_e4m3fn).float() * largest / 448
+    return Pending.ready(replace(tokens, x_scale=scale))
 
 
-@killed_by("test_outputs_beyond_float16", 2, says="NaN or infinite")
-class RoundsBeforeWeighting(Batched_):
+@killed_by("test_outputs_beyond_float16", 2, says="NaN or infinite", finalize=Batched_)
+def RoundsBeforeWeighting(self, y, dispatched, out_TH):
     """Declares weights_in_fp32, and rounds experts' outputs to the problem's dtype."""
-
-    def finalize(self, y, dispatched, out_TH):
-        return super().finalize(y.to(self.problem.dtype), dispatched, out_TH)
+    return Batched_.finalize(self, y.to(self.problem.dtype), dispatched, out_TH)
 
 
 @killed_by("test_two_calls_in_flight", 1, says="last first|must match|out of bounds")

@@ -24,15 +24,13 @@ class NoAbort(Naive):
         pass
 
 
-@killed_by("test_failure_without_checks", 2, says="but not that it is rank")
-class AbortAnonymous(Naive):
+@killed_by("test_failure_without_checks", 2, says="but not that it is rank", _agree=Naive)
+def AbortAnonymous(self, *args):
     """`abort` does not name the rank."""
-
-    def _agree(self, *args):
-        try:
-            return super()._agree(*args)
-        except PeerFailed:
-            raise PeerFailed("some rank failed") from None
+    try:
+        return Naive._agree(self, *args)
+    except PeerFailed:
+        raise PeerFailed("some rank failed") from None
 
 
 @killed_by("test_failure_without_checks", 4, says="gave up at 'end a call'|did not come")
