@@ -20,7 +20,7 @@ from moekit.problem import DTYPES, MoEProblem, ParallelConfig
 from moekit.problem.activation import ACTIVATIONS, CLAMPABLE, Activation
 from moekit.problem.quant import SCHEMES
 from moekit.problem.weights import ExpertWeights
-from moekit.testing.base import Capability, Conformance, over, sizes_of
+from moekit.testing.base import OfAnotherClass, over, sizes_of
 from moekit.testing.calls import Watch, same_bits
 from moekit.testing.cases import (
     SEED_VARIABLE,
@@ -289,30 +289,7 @@ def exact_case(problem: MoEProblem, num_tokens: int) -> Case:
     return replace(case, x=x, weights=replace(case.weights, **made))
 
 
-class TrainingBase(Conformance):
-    """The parts of both gradient kits: problems with ``training``."""
-
-    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        super().pytest_generate_tests(metafunc)
-        if self._spec().training is None:
-            raise pytest.Collector.CollectError(
-                f"{type(self).__name__}: {self.backend} has no backward: its spec names no class "
-                "for training"
-            )
-
-    @property
-    def _main(self) -> dict[str, Any]:
-        return {**super()._main, "training": True}
-
-    def _capabilities(self) -> list[Capability]:
-        """Return nothing: the kit of the forward checks what the spec declares."""
-        return []
-
-    def _class(self) -> type:
-        return self._spec().for_training().load()
-
-
-class GradientConformance(TrainingBase, ExpertsBase):
+class GradientConformance(OfAnotherClass, ExpertsBase):
     """The gradient kit for experts that declare ``training``. Subclass it with ``backend``.
 
     Unless a test says otherwise, x, the router weights and all parameters require gradients, new
@@ -320,7 +297,7 @@ class GradientConformance(TrainingBase, ExpertsBase):
     gradient, as are the router weights of ids of -1.
     """
 
-    _interface = TrainableExperts
+    _interface, _names_class, _wants = TrainableExperts, "training", {"training": True}
 
     def _biased(self, **changes: Any) -> MoEProblem:
         return self._at({"has_bias": True}, {}, **changes)
