@@ -124,8 +124,8 @@ def relative_error(out: Tensor, ref: Tensor) -> float:
 def errors(out: Tensor, ref: Tensor) -> Errors:
     """Compare ``out`` with ``ref``, both (T, H) of any float dtypes.
 
-    The scale is ``<out - ref, ref> / <ref, ref>``, by how much the whole output is too large; the
-    mean is that of ``out - ref``, over RMS(ref).
+    The scale is ``<out - ref, ref> / <ref, ref>``, by how much the whole output is too large, and
+    the mean is the average of ``out - ref`` over RMS(ref).
     """
     used = (ref != 0).any(dim=1)
     if not bool(used.any()):

@@ -143,7 +143,7 @@ def killed_by(
     """Make a class or a function a mutant that ``test`` of the kit, called with args, must kill.
 
     The class, or the one it derives from, has ``BASE``, the name of the backend whose spec it has.
-    A function becomes a class that overrides one method: ``prepare=Local_`` is that of `Local_`.
+    A function becomes a class that overrides one method: of `Local_`, for ``prepare=Local_``.
     Without such a keyword its arguments choose the method.
     """
     named = [(declared.pop(n), n) for n, value in list(declared.items()) if isinstance(value, type)]
