@@ -179,7 +179,7 @@ class Comparison:
         for _ in range(self.repeats):
             for how, step in steps.items():
                 self.model.set_experts_implementation(how)
-                times[how].append(self.timer.queued_us(step, 0.0) / 1e3 / calls)
+                times[how].append(self.timer.queued_us(step) / 1e3 / calls)
         medians = {how: statistics.median(taken) for how, taken in times.items()}
         self.report.row(self.name, what, medians, errors)
 

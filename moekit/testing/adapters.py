@@ -18,7 +18,7 @@ from moekit.problem import AdapterSlots, MoEProblem, ParallelConfig
 from moekit.problem.activation import Activation
 from moekit.problem.quant import SCHEMES
 from moekit.runtime.adapters import shapes
-from moekit.testing.base import Capability, over
+from moekit.testing.base import OfAnotherClass, over
 from moekit.testing.calls import Watch, same_bits
 from moekit.testing.cases import Case, generator, make_case
 from moekit.testing.compare import complain
@@ -82,32 +82,13 @@ def merged(case: Case, adapters: Adapters, slot: int) -> Case:
     return replace(case, problem=plain, weights=replace(dense, **made))
 
 
-class AdapterConformance(ExpertsBase):
+class AdapterConformance(OfAnotherClass, ExpertsBase):
     """The kit for experts that declare ``adapters``. Subclass it with ``backend``.
 
     New memory is NaN, and the rows of tokens without an expert are NaN.
     """
 
-    _interface = AdapterExperts
-
-    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        super().pytest_generate_tests(metafunc)
-        if self._spec().adapters is None:
-            raise pytest.Collector.CollectError(
-                f"{type(self).__name__}: {self.backend} takes no adapters: its spec names no class"
-            )
-
-    @property
-    def _main(self) -> dict[str, Any]:
-        return {**super()._main, "adapters": _SLOTS}
-
-    def _capabilities(self) -> list[Capability]:
-        """Return nothing: the kit of the experts checks what the spec declares."""
-        return []
-
-    def _class(self) -> type:
-        spec = self._spec()
-        return replace(spec, target=spec.adapters or spec.target).load()
+    _interface, _names_class, _wants = AdapterExperts, "adapters", {"adapters": _SLOTS}
 
     def _named(self, name: str, **more: Any) -> tuple[Case, Adapters]:
         """Return a call of `_CALLS` in which tokens have every slot or none, and its adapters."""

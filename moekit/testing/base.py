@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import cache, cached_property
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
@@ -385,3 +386,30 @@ class Conformance(ABC):
                     return []
                 reasons.update(dict.fromkeys(left))
         return list(reasons)
+
+
+class OfAnotherClass(Conformance):
+    """A kit for what a spec declares by naming another class in its field ``_names_class``."""
+
+    _names_class: ClassVar[str]
+    _wants: ClassVar[dict[str, Any]]  # what a problem has that needs the class
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        super().pytest_generate_tests(metafunc)
+        if getattr(self._spec(), self._names_class) is None:
+            raise pytest.Collector.CollectError(
+                f"{type(self).__name__}: {self.backend}'s spec names no class for "
+                f"{self._names_class}"
+            )
+
+    @property
+    def _main(self) -> dict[str, Any]:
+        return {**super()._main, **self._wants}
+
+    def _capabilities(self) -> list[Capability]:
+        """Return nothing: the kit of the other class checks what the spec declares."""
+        return []
+
+    def _class(self) -> type:
+        spec = self._spec()
+        return replace(spec, target=getattr(spec, self._names_class)).load()

@@ -11,7 +11,7 @@ difference.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,20 +42,25 @@ _MEAN, _MEAN_OF_SCALES, _MEAN_OF_ONE_SCALE, _MEAN_OF_DEQUANTIZED = 1 / 6, 1 / 4,
 _STANDARD_ERRORS, _LEAST_TOKENS = 8.0, 16
 
 
-@dataclass(frozen=True)
-class Mean:
-    """A mean over an output's elements, and its standard error, estimated from the tokens."""
-
-    value: float
-    standard_error: float
-
-    def judged(self, bound: float) -> tuple[float, float]:
-        """Return the mean, and what it may be."""
-        return self.value, max(bound, _STANDARD_ERRORS * self.standard_error)
+# Relative errors of an output by name, in the order of `Tolerance`, each with its standard error,
+# which is 0 for those that are no means.
+Errors = dict[str, tuple[float, float]]
 
 
-@dataclass(frozen=True)
-class Tolerance:
+class Rounding(NamedTuple):
+    """The largest errors of an output in random draws of rounding errors.
+
+    Attributes:
+        row_T: RMS errors of tokens, fp32.
+        scale, offset: as in `errors`, without signs.
+    """
+
+    row_T: Tensor
+    scale: float
+    offset: float
+
+
+class Tolerance(NamedTuple):
     """Bounds on the relative errors of an output.
 
     Attributes:
@@ -103,48 +108,6 @@ def tolerance(
     return Tolerance(rms * spread, _WORST_ROW * rms, element, mean, mean)
 
 
-@dataclass(frozen=True)
-class Errors:
-    """Relative errors of an output (T, H).
-
-    Attributes:
-        rms, row, element: over all elements, of the worst row, of the worst element.
-        scale: ``<out - ref, ref> / <ref, ref>``, by how much the whole output is too large.
-        offset: the mean of ``out - ref`` over RMS(ref).
-    """
-
-    rms: float
-    row: float
-    element: float
-    scale: Mean
-    offset: Mean
-
-    def beyond(self, bound: Tolerance) -> dict[str, tuple[float, float]]:
-        """Return the errors beyond ``bound``, name -> (found, allowed); NaN exceeds every bound."""
-        pairs = {
-            "RMS": (self.rms, bound.rms),
-            "worst row": (self.row, bound.row),
-            "worst element": (self.element, bound.element),
-            "scale": self.scale.judged(bound.scale),
-            "mean": self.offset.judged(bound.offset),
-        }
-        return {name: pair for name, pair in pairs.items() if not abs(pair[0]) <= pair[1]}
-
-
-@dataclass(frozen=True)
-class Rounding:
-    """The largest errors of an output in random draws of rounding errors.
-
-    Attributes:
-        row_T: RMS errors of tokens, fp32.
-        scale, offset: as in `Errors`, without signs.
-    """
-
-    row_T: Tensor
-    scale: float
-    offset: float
-
-
 def rms(x: Tensor) -> float:
     """Return the root of the mean square of all elements, 0 for none."""
     return float(x.float().square().mean().sqrt()) if x.numel() else 0.0
@@ -159,11 +122,15 @@ def relative_error(out: Tensor, ref: Tensor) -> float:
 
 
 def errors(out: Tensor, ref: Tensor) -> Errors:
-    """Compare ``out`` with ``ref``, both (T, H) of any float dtypes."""
+    """Compare ``out`` with ``ref``, both (T, H) of any float dtypes.
+
+    The scale is ``<out - ref, ref> / <ref, ref>``, by how much the whole output is too large, and
+    the mean is the average of ``out - ref`` over RMS(ref).
+    """
     used = (ref != 0).any(dim=1)
     if not bool(used.any()):
         wrong = float("inf") if bool((out != 0).any()) else 0.0
-        return Errors(wrong, wrong, wrong, *[Mean(wrong, 0.0)] * 2)
+        return dict.fromkeys(("RMS", "worst row", "worst element", "scale", "mean"), (wrong, 0.0))
     normalized, total = _normalized(out, ref), relative_error(out, ref)
     rows = normalized.square().mean(dim=1).sqrt()
     elements = _of_elements(normalized, ref)
@@ -171,24 +138,34 @@ def errors(out: Tensor, ref: Tensor) -> Errors:
     difference, squares = out[used].double() - ref, ref.square()
     size_T = squares.sum(dim=1)
     typical_T = torch.full_like(size_T, float(squares.mean().sqrt()) * ref.shape[1])
-    return Errors(
-        total,
-        float(rows.max()),
-        float(elements.max()),
-        scale=_mean((difference * ref).sum(dim=1), size_T),
-        offset=_mean(difference.sum(dim=1), typical_T),
-    )
+    return {
+        "RMS": (total, 0.0),
+        "worst row": (float(rows.max()), 0.0),
+        "worst element": (float(elements.max()), 0.0),
+        "scale": _mean((difference * ref).sum(dim=1), size_T),
+        "mean": _mean(difference.sum(dim=1), typical_T),
+    }
 
 
-def _mean(part_T: Tensor, size_T: Tensor) -> Mean:
-    """Return ``sum(part) / sum(size)`` with its standard error, or zeros for few tokens."""
+def _mean(part_T: Tensor, size_T: Tensor) -> tuple[float, float]:
+    """Return ``sum(part) / sum(size)``, and its standard error over the tokens; 0 for few."""
     if len(part_T) < _LEAST_TOKENS:
-        return Mean(0.0, 0.0)
+        return 0.0, 0.0
     value, total = part_T.sum() / size_T.sum(), size_T.sum()
     # How far the mean moves without each token. If one token has most of the size, the mean fits
     # it, and plain residuals would be too small.
     without_T = (part_T - value * size_T) / (total - size_T)
-    return Mean(float(value), float(without_T.square().sum().sqrt()))
+    return float(value), float(without_T.square().sum().sqrt())
+
+
+def beyond(found: Errors, bound: Tolerance) -> str:
+    """Describe the errors beyond ``bound``, or return ""; NaN exceeds every bound."""
+    wrong = []
+    for (name, (value, chance)), most in zip(found.items(), bound, strict=True):
+        allowed = max(most, _STANDARD_ERRORS * chance)
+        if not abs(value) <= allowed:
+            wrong.append(f"{name} {value:.3g} (bound {allowed:.3g})")
+    return f"relative error too large: {', '.join(wrong)}" if wrong else ""
 
 
 def complain(
@@ -236,15 +213,13 @@ def complain(
         allowed_T1 = _ROUNDINGS * rounding.row_T.to(out.device)[:, None] / _row_scale(ref)
         judged = ref + (out - ref) / (allowed_T1 / bound.row).clamp(min=1.0)
         scale, offset = _ROUNDINGS * rounding.scale, _ROUNDINGS * rounding.offset
-        bound = replace(bound, scale=max(bound.scale, scale), offset=max(bound.offset, offset))
-    beyond = errors(judged, ref).beyond(bound)
-    if not beyond:
+        bound = bound._replace(scale=max(bound.scale, scale), offset=max(bound.offset, offset))
+    wrong = beyond(errors(judged, ref), bound)
+    if not wrong:
         return ""
-    text = ", ".join(f"{n} {e:.3g} (bound {limit:.3g})" for n, (e, limit) in beyond.items())
     if not bool(out.any()):
-        text += "; the output is all zeros"
-    worst = _of_elements(_normalized(out, ref), ref)
-    return f"relative error too large: {text}" + _where(worst, out, ref)
+        wrong += "; the output is all zeros"
+    return wrong + _where(_of_elements(_normalized(out, ref), ref), out, ref)
 
 
 def _normalized(out: Tensor, ref: Tensor) -> Tensor:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moekit.backends.reference import oracle
+from moekit.backends.reference import expert_mlp, oracle
 from moekit.contract import Routing
 from moekit.problem import MoEProblem
-from moekit.problem.activation import ACTIVATIONS, apply_activation
+from moekit.problem.activation import ACTIVATIONS
 from moekit.problem.quantize import dequantize, quantize
 from moekit.problem.weights import ExpertWeights
 from moekit.testing.cases import SEED_VARIABLE, Case, generator, seed
@@ -110,39 +111,28 @@ def rounding_errors(case: Case, draws: int = _DRAWS, times: float = 1.0) -> Roun
     if p.apply_router_weight_on_input:
         x_TH, weights_TK = x_TH * weights_TK, local.float()
     w = case.weights.canonical(p).dequantize(p.quant)
-    w13, w2 = w.w13, w.w2
     if p.quant.activation is None:
-        w13, w2 = w13.to(p.dtype).float(), w2.to(p.dtype).float()
+        w = replace(w, w13=w.w13.to(p.dtype).float(), w2=w.w2.to(p.dtype).float())
     draw = generator("rounding", device=x_TH.device)
 
-    def output(rounds: bool) -> Tensor:
-        x, out = x_TH, torch.zeros_like(x_TH)
-        if rounds:
-            x = _rounded(x, case, w.w13_input_scale, draw)
-        for expert, physical in enumerate(p.local_experts):
-            token, k = (ids == physical).nonzero(as_tuple=True)
-            h = x[token] @ (w13 if rounds else w.w13)[expert].T
-            if w.w13_bias is not None:
-                h = h + w.w13_bias[expert].float()
-            if rounds and p.quant.activation is None:  # a kernel may write h in the dtype
-                h = _rounded(h, case, None, draw)
-            inner = apply_activation(h, p.activation)
-            if rounds:
-                inner = _rounded(inner, case, w.w2_input_scale, draw)
-            y = inner @ (w2 if rounds else w.w2)[expert].T
-            if w.w2_bias is not None:
-                y = y + w.w2_bias[expert].float()
-            out.index_add_(0, token, weights_TK[token, k, None] * y)
-        return out
+    def rounded(expert: int, name: str, made: Tensor, rows: Tensor) -> Tensor:
+        if name == "w2":
+            return _rounded(rows, case, w.w2_input_scale, draw) @ w.w2[expert].T
+        # A kernel may write w13's product in the dtype.
+        return made if p.quant.activation else _rounded(made, case, None, draw)
 
-    exact, row_T = output(rounds=False), torch.zeros(len(x_TH), device=x_TH.device)
+    exact, row_T = case.reference(), torch.zeros(len(x_TH), device=x_TH.device)
     scale = offset = 0.0
     for _ in range(draws):
-        out = output(rounds=True)
+        x, out = _rounded(x_TH, case, w.w13_input_scale, draw), torch.zeros_like(x_TH)
+        for expert, physical in enumerate(p.local_experts):
+            token, k = (ids == physical).nonzero(as_tuple=True)
+            y = expert_mlp(x[token], w, expert, p, partial(rounded, expert))
+            out.index_add_(0, token, weights_TK[token, k, None] * y)
         row_T = torch.maximum(row_T, (out - exact).square().mean(dim=1).sqrt())
         found = errors(out, exact)
-        scale = max(scale, abs(found.scale.value))
-        offset = max(offset, abs(found.offset.value))
+        scale = max(scale, abs(found["scale"][0]))
+        offset = max(offset, abs(found["mean"][0]))
     return Rounding(row_T * times, scale * times, offset * times)
 
 

@@ -15,12 +15,12 @@ from moekit.contract.training import TrainableDispatcher
 from moekit.problem import ParallelConfig
 from moekit.problem.weights import ExpertWeights
 from moekit.testing import cases
+from moekit.testing.base import OfAnotherClass
 from moekit.testing.cases import UNUSUAL, Case
 from moekit.testing.dispatchers import DispatcherBase
 from moekit.testing.gradients import (
     FORMS,
     Gradients,
-    TrainingBase,
     differentiate,
     fault,
     inputs_of,
@@ -127,13 +127,13 @@ def memory_of_calls(r: Rank, num_tokens: int) -> None:
     r.expect(not said, f"rank {r.rank}: {said}")
 
 
-class DispatcherGradientConformance(TrainingBase, DispatcherBase):
+class DispatcherGradientConformance(OfAnotherClass, DispatcherBase):
     """The gradient kit for dispatchers that declare ``training``. Subclass it with ``backend``.
 
     Ranks run as in `DispatcherConformance`.
     """
 
-    _interface = TrainableDispatcher
+    _interface, _names_class, _wants = TrainableDispatcher, "training", {"training": True}
 
     @pytest.mark.parametrize("name", _CALLS)
     def test_gradients(self, name: str, ends: int) -> None:

@@ -20,7 +20,7 @@ from moekit.problem import DTYPES, MoEProblem, ParallelConfig
 from moekit.problem.activation import ACTIVATIONS, CLAMPABLE, Activation
 from moekit.problem.quant import SCHEMES
 from moekit.problem.weights import ExpertWeights
-from moekit.testing.base import Capability, Conformance, over, sizes_of
+from moekit.testing.base import OfAnotherClass, over, sizes_of
 from moekit.testing.calls import Watch, same_bits
 from moekit.testing.cases import (
     SEED_VARIABLE,
@@ -33,7 +33,7 @@ from moekit.testing.cases import (
     random_weights,
     seed,
 )  # fmt: skip
-from moekit.testing.compare import errors, tolerance
+from moekit.testing.compare import beyond, errors, tolerance
 from moekit.testing.experts_base import ExpertsBase
 from moekit.testing.invariance import rows_of
 from moekit.testing.memory import beyond_stated, measure, most_memory, poisoned_allocations
@@ -247,16 +247,15 @@ def _beyond(name: str, found: Tensor, want: Tensor, case: Case) -> str:
     """
     wider = _WIDER if name in ("x", "topk_weights") else _WIDER_OF_PRODUCTS
     bound = tolerance(case.problem, effective_tokens=1)
-    bound = replace(bound, row=_WIDER * bound.row, element=wider * bound.element)
-    beyond = errors(found, want).beyond(bound)
-    if beyond and name == "topk_weights":
+    bound = bound._replace(row=_WIDER * bound.row, element=wider * bound.element)
+    wrong = beyond(errors(found, want), bound)
+    if wrong and name == "topk_weights":
         draws = [right_gradients(case, random_grad(case, i))[name] for i in range(8)]
         size = torch.stack([want, *(t.view(1, -1) for t in draws)]).square().mean(dim=0).sqrt()
         apart = ((found - want) / size)[want != 0]
         if float(apart.square().mean().sqrt()) < bound.rms:
             return ""
-    said = [f"{n} {e:.3g} (bound {most:.3g})" for n, (e, most) in beyond.items()]
-    return f"relative error too large: {', '.join(said)}" if said else ""
+    return wrong
 
 
 def assert_right_gradients(
@@ -290,30 +289,7 @@ def exact_case(problem: MoEProblem, num_tokens: int) -> Case:
     return replace(case, x=x, weights=replace(case.weights, **made))
 
 
-class TrainingBase(Conformance):
-    """The parts of both gradient kits: problems with ``training``."""
-
-    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        super().pytest_generate_tests(metafunc)
-        if self._spec().training is None:
-            raise pytest.Collector.CollectError(
-                f"{type(self).__name__}: {self.backend} has no backward: its spec names no class "
-                "for training"
-            )
-
-    @property
-    def _main(self) -> dict[str, Any]:
-        return {**super()._main, "training": True}
-
-    def _capabilities(self) -> list[Capability]:
-        """Return nothing: the kit of the forward checks what the spec declares."""
-        return []
-
-    def _class(self) -> type:
-        return self._spec().for_training().load()
-
-
-class GradientConformance(TrainingBase, ExpertsBase):
+class GradientConformance(OfAnotherClass, ExpertsBase):
     """The gradient kit for experts that declare ``training``. Subclass it with ``backend``.
 
     Unless a test says otherwise, x, the router weights and all parameters require gradients, new
@@ -321,7 +297,7 @@ class GradientConformance(TrainingBase, ExpertsBase):
     gradient, as are the router weights of ids of -1.
     """
 
-    _interface = TrainableExperts
+    _interface, _names_class, _wants = TrainableExperts, "training", {"training": True}
 
     def _biased(self, **changes: Any) -> MoEProblem:
         return self._at({"has_bias": True}, {}, **changes)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from fake_plugins import PROBLEM, TORCH, Fakes, assert_usable, installed, offers, state
@@ -16,10 +15,7 @@ from moekit.contract.specs import ExpertsSpec, importable
 from moekit.discovery.registry import Registry
 from moekit.errors import BackendBroken, NameClash, NoBackend, UnknownBackend, Unsupported
 
-
-@pytest.fixture
-def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes]:
-    yield from installed(tmp_path, monkeypatch)
+fakes = pytest.fixture(installed)
 
 
 # -- backends that fail after discovery ------------------------------------------------------------

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
 from multiprocessing import get_context
-from pathlib import Path
 
 import pytest
 from fake_plugins import PROBLEM, Fakes, assert_usable, installed, offers, state
@@ -15,10 +13,7 @@ import moekit
 from moekit.discovery import registry as plugins
 from moekit.errors import InvalidInput, NameClash, NoBackend
 
-
-@pytest.fixture
-def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes]:
-    yield from installed(tmp_path, monkeypatch)
+fakes = pytest.fixture(installed)
 
 
 GUARD = 120.0  # seconds, of which a right process needs few

@@ -39,14 +39,8 @@ def known(**facts) -> Registry:
     return found
 
 
-@pytest.fixture
-def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes]:
-    yield from installed(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    yield from no_tables(tmp_path, monkeypatch)
+fakes = pytest.fixture(installed)
+tuned = pytest.fixture(no_tables)
 
 
 # -- selection -------------------------------------------------------------------------------------

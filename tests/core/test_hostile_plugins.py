@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -76,9 +75,7 @@ def test_isolated_answers_and_faults() -> None:
     assert isolate.run(lambda tell: tell("done"), 600) == ([["done"]], "")
 
 
-@pytest.fixture
-def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes]:
-    yield from installed(tmp_path, monkeypatch)
+fakes = pytest.fixture(installed)
 
 
 def test_a_reference_backend_is_never_a_silent_choice(

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -64,9 +63,7 @@ def added() -> Iterator[None]:
         registry().unregister(scheme)
 
 
-@pytest.fixture
-def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes]:
-    yield from installed(tmp_path, monkeypatch)
+fakes = pytest.fixture(installed)
 
 
 def problem(scheme: str, **changes) -> MoEProblem:

@@ -44,12 +44,11 @@ wrong("OneReceiveBuffer", "Receives all calls' tokens in one buffer",
       key=lambda self: self)  # fmt: skip
 
 
-@killed_by("test_two_calls_in_flight", 2, says="call 0 of those in flight, finished last first")
-class BuffersInTurn(Receives):
+@killed_by("test_two_calls_in_flight", 2, says="call 0 of those in flight, finished last first",
+           key=Receives)  # fmt: skip
+def BuffersInTurn(self):
     """Receives the tokens of its calls in two buffers in turn, in whichever order calls end."""
-
-    def key(self):
-        return self, self._calls % 2
+    return self, self._calls % 2
 
 
 @killed_by("test_two_calls_in_flight", 2, says="call 0 of those in flight")
@@ -92,12 +91,10 @@ class FreeAtTheLaunch(Naive):
 # -- layers ------------------------------------------------------------------------------
 
 
-@killed_by("test_layers_in_turn", 2, says="layer 0, while both were in flight")
-class BuffersOfLayersInTurn(Receives):
+@killed_by("test_layers_in_turn", 2, says="layer 0, while both were in flight", key=Receives)
+def BuffersOfLayersInTurn(self):
     """Layers of a group share two receive buffers, and each layer uses them in turn."""
-
-    def key(self):
-        return self.group, self._calls % 2
+    return self.group, self._calls % 2
 
 
 wrong("BuffersOfLikeLayersInTurn", "The same, for layers that are alike",
@@ -105,85 +102,71 @@ wrong("BuffersOfLikeLayersInTurn", "The same, for layers that are alike",
       key=lambda self: (self.group, self.problem, self._calls % 2))  # fmt: skip
 
 
-@killed_by("test_layers_in_turn", 2, says="layer 1.*: relative error")
-class BufferOfTheFirstLayer(Naive):
-    """Layers share what was made for the first of them."""
+class Shares(Naive):
+    """Layers share what was made for the first of those that are ``alike``."""
 
-    _columns: dict[Any, int] = {}
+    _made: ClassVar[dict[Any, int]] = {}
 
-    def _arrived(self, x_RH, meta_RM, sizes):
-        k = self._columns.setdefault(self.group, self.problem.top_k)
-        tokens = super()._arrived(x_RH, meta_RM, sizes)
-        tokens.topk_ids[:, k:] = -1
-        return tokens
+    def first(self, own, *alike):
+        return self._made.setdefault((type(self), self.group, *alike), own)
 
-
-@killed_by("test_layers_in_turn", 2, says="layer 1.*: relative error")
-class BufferOfTheSameSize(Naive):
-    """Layers share what was made for the first of them that has rows as wide and as many."""
-
-    _columns: ClassVar[dict[Any, int]] = {}
-
-    def _arrived(self, x_RH, meta_RM, sizes):
-        p, tokens = self.problem, super()._arrived(x_RH, meta_RM, sizes)
-        key = self.group, p.hidden_size, p.max_num_tokens
-        tokens.topk_ids[:, self._columns.setdefault(key, p.top_k) :] = -1
-        return tokens
-
-
-@killed_by("test_layers_in_turn", 2, says="layer 1.*: relative error")
-class WidthOfTheFirstLayer(Naive):
-    """Layers share receive buffers as wide as the first of them needs."""
-
-    _widths: ClassVar[dict[Any, int]] = {}
-
-    def _arrived(self, *args):
-        tokens = super()._arrived(*args)
-        width = self._widths.setdefault(self.group, self.problem.hidden_size)
-        return replace(tokens, x=tokens.x.index_fill(1, torch.arange(width, tokens.x.shape[1]), 0))
-
-
-@killed_by("test_layers_in_turn", 2, says="layer 1.*(relative error|exact zeros)")
-class RoomOfTheFirstLayer(Naive):
-    """Layers share receive buffers with as many rows as the first of them needs."""
-
-    _rooms: ClassVar[dict[Any, int]] = {}
-
-    def _arrived(self, *args):
-        tokens, most = super()._arrived(*args), self.max_rows(self.problem.max_num_tokens)
-        tokens.topk_ids[self._rooms.setdefault(self.group, most) :] = -1
-        return tokens
-
-
-@killed_by("test_layers_in_turn", 2, says="layer 1.*: relative error")
-class SchemeOfTheFirstLayer(Naive):
-    """Layers of equal sizes share buffers without room for scales, if the first needs none."""
-
-    _quantized: ClassVar[dict[Any, bool]] = {}
-
-    def _arrived(self, *args):
-        p, tokens = self.problem, super()._arrived(*args)
-        key = self.group, p.hidden_size, p.num_experts, p.top_k, p.max_num_tokens
-        if self._quantized.setdefault(key, tokens.x_scale is not None) or tokens.x_scale is None:
-            return tokens
-        return replace(tokens, x_scale=torch.ones_like(tokens.x_scale))
-
-
-@killed_by("test_layers_in_turn", 2, says="layer 1.*: relative error")
-class BytesOfTheFirstLayer(Naive):
-    """Layers of equal sizes share buffers with as many bytes a row as the first of them sends."""
-
-    _bytes: ClassVar[dict[Any, int]] = {}
-
-    def _arrived(self, *args):
-        p, tokens = self.problem, super()._arrived(*args)
-        key = self.group, p.hidden_size, p.num_experts, p.top_k, p.max_num_tokens
-        fit = self._bytes.setdefault(key, p.hidden_size * tokens.x.itemsize) // tokens.x.itemsize
-        lost = torch.arange(min(fit, p.hidden_size), p.hidden_size)
-        return replace(tokens, x=tokens.x.index_fill(1, lost, 0) if len(lost) else tokens.x)
+    def sizes(self):
+        p = self.problem
+        return p.hidden_size, p.num_experts, p.top_k, p.max_num_tokens
 
     def destroy(self):
-        self._bytes.clear()
+        self._made.clear()
+
+
+of_the_first = killed_by("test_layers_in_turn", 2, says="layer 1.*(relative error|exact zeros)",
+                         handed=Shares)  # fmt: skip
+
+
+@of_the_first
+def BufferOfTheFirstLayer(self, handed):
+    """Layers share what was made for the first of them."""
+    handed.topk_ids[:, self.first(self.problem.top_k) :] = -1
+    return handed
+
+
+@of_the_first
+def BufferOfTheSameSize(self, handed):
+    """Layers share what was made for the first of them that has rows as wide and as many."""
+    p = self.problem
+    handed.topk_ids[:, self.first(p.top_k, p.hidden_size, p.max_num_tokens) :] = -1
+    return handed
+
+
+@of_the_first
+def WidthOfTheFirstLayer(self, handed):
+    """Layers share receive buffers as wide as the first of them needs."""
+    lost = torch.arange(self.first(self.problem.hidden_size), handed.x.shape[1])
+    return replace(handed, x=handed.x.index_fill(1, lost, 0))
+
+
+@of_the_first
+def RoomOfTheFirstLayer(self, handed):
+    """Layers share receive buffers with as many rows as the first of them needs."""
+    handed.topk_ids[self.first(self.max_rows(self.problem.max_num_tokens)) :] = -1
+    return handed
+
+
+@of_the_first
+def SchemeOfTheFirstLayer(self, handed):
+    """Layers of equal sizes share buffers without room for scales, if the first needs none."""
+    scale = handed.x_scale
+    if self.first(scale is not None, *self.sizes()) or scale is None:
+        return handed
+    return replace(handed, x_scale=torch.ones_like(scale))
+
+
+@of_the_first
+def BytesOfTheFirstLayer(self, handed):
+    """Layers of equal sizes share buffers with as many bytes a row as the first of them sends."""
+    x, width = handed.x, self.problem.hidden_size
+    fit = self.first(width * x.itemsize, *self.sizes()) // x.itemsize
+    lost = torch.arange(min(fit, width), width)
+    return replace(handed, x=x.index_fill(1, lost, 0) if len(lost) else x)
 
 
 @killed_by("test_layers_in_turn", 2, says="buffers are gone")

@@ -12,17 +12,15 @@ from right_experts import Batched, Plain
 from moekit.contract import BufferSpec
 
 
-@killed_by("test_repeated_calls", says="relative error|exact zeros|NaN")
-class ResultCachedByAddress(Plain):
+@killed_by("test_repeated_calls", says="relative error|exact zeros|NaN", apply=Plain)
+def ResultCachedByAddress(self, y, tokens, weights, workspace):
     """Returns an earlier result for tokens at the same address."""
-
-    def apply(self, y, tokens, weights, workspace):
-        kept = self.__dict__.setdefault("kept", {})
-        key = (tokens.x.data_ptr(), tokens.x.shape)
-        if key not in kept:
-            super().apply(y, tokens, weights, workspace)
-            kept[key] = y.clone()
-        y.copy_(kept[key])
+    kept = self.__dict__.setdefault("kept", {})
+    key = (tokens.x.data_ptr(), tokens.x.shape)
+    if key not in kept:
+        Plain.apply(self, y, tokens, weights, workspace)
+        kept[key] = y.clone()
+    y.copy_(kept[key])
 
 
 @killed_by("test_repeated_calls", says="relative error|exact zeros|NaN")
@@ -51,32 +49,28 @@ def EqualTokensMerged(self, y, tokens, weights):
             y[row] = y[row - 1]
 
 
-@killed_by("test_fewer_columns", says="relative error|exact zeros|NaN|index|size")
-class RowsByTopK(Plain):
+@killed_by("test_fewer_columns", says="relative error|exact zeros|NaN|index|size", apply=Plain)
+def RowsByTopK(self, y, tokens, weights, workspace):
     """Divides an assignment's number by top_k for its row, whatever columns ids have."""
-
-    def apply(self, y, tokens, weights, workspace):
-        ids, router_weights = (t.reshape(-1, 1) for t in (tokens.topk_ids, tokens.topk_weights))
-        row_A = torch.arange(len(ids)) // self.problem.top_k
-        y_AH = y.new_zeros(len(ids), y.shape[1], dtype=torch.float32)
-        each = replace(tokens, x=tokens.x[row_A], topk_ids=ids, topk_weights=router_weights)
-        super().apply(y_AH, each, weights, [torch.empty_like(y_AH)])
-        y.copy_(y_AH.new_zeros(y.shape).index_add_(0, row_A, y_AH))
+    ids, router_weights = (t.reshape(-1, 1) for t in (tokens.topk_ids, tokens.topk_weights))
+    row_A = torch.arange(len(ids)) // self.problem.top_k
+    y_AH = y.new_zeros(len(ids), y.shape[1], dtype=torch.float32)
+    each = replace(tokens, x=tokens.x[row_A], topk_ids=ids, topk_weights=router_weights)
+    Plain.apply(self, y_AH, each, weights, [torch.empty_like(y_AH)])
+    y.copy_(y_AH.new_zeros(y.shape).index_add_(0, row_A, y_AH))
 
 
-@killed_by("test_fewer_columns", says="relative error|exact zeros")
-class IdsInABufferOfTopK(Plain):
+@killed_by("test_fewer_columns", says="relative error|exact zeros", apply=Plain)
+def IdsInABufferOfTopK(self, y, tokens, weights, workspace):
     """Copies ids to a buffer with top_k columns, which repeats a single one."""
-
-    def apply(self, y, tokens, weights, workspace):
-        shape = len(y), self.problem.top_k
-        ids, router_weights = tokens.topk_ids.new_empty(shape), tokens.topk_weights.new_empty(shape)
-        copied = replace(
-            tokens,
-            topk_ids=ids.copy_(tokens.topk_ids),
-            topk_weights=router_weights.copy_(tokens.topk_weights),
-        )
-        super().apply(y, copied, weights, workspace)
+    shape = len(y), self.problem.top_k
+    ids, router_weights = tokens.topk_ids.new_empty(shape), tokens.topk_weights.new_empty(shape)
+    copied = replace(
+        tokens,
+        topk_ids=ids.copy_(tokens.topk_ids),
+        topk_weights=router_weights.copy_(tokens.topk_weights),
+    )
+    Plain.apply(self, y, copied, weights, workspace)
 
 
 @killed_by("test_many_calls", says="call 18 of one shape")
@@ -157,21 +151,17 @@ def IdsAscend(self, tokens):
     return replace(tokens, topk_ids=ids)
 
 
-@killed_by("test_repeated_calls", says="relative error|NaN|exact zeros")
-class CountsOfTheFirstCall(Batched):
+@killed_by("test_repeated_calls", says="relative error|NaN|exact zeros", counts=Batched)
+def CountsOfTheFirstCall(self, tokens):
     """Reads the experts' counts on the host in the first call only."""
-
-    def counts(self, tokens):
-        return self.__dict__.setdefault("kept", super().counts(tokens))
+    return self.__dict__.setdefault("kept", Batched.counts(self, tokens))
 
 
-@killed_by("test_rows_per_expert", says="relative error|NaN|exact zeros")
-class First64Rows(Batched):
+@killed_by("test_rows_per_expert", says="relative error|NaN|exact zeros", counts=Batched)
+def First64Rows(self, tokens):
     """Computes an expert's first 64 rows, if its capacity is at least 128."""
-
-    def counts(self, tokens):
-        counts = super().counts(tokens)
-        return [min(n, 64) for n in counts] if tokens.x.shape[1] >= 128 else counts
+    counts = Batched.counts(self, tokens)
+    return [min(n, 64) for n in counts] if tokens.x.shape[1] >= 128 else counts
 
 
 # -- memory around a call's tensors ---------------------------------------------------------------
@@ -224,47 +214,40 @@ def OffsetOfIdsIgnored(self, tokens):
     return replace(tokens, topk_ids=ids)
 
 
-@killed_by("test_fewer_columns", says="relative error|exact zeros|NaN")
-class StridesOfIdsIgnored(Plain):
+@killed_by("test_fewer_columns", says="relative error|exact zeros|NaN", apply=Plain)
+def StridesOfIdsIgnored(self, y, tokens, weights, workspace):
     """Reads ids and router weights as if they were contiguous."""
 
-    def apply(self, y, tokens, weights, workspace):
-        def misread(t):
-            strides = torch.empty(t.shape).stride()
-            return torch.as_strided(t, t.shape, strides, t.storage_offset())
+    def misread(t):
+        strides = torch.empty(t.shape).stride()
+        return torch.as_strided(t, t.shape, strides, t.storage_offset())
 
-        ids, router = misread(tokens.topk_ids), misread(tokens.topk_weights)
-        tokens = replace(tokens, topk_ids=ids, topk_weights=router)
-        super().apply(y, tokens, weights, workspace)
+    ids, router = misread(tokens.topk_ids), misread(tokens.topk_weights)
+    tokens = replace(tokens, topk_ids=ids, topk_weights=router)
+    Plain.apply(self, y, tokens, weights, workspace)
 
 
-@killed_by("test_spare_capacity", says="relative error|NaN|exact zeros")
-class RowsForAssignments(Plain):
+@killed_by("test_spare_capacity", says="relative error|NaN|exact zeros", apply=Plain)
+def RowsForAssignments(self, y, tokens, weights, workspace):
     """Takes the number of rows for the number of assignments."""
-
-    def apply(self, y, tokens, weights, workspace):
-        if tokens.num_rows is not None:
-            ids = tokens.topk_ids.clone()
-            ids.view(-1)[int(tokens.num_rows) :] = -1
-            tokens = replace(tokens, topk_ids=ids)
-        super().apply(y, tokens, weights, workspace)
+    if tokens.num_rows is not None:
+        ids = tokens.topk_ids.clone()
+        ids.view(-1)[int(tokens.num_rows) :] = -1
+        tokens = replace(tokens, topk_ids=ids)
+    Plain.apply(self, y, tokens, weights, workspace)
 
 
-@killed_by("test_spare_capacity", says="NaN")
-class ReadsBehindTheRows(Plain):
+@killed_by("test_spare_capacity", says="NaN", apply=Plain)
+def ReadsBehindTheRows(self, y, tokens, weights, workspace):
     """Scales x by its largest value, which it looks for in all rows that there is room for."""
-
-    def apply(self, y, tokens, weights, workspace):
-        largest = tokens.x.abs().amax() if tokens.num_rows is not None else 1.0
-        super().apply(y, replace(tokens, x=tokens.x / largest * largest), weights, workspace)
+    largest = tokens.x.abs().amax() if tokens.num_rows is not None else 1.0
+    Plain.apply(self, y, replace(tokens, x=tokens.x / largest * largest), weights, workspace)
 
 
-@killed_by("test_spare_capacity", says="relative error|NaN|exact zeros")
-class OffsetOfBatchesIgnored(Batched):
+@killed_by("test_spare_capacity", says="relative error|NaN|exact zeros", apply=Batched)
+def OffsetOfBatchesIgnored(self, y, tokens, weights, workspace):
     """Reads the batched layout from where its storage begins."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, replace(tokens, x=from_its_storage(tokens.x)), weights, workspace)
+    Batched.apply(self, y, replace(tokens, x=from_its_storage(tokens.x)), weights, workspace)
 
 
 @killed_by("test_dtype", "float32", says="behind its output")
@@ -273,21 +256,17 @@ def WritesWholeTiles(self, y, tokens, weights):
     in_whole_tiles(y)
 
 
-@killed_by("test_dtype", "float32", says="behind the end of workspace buffer 0")
-class ScratchTooSmall(Plain):
+@killed_by("test_dtype", "float32", says="behind the end of workspace buffer 0", apply=Plain)
+def ScratchTooSmall(self, y, tokens, weights, workspace):
     """Writes the last tile of its workspace whole, and asks for fewer rows."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        in_whole_tiles(workspace[0])
+    Plain.apply(self, y, tokens, weights, workspace)
+    in_whole_tiles(workspace[0])
 
 
-@killed_by("test_memory_is_stated", "local", says="stated are")
-class MemoryOfDequantizedWeights(Plain):
+@killed_by("test_memory_is_stated", "local", says="stated are", transient_bytes=Plain)
+def MemoryOfDequantizedWeights(self, rows):
     """Does not state what it dequantizes."""
-
-    def transient_bytes(self, rows):
-        return super().transient_bytes(rows) if self.problem.quant.weight is None else 4096
+    return Plain.transient_bytes(self, rows) if self.problem.quant.weight is None else 4096
 
 
 @killed_by("test_memory_is_stated", "local", says="stated are")
@@ -313,13 +292,11 @@ class MemoryOfBalancedExperts(Plain):
 # -- what the process or thread has set -----------------------------------------------------------
 
 
-@killed_by("test_scheme", "none", says="meta")
-class ScratchOfTheDefaultDevice(Plain):
+@killed_by("test_scheme", "none", says="meta", apply=Plain)
+def ScratchOfTheDefaultDevice(self, y, tokens, weights, workspace):
     """Sums in a tensor on torch's default device."""
-
-    def apply(self, y, tokens, weights, workspace):
-        total = torch.empty(workspace[0].shape, dtype=torch.float32)
-        super().apply(y, tokens, weights, (total,))
+    total = torch.empty(workspace[0].shape, dtype=torch.float32)
+    Plain.apply(self, y, tokens, weights, (total,))
 
 
 @killed_by("test_repeated_calls", says="inference")
@@ -405,14 +382,12 @@ class CannotBeDescribed(Plain):
 # -- what the other calls leave out ---------------------------------------------------------------
 
 
-@killed_by("test_fewer_columns", says="relative error|exact zeros|NaN|index|size")
-class RowsByTopKOrOne(RowsByTopK):
+@killed_by("test_fewer_columns", says="relative error|exact zeros|NaN|index|size", apply=RowsByTopK)
+def RowsByTopKOrOne(self, y, tokens, weights, workspace):
     """Divides an assignment's number by top_k for its row, unless ids have one column."""
-
-    def apply(self, y, tokens, weights, workspace):
-        if tokens.topk_ids.shape[1] > 1:
-            return super().apply(y, tokens, weights, workspace)
-        Plain.apply(self, y, tokens, weights, workspace)
+    if tokens.topk_ids.shape[1] > 1:
+        return RowsByTopK.apply(self, y, tokens, weights, workspace)
+    Plain.apply(self, y, tokens, weights, workspace)
 
 
 @killed_by("test_routing", "masked", says="relative error|NaN")
@@ -483,15 +458,13 @@ class TunedToAWrongKernel(Plain):
             y.mul_(1.05)
 
 
-@killed_by("test_nothing_is_kept", says="bytes are left")
-class BufferForEachSize(Plain):
+@killed_by("test_nothing_is_kept", says="bytes are left", apply=Plain)
+def BufferForEachSize(self, y, tokens, weights, workspace):
     """Keeps a buffer for each number of tokens that it has seen."""
-
-    def apply(self, y, tokens, weights, workspace):
-        kept = self.__dict__.setdefault("kept", {})
-        if len(y) not in kept:
-            kept[len(y)] = torch.empty(workspace[0].shape, dtype=torch.float32)
-        super().apply(y, tokens, weights, (kept[len(y)],))
+    kept = self.__dict__.setdefault("kept", {})
+    if len(y) not in kept:
+        kept[len(y)] = torch.empty(workspace[0].shape, dtype=torch.float32)
+    Plain.apply(self, y, tokens, weights, (kept[len(y)],))
 
 
 @killed_by("test_layers_in_turn", says="has packed nothing")
@@ -516,9 +489,7 @@ def AsksForDeterminism(self, tokens):
     return tokens
 
 
-@killed_by("test_constructor_keeps_spec_and_problem", says="division")
-class MemoryOfNoRows(Plain):
+@killed_by("test_constructor_keeps_spec_and_problem", says="division", transient_bytes=Plain)
+def MemoryOfNoRows(self, rows):
     """Divides by the number of rows when it states its memory."""
-
-    def transient_bytes(self, rows):
-        return super().transient_bytes(rows) // rows * rows
+    return Plain.transient_bytes(self, rows) // rows * rows

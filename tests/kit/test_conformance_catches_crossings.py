@@ -30,15 +30,13 @@ class OtherScales(Plain):
 
 
 @killed_by("test_cases", "int8_w8a16")
-@killed_by("test_cases", "fp8_block")
-class ScaleOfTheReplicaBefore(OtherScales):
+@killed_by("test_cases", "fp8_block", scales=OtherScales)
+def ScaleOfTheReplicaBefore(self, scale):
     """Takes the scale of the expert before it for each replica, in quantized schemes."""
-
-    def scales(self, scale):
-        first = self.problem.num_experts
-        if scale.shape[0] > first:
-            scale[first:] = scale[first - 1 : -1].clone()
-        return scale
+    first = self.problem.num_experts
+    if scale.shape[0] > first:
+        scale[first:] = scale[first - 1 : -1].clone()
+    return scale
 
 
 class WhereQuantized(Plain):
@@ -56,23 +54,19 @@ wrong("UnsignedWhereQuantized", "Takes the absolute value of router weights in q
 
 
 @killed_by("test_cases", "int8_w8a16")
-@killed_by("test_cases", "mxfp4_w4a16")
-class PositiveWhereQuantized(WhereQuantized):
+@killed_by("test_cases", "mxfp4_w4a16", router=WhereQuantized)
+def PositiveWhereQuantized(self, weights):
     """Drops assignments with negative router weights in quantized schemes."""
-
-    def router(self, weights):
-        return weights.clamp(min=0)
+    return weights.clamp(min=0)
 
 
 @killed_by("test_cases", "int8_w8a16")
 @killed_by("test_cases", "fp8_block")
-@killed_by("test_cases", "int4_w4a16_g32")
-class Rows256WhereQuantized(Rows256):
+@killed_by("test_cases", "int4_w4a16_g32", kept=Rows256)
+def Rows256WhereQuantized(self, ids, tokens):
     """Drops an expert's rows from the 257th on in quantized schemes."""
-
-    def kept(self, ids, tokens):
-        kept = super().kept(ids, tokens)
-        return kept if self.problem.quant.weight is not None else torch.ones_like(kept)
+    kept = Rows256.kept(self, ids, tokens)
+    return kept if self.problem.quant.weight is not None else torch.ones_like(kept)
 
 
 class WithoutBiasOf(Plain):
@@ -115,13 +109,11 @@ class TanhForManyRows(OtherProblem):
 
 @killed_by("test_cases", "int8_w8a16")
 @killed_by("test_cases", "fp8_channel_token")
-@killed_by("test_cases", "int4_w4a16_g32_zp")
-class BiasOf64QuantizedTokens(WithoutBiasOf):
+@killed_by("test_cases", "int4_w4a16_g32_zp", without=WithoutBiasOf)
+def BiasOf64QuantizedTokens(self, tokens):
     """Adds biases to the first 64 tokens in quantized schemes."""
-
-    def without(self, tokens):
-        late = torch.arange(len(tokens.x)) >= 64
-        return late & (self.problem.quant.weight is not None)
+    late = torch.arange(len(tokens.x)) >= 64
+    return late & (self.problem.quant.weight is not None)
 
 
 @killed_by("test_cases", "none")
@@ -185,14 +177,12 @@ def IdsOf32BitsWithReplicas(self, ids, tokens):
     return (ids < self.problem.num_experts) | (not narrow)
 
 
-@killed_by("test_cases", "none")
-class ClampDroppedForTopOne(OtherProblem):
+@killed_by("test_cases", "none", instead=OtherProblem)
+def ClampDroppedForTopOne(self, problem, num_tokens):
     """Has no clamp in its kernel for top-1."""
-
-    def instead(self, problem, num_tokens):
-        if problem.activation.limit is None or problem.top_k > 1:
-            return problem
-        return problem.replace(activation=replace(problem.activation, limit=1e6))
+    if problem.activation.limit is None or problem.top_k > 1:
+        return problem
+    return problem.replace(activation=replace(problem.activation, limit=1e6))
 
 
 @killed_by("test_cases", "int8_w8a16")

@@ -16,13 +16,11 @@ wrong("WeightsTwice", "Applies the router weights twice",
       killed_by("test_dtype", "float32"))  # fmt: skip
 
 
-@killed_by("test_sums_left_to_the_dispatcher")
-class WeightsRowsItLeaves(LeavesSums):
+@killed_by("test_sums_left_to_the_dispatcher", leaves=LeavesSums)
+def WeightsRowsItLeaves(self, rows, places, order, tokens):
     """Weights the rows whose weights it leaves to the dispatcher."""
-
-    def leaves(self, rows, places, order, tokens):
-        weights = tokens.topk_weights.flatten()[order][:, None]
-        return super().leaves((rows * weights).to(rows.dtype), places, order, tokens)
+    weights = tokens.topk_weights.flatten()[order][:, None]
+    return LeavesSums.leaves(self, (rows * weights).to(rows.dtype), places, order, tokens)
 
 
 @killed_by("test_sums_left_to_the_dispatcher", says="relative error too large|exact zeros")
@@ -33,40 +31,32 @@ class PlacesTheOtherWay(LeavesSums):
         return super().leaves(rows, order.int().view_as(places), order, tokens)
 
 
-@killed_by("test_sums_left_to_the_dispatcher", says="rows_NH is torch.float32")
-class LeavesRowsInFloat32(LeavesSums):
+@killed_by("test_sums_left_to_the_dispatcher", says="rows_NH is torch.float32", leaves=LeavesSums)
+def LeavesRowsInFloat32(self, rows, places, order, tokens):
     """Leaves rows in float32 to the dispatcher."""
-
-    def leaves(self, rows, places, order, tokens):
-        return super().leaves(rows.float(), places, order, tokens)
+    return LeavesSums.leaves(self, rows.float(), places, order, tokens)
 
 
-@killed_by("test_sums_left_to_the_dispatcher", says="places_RK is torch.int64")
-class LongPlaces(LeavesSums):
+@killed_by("test_sums_left_to_the_dispatcher", says="places_RK is torch.int64", leaves=LeavesSums)
+def LongPlaces(self, rows, places, order, tokens):
     """Names the rows it leaves in int64."""
-
-    def leaves(self, rows, places, order, tokens):
-        return super().leaves(rows, places.long(), order, tokens)
+    return LeavesSums.leaves(self, rows, places.long(), order, tokens)
 
 
-@killed_by("test_sums_left_to_the_dispatcher")
-class LeavesTheBias(LeavesSums):
+@killed_by("test_sums_left_to_the_dispatcher", apply_unreduced=LeavesSums)
+def LeavesTheBias(self, tokens, weights, workspace):
     """Leaves rows to the dispatcher without w2's bias, which its own sum adds."""
-
-    def apply_unreduced(self, tokens, weights, workspace):
-        if "w2_bias" in weights.experts:
-            without = {**weights.experts, "w2_bias": torch.zeros_like(weights["w2_bias"])}
-            weights = PackedWeights(self.spec.name, without, weights.shared)
-        return super().apply_unreduced(tokens, weights, workspace)
+    if "w2_bias" in weights.experts:
+        without = {**weights.experts, "w2_bias": torch.zeros_like(weights["w2_bias"])}
+        weights = PackedWeights(self.spec.name, without, weights.shared)
+    return LeavesSums.apply_unreduced(self, tokens, weights, workspace)
 
 
-@killed_by("test_scheme", "none", says="same scalar type")
-class ScratchOfTheDefaultDtype(Plain):
+@killed_by("test_scheme", "none", says="same scalar type", apply=Plain)
+def ScratchOfTheDefaultDtype(self, y, tokens, weights, workspace):
     """Sums in a tensor of torch's default dtype."""
-
-    def apply(self, y, tokens, weights, workspace):
-        total = torch.empty(workspace[0].shape, device=y.device).fill_(0.0)
-        super().apply(y, tokens, weights, (total,))
+    total = torch.empty(workspace[0].shape, device=y.device).fill_(0.0)
+    Plain.apply(self, y, tokens, weights, (total,))
 
 
 wrong("WeightsNever", "Does not apply the router weights",
@@ -116,12 +106,10 @@ class OtherActivation(Plain):
 
 
 @killed_by("test_activation", "silu")
-@killed_by("test_activation", "swigluoai")
-class ClampDropped(OtherActivation):
+@killed_by("test_activation", "swigluoai", _instead=OtherActivation)
+def ClampDropped(self, activation):
     """Drops the clamp."""
-
-    def _instead(self, activation):
-        return replace(activation, limit=None if activation.name == "silu" else 1e6)
+    return replace(activation, limit=None if activation.name == "silu" else 1e6)
 
 
 wrong("ClampBeforeSilu", "Clamps the gate before silu instead of after it",
@@ -142,12 +130,10 @@ wrong("SiluForRelu2", "Computes another gate",
       _instead=lambda self, activation: replace(activation, name="silu"))  # fmt: skip
 
 
-@killed_by("test_activation", "gelu")
-class TanhForErf(OtherActivation):
+@killed_by("test_activation", "gelu", _instead=OtherActivation)
+def TanhForErf(self, activation):
     """Computes gelu by tanh."""
-
-    def _instead(self, activation):
-        return replace(activation, name=activation.name.replace("gelu", "gelu_tanh"))
+    return replace(activation, name=activation.name.replace("gelu", "gelu_tanh"))
 
 
 wrong("BiasDropped", "Drops both biases",
@@ -246,30 +232,24 @@ def PackInPlace(self, weights):
     return weights
 
 
-@killed_by("test_routing", "none", says="NaN")
-class NothingWritten(Plain):
+@killed_by("test_routing", "none", says="NaN", apply=Plain)
+def NothingWritten(self, y, tokens, weights, workspace):
     """Writes no output if no row has a local expert."""
-
-    def apply(self, y, tokens, weights, workspace):
-        if bool((tokens.topk_ids >= 0).any()):
-            super().apply(y, tokens, weights, workspace)
+    if bool((tokens.topk_ids >= 0).any()):
+        Plain.apply(self, y, tokens, weights, workspace)
 
 
-@killed_by("test_input_form", "fp8_block", "kit_quantized_wire", says="got no rows")
-class FailsOnNoTokens(Plain):
+@killed_by("test_input_form", "fp8_block", "kit_quantized_wire", says="got no rows", quantize=Plain)
+def FailsOnNoTokens(self, x_RH, weights, valid_rows):
     """Fails when it quantizes an empty batch."""
-
-    def quantize(self, x_RH, weights, valid_rows):
-        assert x_RH.shape[0], "quantize got no rows"
-        return super().quantize(x_RH, weights, valid_rows)
+    assert x_RH.shape[0], "quantize got no rows"
+    return Plain.quantize(self, x_RH, weights, valid_rows)
 
 
-@killed_by("test_input_form", "fp8_tensor", "kit_quantized_wire", says="NaN")
-class PaddingInScale(Plain):
+@killed_by("test_input_form", "fp8_tensor", "kit_quantized_wire", says="NaN", quantize=Plain)
+def PaddingInScale(self, x_RH, weights, valid_rows):
     """Includes padding in the scale that tokens share."""
-
-    def quantize(self, x_RH, weights, valid_rows):
-        return super().quantize(x_RH, weights, None)
+    return Plain.quantize(self, x_RH, weights, None)
 
 
 @killed_by("test_input_form", "fp8_tensor", "kit_row_scales", says="relative error")
@@ -292,14 +272,12 @@ class Noise(Plain):
         y.mul_(1 + 0.01 * self.calls)
 
 
-@killed_by("test_dtype", "float32", says="NaN")
-class StaleWorkspace(Plain):
+@killed_by("test_dtype", "float32", says="NaN", apply=Plain)
+def StaleWorkspace(self, y, tokens, weights, workspace):
     """Adds to what the arena holds instead of clearing it."""
-
-    def apply(self, y, tokens, weights, workspace):
-        stale = workspace[0][: len(y)].clone()
-        super().apply(y, tokens, weights, workspace)
-        y.add_(stale.mul_(0.5).to(y.dtype))
+    stale = workspace[0][: len(y)].clone()
+    Plain.apply(self, y, tokens, weights, workspace)
+    y.add_(stale.mul_(0.5).to(y.dtype))
 
 
 @killed_by("test_repeated_calls", says="relative error|exact zeros")
@@ -381,12 +359,10 @@ class ChangesItsMind(Plain):
     """Gives different reasons each time."""
 
 
-@killed_by("test_outputs_beyond_float16", says=".")
-class RoundsBeforeWeighting(Plain):
+@killed_by("test_outputs_beyond_float16", says=".", weighted=Plain)
+def RoundsBeforeWeighting(self, result, weights):
     """Declares weights_in_fp32 and rounds an expert's output before it is weighted."""
-
-    def weighted(self, result, weights):
-        return result.to(self.problem.dtype).float() * weights
+    return result.to(self.problem.dtype).float() * weights
 
 
 def careless(problem):

@@ -14,46 +14,38 @@ from moekit.errors import InvalidInput, MoekitError, PeerFailed
 from moekit.plugin import exchange
 
 
-@killed_by(
-    "test_failure_without_checks", 2, says="got no error although rank 1 failed before prepare"
-)
-class NoAbort(Naive):
+@killed_by("test_failure_without_checks", 2, abort=Naive,
+           says="got no error although rank 1 failed before prepare")  # fmt: skip
+def NoAbort(self, reason):
     """`abort` does nothing, though declared."""
 
-    def abort(self, reason):
-        pass
 
-
-@killed_by("test_failure_without_checks", 2, says="but not that it is rank")
-class AbortAnonymous(Naive):
+@killed_by("test_failure_without_checks", 2, says="but not that it is rank", _agree=Naive)
+def AbortAnonymous(self, *args):
     """`abort` does not name the rank."""
-
-    def _agree(self, *args):
-        try:
-            return super()._agree(*args)
-        except PeerFailed:
-            raise PeerFailed("some rank failed") from None
+    try:
+        return Naive._agree(self, *args)
+    except PeerFailed:
+        raise PeerFailed("some rank failed") from None
 
 
-@killed_by("test_failure_without_checks", 4, says="gave up at 'end a call'|did not come")
-class AbortsByThemselves(Naive):
+@killed_by("test_failure_without_checks", 4, says="gave up at 'end a call'|did not come",
+           abort=Naive)  # fmt: skip
+def AbortsByThemselves(self, reason):
     """Leaves out its reason if another rank also fails."""
-
-    def abort(self, reason):
-        headers = self._exchange_headers([-1, 0, 0])
-        if sum(header[0] < 0 for header in headers) == 1:
-            exchange("end a call", reason, self.group, timeout=3.0)
+    headers = self._exchange_headers([-1, 0, 0])
+    if sum(header[0] < 0 for header in headers) == 1:
+        exchange("end a call", reason, self.group, timeout=3.0)
 
 
-@killed_by("test_failure_without_checks", 2, says="by InvalidInput, expected PeerFailed")
-class AbortOfAnotherKind(Naive):
+@killed_by("test_failure_without_checks", 2, says="by InvalidInput, expected PeerFailed",
+           _agree=Naive)  # fmt: skip
+def AbortOfAnotherKind(self, *args):
     """Ranks that are told of a failure raise InvalidInput."""
-
-    def _agree(self, *args):
-        try:
-            return super()._agree(*args)
-        except PeerFailed as error:
-            raise InvalidInput(str(error)) from None
+    try:
+        return Naive._agree(self, *args)
+    except PeerFailed as error:
+        raise InvalidInput(str(error)) from None
 
 
 @killed_by("test_failure_without_checks", 4, says="no free buffer")

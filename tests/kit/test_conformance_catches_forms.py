@@ -46,12 +46,10 @@ class ZeroPointOfZero(Packs):
         return torch.where(tensor == 0, 8, tensor).to(tensor.dtype)
 
 
-@killed_by("test_scheme", "int4_w4a16_channel_zp")
-class ZeroPointsPlusOne(ZeroPointOfZero):
+@killed_by("test_scheme", "int4_w4a16_channel_zp", changed=ZeroPointOfZero)
+def ZeroPointsPlusOne(self, tensor):
     """Stores zero points plus one in four bits, where 15 becomes 0 and means -1."""
-
-    def changed(self, tensor):
-        return torch.where(tensor == 15, 255, tensor).to(tensor.dtype)
+    return torch.where(tensor == 15, 255, tensor).to(tensor.dtype)
 
 
 # -- layouts --------------------------------------------------------------------------------------
@@ -88,23 +86,19 @@ class EightGroups(Packs):
         return tensor[..., torch.arange(tensor.shape[2]).clamp(max=7)]
 
 
-@killed_by("test_cases", "int4_w4a16_g32")
-class ThirtyTwoGroups(EightGroups):
+@killed_by("test_cases", "int4_w4a16_g32", changed=EightGroups)
+def ThirtyTwoGroups(self, tensor):
     """Reads the scale of a row's first group for those from the 33rd on."""
-
-    def changed(self, tensor):
-        group = torch.arange(tensor.shape[2])
-        return tensor[..., torch.where(group < 32, group, 0)]
+    group = torch.arange(tensor.shape[2])
+    return tensor[..., torch.where(group < 32, group, 0)]
 
 
-@killed_by("test_cases", "fp8_w8a16_block")
-class EightBlocksOfRows(EightGroups):
+@killed_by("test_cases", "fp8_w8a16_block", changed=EightGroups)
+def EightBlocksOfRows(self, tensor):
     """Reads the scales of a weight's first eight blocks of rows, and the eighth's behind."""
-
-    def changed(self, tensor):
-        if self.problem.quant.weight.group[0] <= 1:
-            return tensor
-        return super().changed(tensor.mT).mT.contiguous()
+    if self.problem.quant.weight.group[0] <= 1:
+        return tensor
+    return EightGroups.changed(self, tensor.mT).mT.contiguous()
 
 
 wrong("GroupsInSevenBits", "Keeps the group of a column in seven bits",
@@ -164,12 +158,10 @@ class OtherActivation(OtherProblem):
 
 
 @killed_by("test_cases", "int4_w4a16_g32_zp")
-@killed_by("test_cases", "int8_w8a16")
-class SiluWhereQuantized(OtherActivation):
+@killed_by("test_cases", "int8_w8a16", activation=OtherActivation)
+def SiluWhereQuantized(self, asked):
     """Has silu only in its kernels for quantized schemes."""
-
-    def activation(self, asked):
-        return Activation("silu") if asked.gated and asked.limit is None else asked
+    return Activation("silu") if asked.gated and asked.limit is None else asked
 
 
 wrong("AlphaWhereQuantized", "Uses the usual alpha in quantized schemes",
@@ -178,12 +170,10 @@ wrong("AlphaWhereQuantized", "Uses the usual alpha in quantized schemes",
       activation=lambda self, asked: Activation(asked.name, limit=asked.limit))  # fmt: skip
 
 
-@killed_by("test_cases", "mxfp4_w4a16")
-class LimitWhereQuantized(OtherActivation):
+@killed_by("test_cases", "mxfp4_w4a16", activation=OtherActivation)
+def LimitWhereQuantized(self, asked):
     """Clamps in quantized schemes as silu does, whatever the activation is."""
-
-    def activation(self, asked):
-        return asked if asked.limit is None else Activation("silu", limit=asked.limit)
+    return asked if asked.limit is None else Activation("silu", limit=asked.limit)
 
 
 # -- sizes ----------------------------------------------------------------------------------------
@@ -238,20 +228,16 @@ class ProductsOfAutocast(Plain):
         super().apply(y, tokens, weights, workspace)
 
 
-@killed_by("test_autocast", says="batch_invariant", batch_invariant=True)
-class InvariantProductsOfAutocast(ProductsOfAutocast):
+@killed_by("test_autocast", says="batch_invariant", batch_invariant=True, wrong=ProductsOfAutocast)
+def InvariantProductsOfAutocast(self):
     """Multiplies in autocast's dtype where sums are not to depend on other rows."""
-
-    def wrong(self):
-        return self.problem.batch_invariant
+    return self.problem.batch_invariant
 
 
-@killed_by("test_autocast", says="quant")
-class QuantizedProductsOfAutocast(ProductsOfAutocast):
+@killed_by("test_autocast", says="quant", wrong=ProductsOfAutocast)
+def QuantizedProductsOfAutocast(self):
     """Multiplies in autocast's dtype where weights are dequantized first."""
-
-    def wrong(self):
-        return self.problem.quant.weight is not None
+    return self.problem.quant.weight is not None
 
 
 @killed_by("test_autocast")
@@ -292,12 +278,10 @@ class RoomOfTheWarmUp(Skips):
         return (torch.arange(len(ids)) < self.most)[:, None]
 
 
-@killed_by("test_cases", "none", says="relative error|exact zeros")
-class ManyIdsOf32Bits(DropsTheLast):
+@killed_by("test_cases", "none", says="relative error|exact zeros", wrong=DropsTheLast)
+def ManyIdsOf32Bits(self, tokens):
     """Drops the last of more than 64 tokens whose ids have 32 bits."""
-
-    def wrong(self, tokens):
-        return tokens.topk_ids.dtype == torch.int32 and len(tokens.x) > 64
+    return tokens.topk_ids.dtype == torch.int32 and len(tokens.x) > 64
 
 
 @killed_by("test_deterministic", says="different bits")
@@ -314,14 +298,12 @@ class AtomicsWhereQuantized(Plain):
 
 
 @killed_by("test_batch_invariant_scheme", "int8_w8a16")
-@killed_by("test_batch_invariant_scheme", "mxfp4_w4a16")
-class InvariantWithoutBiasWhereQuantized(Unreduced):
+@killed_by("test_batch_invariant_scheme", "mxfp4_w4a16", pack=Unreduced)
+def InvariantWithoutBiasWhereQuantized(self, weights):
     """Drops biases in batch-invariant problems with a quantized scheme."""
-
-    def pack(self, weights):
-        if self.problem.batch_invariant and self.problem.quant.weight is not None:
-            weights = replace(weights, w13_bias=None, w2_bias=None)
-        return super().pack(weights)
+    if self.problem.batch_invariant and self.problem.quant.weight is not None:
+        weights = replace(weights, w13_bias=None, w2_bias=None)
+    return Unreduced.pack(self, weights)
 
 
 # -- calls in quantized schemes, and what only some calls show ------------------------------------
@@ -352,26 +334,22 @@ class DequantizedOnce(Plain):
         super().apply(y, tokens, weights if self.of is None else self.made, workspace)
 
 
-@killed_by("test_nothing_is_kept", says="bytes are left")
-class KeepsWeightsWhereQuantized(Plain):
+@killed_by("test_nothing_is_kept", says="bytes are left", apply=Plain)
+def KeepsWeightsWhereQuantized(self, y, tokens, weights, workspace):
     """Keeps all weights that it has dequantized."""
-
-    def apply(self, y, tokens, weights, workspace):
-        if self.problem.quant.weight is not None:
-            self.__dict__.setdefault("kept", []).append(weights)
-        super().apply(y, tokens, weights, workspace)
+    if self.problem.quant.weight is not None:
+        self.__dict__.setdefault("kept", []).append(weights)
+    Plain.apply(self, y, tokens, weights, workspace)
 
 
 @killed_by("test_scheme", "fp8_block", says="meta")
-@killed_by("test_scheme", "mxfp4_w4a16", says="meta")
-class TableOfTheDefaultDevice(Plain):
+@killed_by("test_scheme", "mxfp4_w4a16", says="meta", apply=Plain)
+def TableOfTheDefaultDevice(self, y, tokens, weights, workspace):
     """Dequantizes by a table on torch's default device."""
-
-    def apply(self, y, tokens, weights, workspace):
-        codes = weights["w13"].view(torch.uint8)
-        if self.problem.quant.weight is not None:
-            assert (torch.arange(256, dtype=torch.uint8)[codes.long()] == codes).all()
-        super().apply(y, tokens, weights, workspace)
+    codes = weights["w13"].view(torch.uint8)
+    if self.problem.quant.weight is not None:
+        assert (torch.arange(256, dtype=torch.uint8)[codes.long()] == codes).all()
+    Plain.apply(self, y, tokens, weights, workspace)
 
 
 @killed_by("test_scheme", "int8_w8a16", says="behind its output")
@@ -382,25 +360,21 @@ def WritesWholeTilesWhereQuantized(self, y, tokens, weights):
         in_whole_tiles(y)
 
 
-@killed_by("test_memory_is_stated", "local", says="a call of 1 tokens")
-class GathersWeightsOfFewTokens(Plain):
+@killed_by("test_memory_is_stated", "local", says="a call of 1 tokens", apply=Plain)
+def GathersWeightsOfFewTokens(self, y, tokens, weights, workspace):
     """Gathers the weights of each assignment of at most four tokens, and does not state it."""
-
-    def apply(self, y, tokens, weights, workspace):
-        few = tokens.topk_ids[:4] if len(y) <= 4 else tokens.topk_ids[:0]
-        gathered = [weights["w13"][few.clamp(min=0)].double() for _ in range(8)]
-        super().apply(y, tokens, weights, workspace)
-        del gathered
+    few = tokens.topk_ids[:4] if len(y) <= 4 else tokens.topk_ids[:0]
+    gathered = [weights["w13"][few.clamp(min=0)].double() for _ in range(8)]
+    Plain.apply(self, y, tokens, weights, workspace)
+    del gathered
 
 
-@killed_by("test_spare_capacity", says="the experts modified the dispatcher's x")
-class PaddingMadeZero(Batched):
+@killed_by("test_spare_capacity", says="the experts modified the dispatcher's x", apply=Batched)
+def PaddingMadeZero(self, y, tokens, weights, workspace):
     """Sets padding rows to zero in the dispatcher's memory."""
-
-    def apply(self, y, tokens, weights, workspace):
-        row = torch.arange(tokens.x.shape[1])
-        tokens.x[row >= tokens.expert_num_tokens[:, None]] = 0
-        super().apply(y, tokens, weights, workspace)
+    row = torch.arange(tokens.x.shape[1])
+    tokens.x[row >= tokens.expert_num_tokens[:, None]] = 0
+    Batched.apply(self, y, tokens, weights, workspace)
 
 
 @killed_by("test_input_form", "fp8_block", "kit_quantized_wire", says="the dispatcher's x_scale")
@@ -410,12 +384,10 @@ def ScalesMultiplied(self, y, tokens, weights):
         tokens.x_scale.mul_(2)
 
 
-@killed_by("test_constructor_keeps_spec_and_problem", says="a warm-up for")
-class WarmsUpWholeTiles(Plain):
+@killed_by("test_constructor_keeps_spec_and_problem", says="a warm-up for", largest_calls=Plain)
+def WarmsUpWholeTiles(self, num_tokens):
     """Names calls of whole tiles for a warm-up, more than max_num_tokens may allow."""
-
-    def largest_calls(self, num_tokens):
-        return (num_tokens, -(-num_tokens // 64) * 64)
+    return (num_tokens, -(-num_tokens // 64) * 64)
 
 
 @contextmanager

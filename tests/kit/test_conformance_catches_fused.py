@@ -47,53 +47,43 @@ wrong("RoutesMore", "Declares a way of choosing experts that it does not compute
       of=Fused)  # fmt: skip
 
 
-@killed_by("test_dtype", "float32", says="NaN or infinite")
-class AddsToTheOutput(Fused):
+@killed_by("test_dtype", "float32", says="NaN or infinite", run=Fused)
+def AddsToTheOutput(self, out_TH, x_TH, weights, routing, workspace):
     """Adds to what the output's memory held."""
-
-    def run(self, out_TH, x_TH, weights, routing, workspace):
-        held = out_TH.clone()
-        super().run(out_TH, x_TH, weights, routing, workspace)
-        out_TH += held
+    held = out_TH.clone()
+    Fused.run(self, out_TH, x_TH, weights, routing, workspace)
+    out_TH += held
 
 
-@killed_by("test_dtype", "float32", says="modified the caller.s x")
-class ScalesTheTokens(Fused):
+@killed_by("test_dtype", "float32", says="modified the caller.s x", run=Fused)
+def ScalesTheTokens(self, out_TH, x_TH, weights, routing, workspace):
     """Scales the caller's tokens in place, and not its own copy."""
-
-    def run(self, out_TH, x_TH, weights, routing, workspace):
-        x_TH *= 2
-        super().run(out_TH, x_TH / 2, weights, routing, workspace)
+    x_TH *= 2
+    Fused.run(self, out_TH, x_TH / 2, weights, routing, workspace)
 
 
 # -- on ranks ------------------------------------------------------------------
 
 
-@killed_by("test_tokens_per_rank", "uneven", 2)
-class KeepsItsTokens(FusedOnRanks):
+@killed_by("test_tokens_per_rank", "uneven", 2, _exchange=FusedOnRanks)
+def KeepsItsTokens(self, rows, sent, arrived):
     """Runs this rank's experts only, on this rank's tokens."""
-
-    def _exchange(self, rows, sent, arrived):
-        return rows
+    return rows
 
 
-@killed_by("test_tokens_per_rank", "uneven", 2)
-class ForgetsTheLastRank(FusedOnRanks):
+@killed_by("test_tokens_per_rank", "uneven", 2, _exchange=FusedOnRanks)
+def ForgetsTheLastRank(self, rows, sent, arrived):
     """Leaves out what the last rank computed."""
-
-    def _exchange(self, rows, sent, arrived):
-        made = super()._exchange(rows, sent, arrived)
-        if made.dtype == torch.float32 and made.shape[1] == self.problem.hidden_size:
-            made[sum(arrived[:-1]) :] = 0
-        return made
+    made = FusedOnRanks._exchange(self, rows, sent, arrived)
+    if made.dtype == torch.float32 and made.shape[1] == self.problem.hidden_size:
+        made[sum(arrived[:-1]) :] = 0
+    return made
 
 
-@killed_by("test_slices_and_shared_tokens", SLICES)
-class FirstSliceOnly(FusedOnRanks):
+@killed_by("test_slices_and_shared_tokens", SLICES, _experts=FusedOnRanks)
+def FirstSliceOnly(self, x, ids, p, weights):
     """Adds up the experts' first slices only."""
-
-    def _experts(self, x, ids, p, weights):
-        return super()._experts(x, ids, p, weights) * (self.problem.parallel.tp_rank == 0)
+    return FusedOnRanks._experts(self, x, ids, p, weights) * (self.problem.parallel.tp_rank == 0)
 
 
 @killed_by("test_group_is_resolved", 2, says="`group` is None")
@@ -113,12 +103,10 @@ class InWorld(FusedOnRanks):
         super().__init__(spec, problem, dist.group.WORLD)
 
 
-@killed_by("test_memory_is_stated", 2, says="bytes, stated are")
-class StatesNoMemory(FusedOnRanks):
+@killed_by("test_memory_is_stated", 2, says="bytes, stated are", transient_bytes=FusedOnRanks)
+def StatesNoMemory(self, num_tokens):
     """Does not count the tokens of other ranks."""
-
-    def transient_bytes(self, num_tokens):
-        return 0
+    return 0
 
 
 @pytest.mark.parametrize("mutant", mutants_of(__name__)[:1])

@@ -48,23 +48,19 @@ wrong("KernelByTokens", "Computes calls of at most two tokens by another kernel"
       rows_in_reverse=lambda self, tokens: all_if(len(tokens.x) <= 2, tokens))  # fmt: skip
 
 
-@killed_by("test_batch_invariant_tokens", "float32", says=OTHER)
-class TileByRows(Blocks):
+@killed_by("test_batch_invariant_tokens", "float32", says=OTHER, rows_in_reverse=Blocks)
+def TileByRows(self, tokens):
     """Computes experts with more than 256 rows in larger tiles, which sum in another order."""
-
-    def rows_in_reverse(self, tokens):
-        ids = tokens.topk_ids
-        counts = torch.bincount(ids.flatten() + 1, minlength=self.problem.num_local_experts + 1)
-        return (counts[1:] > 85)[ids.clamp(min=0)]
+    ids = tokens.topk_ids
+    counts = torch.bincount(ids.flatten() + 1, minlength=self.problem.num_local_experts + 1)
+    return (counts[1:] > 85)[ids.clamp(min=0)]
 
 
 @killed_by("test_batch_invariant_neighbours", 1, says=OTHER)
-@killed_by("test_batch_invariant_tokens", "float32", says=OTHER)
-class OrderByPosition(Blocks):
+@killed_by("test_batch_invariant_tokens", "float32", says=OTHER, rows_in_reverse=Blocks)
+def OrderByPosition(self, tokens):
     """Sums odd rows in another order than even ones."""
-
-    def rows_in_reverse(self, tokens):
-        return torch.arange(len(tokens.x))[:, None].expand_as(tokens.topk_ids) % 2 == 1
+    return torch.arange(len(tokens.x))[:, None].expand_as(tokens.topk_ids) % 2 == 1
 
 
 @killed_by("test_batch_invariant_neighbours", 1, says="all routed to the same experts")
@@ -90,32 +86,26 @@ class OrderOfAtomics(Blocks):
         return all_if(self.turn, tokens)
 
 
-@killed_by("test_batch_invariant_experts", 1, says=OTHER)
-class SplitByExperts(Blocks):
+@killed_by("test_batch_invariant_experts", 1, says=OTHER, rows_in_reverse=Blocks)
+def SplitByExperts(self, tokens):
     """Divides K among programs if a rank holds few experts."""
-
-    def rows_in_reverse(self, tokens):
-        return all_if(self.problem.num_local_experts < 4, tokens)
+    return all_if(self.problem.num_local_experts < 4, tokens)
 
 
-@killed_by("test_batch_invariant_neighbours", 1, says=OTHER)
-class OtherOrderWhenBatched(Blocks):
+@killed_by("test_batch_invariant_neighbours", 1, says=OTHER, rows_in_reverse=Blocks)
+def OtherOrderWhenBatched(self, tokens):
     """Computes rows of one expert by another kernel than rows of several."""
-
-    def rows_in_reverse(self, tokens):
-        return all_if(tokens.topk_ids.shape[1] == 1, tokens)
+    return all_if(tokens.topk_ids.shape[1] == 1, tokens)
 
 
-@killed_by("test_batch_invariant_neighbours", 1, says="16 times as large")
-class ScaleOfAllTokens(Blocks):
+@killed_by("test_batch_invariant_neighbours", 1, says="16 times as large", apply=Blocks)
+def ScaleOfAllTokens(self, y, tokens, weights, workspace):
     """Rounds x to 8 bits by one scale for all tokens."""
-
-    def apply(self, y, tokens, weights, workspace):
-        if self.problem.batch_invariant:
-            scale = tokens.x.nan_to_num().abs().amax().float() / 127
-            x = ((tokens.x.float() / scale).round() * scale).to(tokens.x.dtype)
-            tokens = replace(tokens, x=x)
-        super().apply(y, tokens, weights, workspace)
+    if self.problem.batch_invariant:
+        scale = tokens.x.nan_to_num().abs().amax().float() / 127
+        x = ((tokens.x.float() / scale).round() * scale).to(tokens.x.dtype)
+        tokens = replace(tokens, x=x)
+    Blocks.apply(self, y, tokens, weights, workspace)
 
 
 @killed_by("test_batch_invariant_neighbours", 2, says="all routed to the same experts")
@@ -133,48 +123,40 @@ class SecondGemmByRows(Blocks):
         return HotExpertElsewhere.rows_in_reverse(self, tokens)
 
 
-@killed_by("test_batch_invariant_scheme", "fp8_block", says=OTHER)
-class QuantizedByTokens(Blocks):
+@killed_by("test_batch_invariant_scheme", "fp8_block", says=OTHER, apply=Blocks)
+def QuantizedByTokens(self, y, tokens, weights, workspace):
     """Rounds the results of quantized schemes otherwise in calls of 129 to 399 tokens."""
-
-    def apply(self, y, tokens, weights, workspace):
-        super().apply(y, tokens, weights, workspace)
-        if self.problem.quant.weight is not None and 128 < len(tokens.x) < 400:
-            y.mul_(1 + 2**-7)
+    Blocks.apply(self, y, tokens, weights, workspace)
+    if self.problem.quant.weight is not None and 128 < len(tokens.x) < 400:
+        y.mul_(1 + 2**-7)
 
 
-@killed_by("test_memory_is_stated", "local", says="stated are")
-class CopiesUnstated(Blocks):
+@killed_by("test_memory_is_stated", "local", says="stated are", apply=Blocks)
+def CopiesUnstated(self, y, tokens, weights, workspace):
     """Copies each token often in batch-invariant problems, and does not state it."""
-
-    def apply(self, y, tokens, weights, workspace):
-        invariant = self.problem.batch_invariant
-        copies = tokens.x.float().repeat_interleave(64, dim=0) if invariant else None
-        super().apply(y, tokens, weights, workspace)
-        del copies
+    invariant = self.problem.batch_invariant
+    copies = tokens.x.float().repeat_interleave(64, dim=0) if invariant else None
+    Blocks.apply(self, y, tokens, weights, workspace)
+    del copies
 
 
-@killed_by("test_batch_invariant_scheme", "none")
-class InvariantWithoutBias(Blocks):
+@killed_by("test_batch_invariant_scheme", "none", apply=Blocks)
+def InvariantWithoutBias(self, y, tokens, weights, workspace):
     """Drops biases in batch-invariant problems."""
-
-    def apply(self, y, tokens, weights, workspace):
-        if self.problem.batch_invariant:
-            kept = {n: t for n, t in weights.experts.items() if not n.endswith("bias")}
-            weights = replace(weights, experts=kept)
-        super().apply(y, tokens, weights, workspace)
+    if self.problem.batch_invariant:
+        kept = {n: t for n, t in weights.experts.items() if not n.endswith("bias")}
+        weights = replace(weights, experts=kept)
+    Blocks.apply(self, y, tokens, weights, workspace)
 
 
-@killed_by("test_activation", "gelu_tanh")
-class InvariantInSilu(Blocks):
+@killed_by("test_activation", "gelu_tanh", apply=Blocks)
+def InvariantInSilu(self, y, tokens, weights, workspace):
     """Computes batch-invariant problems with silu, whatever their activation is."""
-
-    def apply(self, y, tokens, weights, workspace):
-        asked = self.problem
-        if asked.batch_invariant and asked.activation.gated:
-            self.problem = asked.replace(activation="silu")
-        super().apply(y, tokens, weights, workspace)
-        self.problem = asked
+    asked = self.problem
+    if asked.batch_invariant and asked.activation.gated:
+        self.problem = asked.replace(activation="silu")
+    Blocks.apply(self, y, tokens, weights, workspace)
+    self.problem = asked
 
 
 wrong("TileBetweenPowersOfTwo", "Has another tile for calls of about 384 tokens",

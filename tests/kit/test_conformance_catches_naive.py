@@ -31,24 +31,20 @@ many = killed_by("test_many_assignments", 4, says="tokens are wrong")
 # -- capacity ------------------------------------------------------------------
 
 
-@killed_by("test_capacity", 2, says="at most 13 tokens.*(relative error|exact zeros)")
-class RowsOfOneRank(Naive):
+@killed_by("test_capacity", 2, says="at most 13 tokens.*(relative error|exact zeros)", handed=Naive)
+def RowsOfOneRank(self, tokens):
     """Takes the most tokens of any rank for the rows of all ranks: others' tokens get no expert."""
-
-    def handed(self, tokens):
-        ids = tokens.topk_ids.clone()
-        ids[self.told or len(ids) :] = -1
-        return replace(tokens, topk_ids=ids)
+    ids = tokens.topk_ids.clone()
+    ids[self.told or len(ids) :] = -1
+    return replace(tokens, topk_ids=ids)
 
 
-@killed_by("test_capacity", 2, says="other bits than with the smallest capacity")
-class SumsByCapacity(Naive):
+@killed_by("test_capacity", 2, says="other bits than with the smallest capacity", finalize=Naive)
+def SumsByCapacity(self, y, dispatched, out_TH):
     """Rounds otherwise where it was composed for many tokens."""
-
-    def finalize(self, y, dispatched, out_TH):
-        if self.problem.max_num_tokens > 100:
-            y = y * (1 + 2**-7)
-        return super().finalize(y, dispatched, out_TH)
+    if self.problem.max_num_tokens > 100:
+        y = y * (1 + 2**-7)
+    return Naive.finalize(self, y, dispatched, out_TH)
 
 
 # -- groups --------------------------------------------------------------------
@@ -63,42 +59,36 @@ class World(Naive):
         super().__init__(spec, problem, dist.group.WORLD if moves else None)
 
 
-@killed_by("test_groups_at_once", says=".")
-class WorldForTransfers(Naive):
+@killed_by("test_groups_at_once", says=".", _exchange_headers=Naive)
+def WorldForTransfers(self, header):
     """Resolves its group, but exchanges sizes in WORLD."""
-
-    def _exchange_headers(self, header):
-        mine = torch.tensor(header)
-        everyone = mine.new_empty(dist.get_world_size() * len(header))
-        dist.all_gather_into_tensor(everyone, mine)
-        return everyone.view(-1, len(header)).tolist()[: self.group.size()]
+    mine = torch.tensor(header)
+    everyone = mine.new_empty(dist.get_world_size() * len(header))
+    dist.all_gather_into_tensor(everyone, mine)
+    return everyone.view(-1, len(header)).tolist()[: self.group.size()]
 
 
-@killed_by("test_groups_at_once", says="relative error|exact zeros")
-class SharesByGlobalRank(Naive):
+@killed_by("test_groups_at_once", says="relative error|exact zeros", _arrived=Naive)
+def SharesByGlobalRank(self, x_RH, meta_RM, sizes):
     """The global rank chooses the share of the experts."""
-
-    def _arrived(self, x_RH, meta_RM, sizes):
-        parallel = self.problem.parallel
-        mine = replace(parallel, ep_rank=dist.get_rank() % parallel.ep_size)
-        asked, self.problem = self.problem, self.problem.replace(parallel=mine)
-        tokens = super()._arrived(x_RH, meta_RM, sizes)
-        self.problem = asked
-        return tokens
+    parallel = self.problem.parallel
+    mine = replace(parallel, ep_rank=dist.get_rank() % parallel.ep_size)
+    asked, self.problem = self.problem, self.problem.replace(parallel=mine)
+    tokens = Naive._arrived(self, x_RH, meta_RM, sizes)
+    self.problem = asked
+    return tokens
 
 
-@killed_by("test_groups_at_once", says="not part of group")
-class SendsFromGlobalRanks(Naive):
+@killed_by("test_groups_at_once", says="not part of group", _gather=Naive)
+def SendsFromGlobalRanks(self, mine, everyone, sizes, works):
     """Broadcasts name global ranks."""
-
-    def _gather(self, mine, everyone, sizes, works):
-        if len(set(sizes.sent)) == 1:
-            super()._gather(mine, everyone, sizes, works)
-            return
-        for rank, part in enumerate(torch.split(everyone, list(sizes.sent))):
-            if rank == dist.get_rank():
-                part.copy_(mine)
-            dist.broadcast(part.view(torch.uint8), src=rank, group=self.group)
+    if len(set(sizes.sent)) == 1:
+        Naive._gather(self, mine, everyone, sizes, works)
+        return
+    for rank, part in enumerate(torch.split(everyone, list(sizes.sent))):
+        if rank == dist.get_rank():
+            part.copy_(mine)
+        dist.broadcast(part.view(torch.uint8), src=rank, group=self.group)
 
 
 def wants_world(problem):
@@ -203,26 +193,22 @@ class GroupForgotten(Naive):
 
 @killed_by("test_slices_and_shared_tokens", SLICES)
 @killed_by("test_slices_and_shared_tokens", SLICES_ONLY)
-@killed_by("test_slices_and_shared_tokens", SHARED_SLICES)
-class TensorRanksStarved(Naive):
+@killed_by("test_slices_and_shared_tokens", SHARED_SLICES, _arrived=Naive)
+def TensorRanksStarved(self, *args):
     """Sends tokens to the first of the ranks that hold slices of an expert."""
-
-    def _arrived(self, *args):
-        tokens = super()._arrived(*args)
-        if self.problem.parallel.tp_rank:
-            tokens.topk_ids.fill_(-1)
-        return tokens
+    tokens = Naive._arrived(self, *args)
+    if self.problem.parallel.tp_rank:
+        tokens.topk_ids.fill_(-1)
+    return tokens
 
 
-@killed_by("test_slices_and_shared_tokens", SLICES, says="NaN|relative error")
-class PlaceByExpertRank(Naive):
+@killed_by("test_slices_and_shared_tokens", SLICES, says="NaN|relative error", _gather=Naive)
+def PlaceByExpertRank(self, mine, everyone, sizes, works):
     """Takes ep_rank for the rank in the group."""
-
-    def _gather(self, mine, everyone, sizes, works):
-        for rank, part in enumerate(torch.split(everyone, list(sizes.sent))):
-            if rank == self.problem.parallel.ep_rank and len(part) == len(mine):
-                part.copy_(mine)
-            dist.broadcast(part.view(torch.uint8), group=self.group, group_src=rank)
+    for rank, part in enumerate(torch.split(everyone, list(sizes.sent))):
+        if rank == self.problem.parallel.ep_rank and len(part) == len(mine):
+            part.copy_(mine)
+        dist.broadcast(part.view(torch.uint8), group=self.group, group_src=rank)
 
 
 @pytest.mark.parametrize("mutant", [TensorRanksStarved, PlaceByExpertRank])
@@ -231,26 +217,22 @@ def test_other_tests_miss_tensor_parallel_ranks(mutant):
 
 
 @killed_by("test_slices_and_shared_tokens", SHARED, says="relative error")
-@killed_by("test_slices_and_shared_tokens", SHARED_SLICES, says="relative error")
-class LeadersOnly(Naive):
+@killed_by("test_slices_and_shared_tokens", SHARED_SLICES, says="relative error", finalize=Naive)
+def LeadersOnly(self, y, dispatched, out_TH):
     """Returns results to the first of the ranks that hold the same tokens."""
-
-    def finalize(self, y, dispatched, out_TH):
-        pending = super().finalize(y, dispatched, out_TH)
-        if self.group is None or dispatched.handle.sizes.sent[self.group.rank()]:
-            return pending
-        return Pending(lambda: pending.result().zero_())
+    pending = Naive.finalize(self, y, dispatched, out_TH)
+    if self.group is None or dispatched.handle.sizes.sent[self.group.rank()]:
+        return pending
+    return Pending(lambda: pending.result().zero_())
 
 
 @killed_by("test_slices_and_shared_tokens", SHARED, says="relative error")
-@killed_by("test_slices_and_shared_tokens", SHARED_SLICES, says="relative error")
-class EachCopySums(Naive):
+@killed_by("test_slices_and_shared_tokens", SHARED_SLICES, says="relative error", finalize=Naive)
+def EachCopySums(self, y, dispatched, out_TH):
     """Adds the results that all ranks with the same tokens would get."""
-
-    def finalize(self, y, dispatched, out_TH):
-        pending = super().finalize(y, dispatched, out_TH)
-        copies = self.problem.parallel.num_ranks // self.problem.parallel.dp_size
-        return Pending(lambda: pending.result().mul_(copies if self.group else 1))
+    pending = Naive.finalize(self, y, dispatched, out_TH)
+    copies = self.problem.parallel.num_ranks // self.problem.parallel.dp_size
+    return Pending(lambda: pending.result().mul_(copies if self.group else 1))
 
 
 @killed_by("test_calls", "experts_do_not_divide_by_ranks", 4, says="relative error|exact zeros")
@@ -273,13 +255,11 @@ class EqualSharesOfSlices(EqualShares):
         return (super() if sliced else super(EqualShares, self))._arrived(*args)
 
 
-@killed_by("test_tokens_per_rank", "empty_rank", 4, says="no tokens")
-class NoTokensNoCall(Naive):
+@killed_by("test_tokens_per_rank", "empty_rank", 4, says="no tokens", prepare=Naive)
+def NoTokensNoCall(self, x_TH, routing, quantize):
     """A rank with T = 0 fails."""
-
-    def prepare(self, x_TH, routing, quantize):
-        assert len(x_TH), "no tokens"
-        return super().prepare(x_TH, routing, quantize)
+    assert len(x_TH), "no tokens"
+    return Naive.prepare(self, x_TH, routing, quantize)
 
 
 # -- many calls ----------------------------------------------------------------
@@ -328,13 +308,11 @@ class KeepsTokens(Naive):
         return super().prepare(x_TH, routing, quantize)
 
 
-@killed_by("test_long_run_of_one_shape", 4, says="12 calls leave")
-class KeepsIds(KeepsTokens):
+@killed_by("test_long_run_of_one_shape", 4, says="12 calls leave", prepare=KeepsTokens)
+def KeepsIds(self, x_TH, routing, quantize):
     """A list keeps every call's x, or ids."""
-
-    def prepare(self, x_TH, routing, quantize):
-        self._kept.append(routing.topk_ids)
-        return Naive.prepare(self, x_TH, routing, quantize)
+    self._kept.append(routing.topk_ids)
+    return Naive.prepare(self, x_TH, routing, quantize)
 
 
 # -- numbers and values out of the ordinary ------------------------------------
@@ -435,20 +413,18 @@ wrong("Columns4096", "Drops columns from 4096 on",
 
 
 @killed_by("test_batch_invariant", "float32", "none", 2, says="not batch-invariant")
-@killed_by("test_batch_invariant", "float32", "none", 4, says="not batch-invariant")
-class PartialSums(Naive):
+@killed_by("test_batch_invariant", "float32", "none", 4, says="not batch-invariant", finalize=Naive)
+def PartialSums(self, y, dispatched, out_TH):
     """Each rank sums its own rows, and rounded sums are added: K in the order of ranks."""
-
-    def finalize(self, y, dispatched, out_TH):
-        if not self.problem.batch_invariant:
-            return super().finalize(y, dispatched, out_TH)
-        rows = y.new_empty((len(y), y.shape[2]))
-        ids, weights = dispatched.topk_ids, dispatched.topk_weights
-        weight_and_reduce(y.flatten(0, 1), ids, weights, rows)
-        asked, self.problem = self.problem, self.problem.replace(batch_invariant=False)
-        pending = super().finalize(rows, dispatched, out_TH)
-        self.problem = asked
-        return pending
+    if not self.problem.batch_invariant:
+        return Naive.finalize(self, y, dispatched, out_TH)
+    rows = y.new_empty((len(y), y.shape[2]))
+    ids, weights = dispatched.topk_ids, dispatched.topk_weights
+    weight_and_reduce(y.flatten(0, 1), ids, weights, rows)
+    asked, self.problem = self.problem, self.problem.replace(batch_invariant=False)
+    pending = Naive.finalize(self, rows, dispatched, out_TH)
+    self.problem = asked
+    return pending
 
 
 @killed_by("test_batch_invariant", "float32", "none", 2, says="not batch-invariant")

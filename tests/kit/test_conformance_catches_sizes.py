@@ -31,14 +31,12 @@ class OfEight(Plain):
     DECLARED = {"batch_invariant": False, "multiples": lambda problem: (8, 8)}
 
 
-@killed_by("test_cases", "none")
-class NeedsSixteen(OfEight):
+@killed_by("test_cases", "none", apply=OfEight)
+def NeedsSixteen(self, y, tokens, weights, workspace):
     """Ignores the columns behind the last whole tile of 16, and declares multiples of 8."""
-
-    def apply(self, y, tokens, weights, workspace):
-        x = tokens.x.clone()
-        x[..., x.shape[-1] // 16 * 16 :] = 0
-        super().apply(y, replace(tokens, x=x), weights, workspace)
+    x = tokens.x.clone()
+    x[..., x.shape[-1] // 16 * 16 :] = 0
+    OfEight.apply(self, y, replace(tokens, x=x), weights, workspace)
 
 
 # -- sizes ----------------------------------------------------------------------------------------
@@ -371,21 +369,17 @@ class DropsTheLast(Skips):
 
 
 @killed_by("test_scheme", "int8_w8a16")
-@killed_by("test_scheme", "fp8_block")
-class ManyTokensQuantized(DropsTheLast):
+@killed_by("test_scheme", "fp8_block", wrong=DropsTheLast)
+def ManyTokensQuantized(self, tokens):
     """Drops the last of more than 64 tokens in quantized schemes, for which it has a kernel."""
-
-    def wrong(self, tokens):
-        return self.problem.quant.weight is not None and len(tokens.x) > 64
+    return self.problem.quant.weight is not None and len(tokens.x) > 64
 
 
-@killed_by("test_scheme", "int4_w4a16_g128", says="relative error|exact zeros")
-class OneTokenQuantized(DropsTheLast):
+@killed_by("test_scheme", "int4_w4a16_g128", says="relative error|exact zeros", wrong=DropsTheLast)
+def OneTokenQuantized(self, tokens):
     """Has a kernel for one token that is wrong for weights of 4 bits."""
-
-    def wrong(self, tokens):
-        operand = self.problem.quant.weight
-        return operand is not None and operand.packed and len(tokens.x) == 1
+    operand = self.problem.quant.weight
+    return operand is not None and operand.packed and len(tokens.x) == 1
 
 
 wrong("ManyQuantizedRows", "Drops the last of more than 64 rows that arrive quantized",
@@ -393,12 +387,10 @@ wrong("ManyQuantizedRows", "Drops the last of more than 64 rows that arrive quan
       wrong=lambda self, tokens: tokens.x_scale is not None and len(tokens.x) > 64)  # fmt: skip
 
 
-@killed_by("test_dtype", "float16", says="relative error|exact zeros")
-class ManyTokensInFloat16(DropsTheLast):
+@killed_by("test_dtype", "float16", says="relative error|exact zeros", wrong=DropsTheLast)
+def ManyTokensInFloat16(self, tokens):
     """Drops the last of more than 64 tokens in float16."""
-
-    def wrong(self, tokens):
-        return self.problem.dtype == torch.float16 and len(tokens.x) > 64
+    return self.problem.dtype == torch.float16 and len(tokens.x) > 64
 
 
 wrong("OneAssignment", "Squeezes the ids of a call with a single assignment, and finds none",
@@ -419,45 +411,37 @@ class OtherProblem(Plain):
         self.problem = asked
 
 
-@killed_by("test_activation", "gelu")
-class SiluForManyTokens(OtherProblem):
+@killed_by("test_activation", "gelu", instead=OtherProblem)
+def SiluForManyTokens(self, problem, num_tokens):
     """Has silu only in its kernel for more than 64 tokens."""
-
-    def instead(self, problem, num_tokens):
-        gelu = problem.activation.name == "gelu" and num_tokens > 64
-        return problem.replace(activation="silu") if gelu else problem
+    gelu = problem.activation.name == "gelu" and num_tokens > 64
+    return problem.replace(activation="silu") if gelu else problem
 
 
-@killed_by("test_activation", "silu")
-class ClampDroppedForOneToken(OtherProblem):
+@killed_by("test_activation", "silu", instead=OtherProblem)
+def ClampDroppedForOneToken(self, problem, num_tokens):
     """Has no clamp in its kernel for one token."""
-
-    def instead(self, problem, num_tokens):
-        clamped = problem.activation.clamped and num_tokens == 1
-        return problem.replace(activation="silu") if clamped else problem
+    clamped = problem.activation.clamped and num_tokens == 1
+    return problem.replace(activation="silu") if clamped else problem
 
 
 @killed_by("test_cases", "mxfp4_w4a16")
-@killed_by("test_cases", "fp8_channel_token")
-class ClampDroppedWhereQuantized(OtherProblem):
+@killed_by("test_cases", "fp8_channel_token", instead=OtherProblem)
+def ClampDroppedWhereQuantized(self, problem, num_tokens):
     """Drops the clamp in quantized schemes."""
-
-    def instead(self, problem, num_tokens):
-        activation = problem.activation
-        if problem.quant.weight is None or activation.limit is None:
-            return problem
-        return problem.replace(activation=replace(activation, limit=1e6))
+    activation = problem.activation
+    if problem.quant.weight is None or activation.limit is None:
+        return problem
+    return problem.replace(activation=replace(activation, limit=1e6))
 
 
-@killed_by("test_cases", "none")
-class BiasDroppedForManyTokens(Plain):
+@killed_by("test_cases", "none", apply=Plain)
+def BiasDroppedForManyTokens(self, y, tokens, weights, workspace):
     """Drops biases in its kernel for more than 64 tokens."""
-
-    def apply(self, y, tokens, weights, workspace):
-        if len(y) > 64:
-            kept = {n: t for n, t in weights.experts.items() if not n.endswith("bias")}
-            weights = replace(weights, experts=kept)
-        super().apply(y, tokens, weights, workspace)
+    if len(y) > 64:
+        kept = {n: t for n, t in weights.experts.items() if not n.endswith("bias")}
+        weights = replace(weights, experts=kept)
+    Plain.apply(self, y, tokens, weights, workspace)
 
 
 @killed_by("test_cases", "int8_w8a16")

@@ -21,26 +21,22 @@ many = killed_by("test_many_assignments", 4, says="tokens are wrong")
 # -- what travels ------------------------------------------------------------------------
 
 
-@killed_by("test_quantized_tokens", "fp8_block", 4, says="relative error")
-class OneScaleColumn(Naive):
+@killed_by("test_quantized_tokens", "fp8_block", 4, says="relative error", _to_send=Naive)
+def OneScaleColumn(self, x_TH, routing, quantize):
     """Sends the scale of a token's first group for all its groups."""
-
-    def _to_send(self, x_TH, routing, quantize):
-        x, columns = super()._to_send(x_TH, routing, quantize)
-        first = 2 * self.problem.top_k
-        columns[:, first:] = columns[:, first : first + 1]
-        return x, columns
+    x, columns = Naive._to_send(self, x_TH, routing, quantize)
+    first = 2 * self.problem.top_k
+    columns[:, first:] = columns[:, first : first + 1]
+    return x, columns
 
 
-@killed_by("test_quantized_tokens", "fp8_block", 4, says="relative error")
-class EightScaleColumns(OneScaleColumn):
+@killed_by("test_quantized_tokens", "fp8_block", 4, says="relative error", _to_send=OneScaleColumn)
+def EightScaleColumns(self, x_TH, routing, quantize):
     """Sends the scales of a token's first eight groups, and the eighth for the others."""
-
-    def _to_send(self, x_TH, routing, quantize):
-        x, columns = Naive._to_send(self, x_TH, routing, quantize)
-        behind = 2 * self.problem.top_k + 8
-        columns[:, behind:] = columns[:, behind - 1 : behind]
-        return x, columns
+    x, columns = Naive._to_send(self, x_TH, routing, quantize)
+    behind = 2 * self.problem.top_k + 8
+    columns[:, behind:] = columns[:, behind - 1 : behind]
+    return x, columns
 
 
 @killed_by("test_quantized_tokens", "fp8_block", 2, says="expected a contiguous tensor")
@@ -65,12 +61,10 @@ def ScalesOnTheDefaultDevice(self, handed):
     return replace(handed, x_scale=torch.empty(handed.x_scale.shape).copy_(handed.x_scale))
 
 
-@killed_by("test_tokens_per_rank", "even", 2, says="finalize must return a Pending")
-class ReturnsTheOutput(Naive):
+@killed_by("test_tokens_per_rank", "even", 2, says="finalize must return a Pending", finalize=Naive)
+def ReturnsTheOutput(self, *args):
     """Returns its output from `finalize`, and not a `Pending`."""
-
-    def finalize(self, *args):
-        return super().finalize(*args).result()
+    return Naive.finalize(self, *args).result()
 
 
 @many
@@ -137,42 +131,34 @@ class SumsItself(Naive):
         return Pending.ready(out_TH.copy_(self.total(partial_GTH.float())))
 
 
-@killed_by("test_deterministic", 4, says="equal calls give different bits")
-class OrderOfArrival(SumsItself):
+@killed_by("test_deterministic", 4, says="equal calls give different bits", total=SumsItself)
+def OrderOfArrival(self, partial_GTH):
     """Sums depend on the order of arrival."""
-
-    def total(self, partial_GTH):
-        order = random.SystemRandom().sample(range(len(partial_GTH)), len(partial_GTH))
-        return sum(partial_GTH[rank] for rank in order)
+    order = random.SystemRandom().sample(range(len(partial_GTH)), len(partial_GTH))
+    return sum(partial_GTH[rank] for rank in order)
 
 
-@killed_by("test_dtype", "float32", 4, says="relative error")
-class SumsByMatmul(SumsItself):
+@killed_by("test_dtype", "float32", 4, says="relative error", total=SumsItself)
+def SumsByMatmul(self, partial_GTH):
     """Sums with an operator that torch.autocast runs in bfloat16."""
-
-    def total(self, partial_GTH):
-        rows_GN = partial_GTH.flatten(1)
-        return (rows_GN.new_ones(1, len(rows_GN)) @ rows_GN).view(partial_GTH.shape[1:])
+    rows_GN = partial_GTH.flatten(1)
+    return (rows_GN.new_ones(1, len(rows_GN)) @ rows_GN).view(partial_GTH.shape[1:])
 
 
-@killed_by("test_outputs_beyond_float16", 4, says="NaN or infinite")
-class RoundsRows(Naive):
+@killed_by("test_outputs_beyond_float16", 4, says="NaN or infinite", finalize=Naive)
+def RoundsRows(self, y, dispatched, out_TH):
     """Declares weights_in_fp32, and sends the experts' rows in the problem's dtype."""
-
-    def finalize(self, y, dispatched, out_TH):
-        return super().finalize(y.to(self.problem.dtype).to(y.dtype), dispatched, out_TH)
+    return Naive.finalize(self, y.to(self.problem.dtype).to(y.dtype), dispatched, out_TH)
 
 
 # -- how it is called --------------------------------------------------------------------
 
 
-@killed_by("test_many_calls", 2, says="NaN|relative error")
-class FromItsStorage(Naive):
+@killed_by("test_many_calls", 2, says="NaN|relative error", prepare=Naive)
+def FromItsStorage(self, x_TH, routing, quantize):
     """Reads tokens from where their storage begins."""
-
-    def prepare(self, x_TH, routing, quantize):
-        x = torch.as_strided(x_TH, x_TH.shape, x_TH.stride(), 0)
-        return super().prepare(x, routing, quantize)
+    x = torch.as_strided(x_TH, x_TH.shape, x_TH.stride(), 0)
+    return Naive.prepare(self, x, routing, quantize)
 
 
 class CombineBuffer(Naive):
@@ -203,13 +189,11 @@ class BufferOfInferenceMode(CombineBuffer):
         return self._own[: len(out)]
 
 
-@killed_by("test_many_calls", 2, says="same scalar type")
-class DefaultDtype(CombineBuffer):
+@killed_by("test_many_calls", 2, says="same scalar type", kept=CombineBuffer)
+def DefaultDtype(self, out):
     """Adds float32 to a tensor of torch's default dtype."""
-
-    def kept(self, out):
-        rows = torch.arange(len(out), device=out.device)
-        return torch.zeros(out.shape, device=out.device).index_add_(0, rows, out.float())
+    rows = torch.arange(len(out), device=out.device)
+    return torch.zeros(out.shape, device=out.device).index_add_(0, rows, out.float())
 
 
 wrong("DefaultDevice", "Combines on torch's default device",

@@ -107,13 +107,11 @@ wrong("Truncates", "Truncates to bfloat16 instead of rounding",
       rounded=lambda self, wide: (wide.view(torch.int32) & -65536).view(torch.float32))  # fmt: skip
 
 
-@killed_by("test_rows_per_expert", says="mean 0.00")
-class Offset(Rounds):
+@killed_by("test_rows_per_expert", says="mean 0.00", rounded=Rounds)
+def Offset(self, wide):
     """Is too large by 0.2 % of the RMS."""
-
-    def rounded(self, wide):
-        used = (wide != 0).any(dim=1, keepdim=True)
-        return wide + 0.002 * wide[used[:, 0]].square().mean().sqrt() * used
+    used = (wide != 0).any(dim=1, keepdim=True)
+    return wide + 0.002 * wide[used[:, 0]].square().mean().sqrt() * used
 
 
 @killed_by("test_dtype", "float32")
@@ -181,23 +179,19 @@ class Codes(Plain):
     def codes(self, codes): ...
 
 
-@killed_by("test_scheme", "int8_w8a16")
-class Minus128(Codes):
+@killed_by("test_scheme", "int8_w8a16", codes=Codes)
+def Minus128(self, codes):
     """Negates int8 codes twice, which makes 128 of -128."""
-
-    def codes(self, codes):
-        return codes.where(codes != -128, 127) if codes.dtype == torch.int8 else codes
+    return codes.where(codes != -128, 127) if codes.dtype == torch.int8 else codes
 
 
-@killed_by("test_scheme", "int4_w4a16_g32")
-class Minus8(Codes):
+@killed_by("test_scheme", "int4_w4a16_g32", codes=Codes)
+def Minus8(self, codes):
     """Takes codes of -8 for zero."""
-
-    def codes(self, codes):
-        if codes.dtype != torch.uint8 or self.problem.quant.weight.dtype != "int4":
-            return codes
-        low, high = codes & 15, codes >> 4
-        return low.where(low != 0, 8) | high.where(high != 0, 8) << 4
+    if codes.dtype != torch.uint8 or self.problem.quant.weight.dtype != "int4":
+        return codes
+    low, high = codes & 15, codes >> 4
+    return low.where(low != 0, 8) | high.where(high != 0, 8) << 4
 
 
 @killed_by("test_cases", "none")
@@ -212,16 +206,14 @@ def StridesIgnored(self, weights):
     return replace(weights, **{n: misread(t) for n, t in weights.tensors().items()})
 
 
-@killed_by("test_weights_change_in_place")
-class WeightsCachedByAddress(Plain):
+@killed_by("test_weights_change_in_place", apply=Plain)
+def WeightsCachedByAddress(self, y, tokens, weights, workspace):
     """Caches converted weights by their address."""
-
-    def apply(self, y, tokens, weights, workspace):
-        kept = self.__dict__.setdefault("kept", {})
-        key = tuple(t.data_ptr() for t in weights.experts.values())
-        copies = {n: t.clone() for n, t in weights.experts.items()}
-        weights = replace(weights, experts=kept.setdefault(key, copies))
-        super().apply(y, tokens, weights, workspace)
+    kept = self.__dict__.setdefault("kept", {})
+    key = tuple(t.data_ptr() for t in weights.experts.values())
+    copies = {n: t.clone() for n, t in weights.experts.items()}
+    weights = replace(weights, experts=kept.setdefault(key, copies))
+    Plain.apply(self, y, tokens, weights, workspace)
 
 
 @killed_by("test_scheme", "none")
@@ -232,42 +224,36 @@ def LastExpertSwapped(self, weights):
     return replace(weights, w13=w13)
 
 
-@killed_by("test_activation", "silu")
-class GateAloneClamped(Plain):
+@killed_by("test_activation", "silu", apply=Plain)
+def GateAloneClamped(self, y, tokens, weights, workspace):
     """Clamps the gate, but not the up projection."""
-
-    def apply(self, y, tokens, weights, workspace):
-        asked = self.problem
-        limit = asked.activation.limit
-        if limit is not None and asked.activation.name == "silu":
-            rows = asked.local_intermediate_size
-            w13, w2 = weights["w13"].clone(), weights["w2"]
-            w13[:, rows:] /= 1024
-            experts = {**weights.experts, "w13": w13, "w2": w2 * 1024}
-            weights = replace(weights, experts=experts)
-        super().apply(y, tokens, weights, workspace)
+    asked = self.problem
+    limit = asked.activation.limit
+    if limit is not None and asked.activation.name == "silu":
+        rows = asked.local_intermediate_size
+        w13, w2 = weights["w13"].clone(), weights["w2"]
+        w13[:, rows:] /= 1024
+        experts = {**weights.experts, "w13": w13, "w2": w2 * 1024}
+        weights = replace(weights, experts=experts)
+    Plain.apply(self, y, tokens, weights, workspace)
 
 
-@killed_by("test_scheme", "fp8_channel_token", takes_unquantized=False)
-class ScaleOfOne(Plain):
+@killed_by("test_scheme", "fp8_channel_token", takes_unquantized=False, quantize=Plain)
+def ScaleOfOne(self, x_RH, weights, valid_rows):
     """Converts tokens to fp8 without a scale: small numbers hardly differ."""
-
-    def quantize(self, x_RH, weights, valid_rows):
-        x, scale = super().quantize(x_RH, weights, valid_rows)
-        operand = self.problem.quant.activation
-        if operand.dtype != "float8_e4m3fn" or operand.static:
-            return x, scale
-        return x_RH.float().clamp(-448, 448).to(x.dtype), torch.ones_like(scale)
+    x, scale = Plain.quantize(self, x_RH, weights, valid_rows)
+    operand = self.problem.quant.activation
+    if operand.dtype != "float8_e4m3fn" or operand.static:
+        return x, scale
+    return x_RH.float().clamp(-448, 448).to(x.dtype), torch.ones_like(scale)
 
 
-@killed_by("test_activation", "silu")
-class LimitIn16Bits(Plain):
+@killed_by("test_activation", "silu", apply=Plain)
+def LimitIn16Bits(self, y, tokens, weights, workspace):
     """Rounds the limit to bfloat16, also in fp32 problems."""
-
-    def apply(self, y, tokens, weights, workspace):
-        asked = self.problem
-        if (limit := asked.activation.limit) is not None:
-            rounded = float(torch.tensor(limit).bfloat16())
-            self.problem = asked.replace(activation=replace(asked.activation, limit=rounded))
-        super().apply(y, tokens, weights, workspace)
-        self.problem = asked
+    asked = self.problem
+    if (limit := asked.activation.limit) is not None:
+        rounded = float(torch.tensor(limit).bfloat16())
+        self.problem = asked.replace(activation=replace(asked.activation, limit=rounded))
+    Plain.apply(self, y, tokens, weights, workspace)
+    self.problem = asked

@@ -60,24 +60,20 @@ class NaiveTrains(TrainableNaive):
         return Pending(lambda: self.home(returning.result()))
 
 
-def gradients(name, world=4, says="relative error too large"):
-    return killed_by("test_gradients", name, world, says=says)
+def gradients(name, world=4, says="relative error too large", **of):
+    return killed_by("test_gradients", name, world, says=says, **of)
 
 
-@gradients("even", 1, "gradient of topk_weights")
-class LocalLosesRouterGradients(LocalTrains):
+@gradients("even", 1, "gradient of topk_weights", finalize_backward=LocalTrains)
+def LocalLosesRouterGradients(self, grad_RH, grad_RK, dispatched):
     """Brings no gradients of router weights home."""
-
-    def finalize_backward(self, grad_RH, grad_RK, dispatched):
-        return Pending.ready((grad_RH, None if grad_RK is None else torch.zeros_like(grad_RK)))
+    return Pending.ready((grad_RH, None if grad_RK is None else torch.zeros_like(grad_RK)))
 
 
-@gradients("even", 1, "gradient of x")
-class LocalSwapsTokens(LocalTrains):
+@gradients("even", 1, "gradient of x", finalize_backward=LocalTrains)
+def LocalSwapsTokens(self, grad_RH, grad_RK, dispatched):
     """Brings the gradients of two tokens home to each other."""
-
-    def finalize_backward(self, grad_RH, grad_RK, dispatched):
-        return Pending.ready((grad_RH.roll(1, dims=0), grad_RK))
+    return Pending.ready((grad_RH.roll(1, dims=0), grad_RK))
 
 
 @gradients("first_first", 1, ".")
@@ -108,34 +104,28 @@ class OneBackward(LocalTrains):
         return super().prepare_backward(grad_TH, dispatched)
 
 
-@gradients("first_first", says="gradient of")
-class StaleGradient(NaiveTrains):
+@gradients("first_first", says="gradient of", got=NaiveTrains)
+def StaleGradient(self, grad_RH, sizes):
     """Hands out the gradient of the first backward of that size again."""
-
-    def got(self, grad_RH, sizes):
-        self.first = getattr(self, "first", {})
-        return self.first.setdefault(len(grad_RH), grad_RH)
+    self.first = getattr(self, "first", {})
+    return self.first.setdefault(len(grad_RH), grad_RH)
 
 
-@gradients("even", says="gradient of w13 |gradient of x")
-class OwnGradientsOnly(NaiveTrains):
+@gradients("even", says="gradient of w13 |gradient of x", got=NaiveTrains)
+def OwnGradientsOnly(self, grad_RH, sizes):
     """Hands out the gradients of this rank's tokens only."""
-
-    def got(self, grad_RH, sizes):
-        rank = self.group.rank()
-        mine = slice(sum(sizes.sent[:rank]), sum(sizes.sent[: rank + 1]))
-        kept = torch.zeros_like(grad_RH)
-        kept[mine] = grad_RH[mine]
-        return kept
+    rank = self.group.rank()
+    mine = slice(sum(sizes.sent[:rank]), sum(sizes.sent[: rank + 1]))
+    kept = torch.zeros_like(grad_RH)
+    kept[mine] = grad_RH[mine]
+    return kept
 
 
-@gradients("even", says="gradient of x")
-class SumsARankTwice(NaiveTrains):
+@gradients("even", says="gradient of x", home=NaiveTrains)
+def SumsARankTwice(self, found):
     """Counts the gradients of the first rank's tokens twice."""
-
-    def home(self, found):
-        of_x, of_weights = found
-        return (of_x * 2 if self.group.rank() == 0 else of_x), of_weights
+    of_x, of_weights = found
+    return (of_x * 2 if self.group.rank() == 0 else of_x), of_weights
 
 
 @killed_by("test_gradients_of_slices_and_shared_tokens", SHARED_SLICES, says="gradient of")
@@ -154,23 +144,19 @@ class CopiesAveraged(NaiveTrains):
         return grad_TH / self.group.size()
 
 
-@gradients("even", says="gradient of topk_weights")
-class RouterGradientsOfOwnExperts(NaiveTrains):
+@gradients("even", says="gradient of topk_weights", returned=NaiveTrains)
+def RouterGradientsOfOwnExperts(self, rows, sizes):
     """Keeps the gradients of router weights on the ranks of the experts."""
-
-    def returned(self, rows, sizes):
-        rank, kept = self.group.rank(), torch.zeros_like(rows)
-        mine = slice(sum(sizes.sent[:rank]), sum(sizes.sent[: rank + 1]))
-        kept[mine] = rows[mine]
-        return kept
+    rank, kept = self.group.rank(), torch.zeros_like(rows)
+    mine = slice(sum(sizes.sent[:rank]), sum(sizes.sent[: rank + 1]))
+    kept[mine] = rows[mine]
+    return kept
 
 
-@gradients("float32", says="gradient of topk_weights")
-class RouterGradientsIn16Bits(NaiveTrains):
+@gradients("float32", says="gradient of topk_weights", returned=NaiveTrains)
+def RouterGradientsIn16Bits(self, rows, sizes):
     """Sends the gradients of router weights in bfloat16."""
-
-    def returned(self, rows, sizes):
-        return rows.bfloat16().float()
+    return rows.bfloat16().float()
 
 
 @gradients("last_first", says=".")
@@ -199,18 +185,14 @@ class DeadGradientsTimesZero(NaiveTrains):
         return found[0] + self.dead, found[1]
 
 
-@killed_by("test_memory_of_calls_without_backward", 4, says="bytes are left")
-class LastTokensStay(NaiveTrains):
+@killed_by("test_memory_of_calls_without_backward", 4, says="bytes are left", handed=NaiveTrains)
+def LastTokensStay(self, tokens):
     """Keeps the tokens of a call until the next one."""
-
-    def handed(self, tokens):
-        self.last = tokens
-        return tokens
+    self.last = tokens
+    return tokens
 
 
-@killed_by("test_memory_of_calls_without_backward", 4, says="a call keeps")
-class RoomForTwice(NaiveTrains):
+@killed_by("test_memory_of_calls_without_backward", 4, says="a call keeps", handed=NaiveTrains)
+def RoomForTwice(self, tokens):
     """Hands out tokens in a buffer for twice as many, which the call keeps for its backward."""
-
-    def handed(self, tokens):
-        return replace(tokens, x=tokens.x.repeat(2, 1)[: len(tokens.x)])
+    return replace(tokens, x=tokens.x.repeat(2, 1)[: len(tokens.x)])

@@ -49,8 +49,8 @@ class Trains(TrainableTorch):
         return torch.isin(experts, tokens.topk_ids)
 
 
-def gradients(name, says="relative error too large"):
-    return killed_by("test_gradients", name, says=says)
+def gradients(name, says="relative error too large", **of):
+    return killed_by("test_gradients", name, says=says, **of)
 
 
 def of_x(change):
@@ -127,71 +127,59 @@ def _alone(ids):
     return (ids == ids.T).sum(dim=1, keepdim=True) == 1
 
 
-@gradients("random", "modified the caller's grad")
-class GradientModified(Trains):
+@gradients("random", "modified the caller's grad", made=Trains)
+def GradientModified(self, found, grad_RH, tokens):
     """Modifies the incoming gradient."""
-
-    def made(self, found, grad_RH, tokens):
-        grad_RH.data.mul_(2)
-        return found
+    grad_RH.data.mul_(2)
+    return found
 
 
-@killed_by("test_wanted_gradients", says="topk_weights")
-class RouterGradientNeedsWeights(Trains):
+@killed_by("test_wanted_gradients", says="topk_weights", backward_input=Trains)
+def RouterGradientNeedsWeights(self, grad_RH, tokens, weights, saved, wanted):
     """Computes the gradient of router weights only where weights want one."""
-
-    def backward_input(self, grad_RH, tokens, weights, saved, wanted):
-        found = super().backward_input(grad_RH, tokens, weights, saved, wanted)
-        if wanted.weights or found.topk_weights is None:
-            return found
-        return replace(found, topk_weights=torch.zeros_like(found.topk_weights))
+    found = Trains.backward_input(self, grad_RH, tokens, weights, saved, wanted)
+    if wanted.weights or found.topk_weights is None:
+        return found
+    return replace(found, topk_weights=torch.zeros_like(found.topk_weights))
 
 
 @killed_by("test_gradient_of_activation", "silu", says="relative error")
-@killed_by("test_gradient_of_activation", "swigluoai", says="relative error")
-class PassesBeyondTheLimit(Trains):
+@killed_by("test_gradient_of_activation", "swigluoai", says="relative error", old=Trains)
+def PassesBeyondTheLimit(self, saved):
     """Lets gradients of clamped numbers pass."""
-
-    def old(self, saved):
-        limit = self.problem.activation.limit
-        if limit is None:
-            return saved
-        return [saved[0].clamp(max=limit), *saved[1:]]
+    limit = self.problem.activation.limit
+    if limit is None:
+        return saved
+    return [saved[0].clamp(max=limit), *saved[1:]]
 
 
-@killed_by("test_gradient_of_activation", "silu", says="relative error")
-class StopsAtTheLimit(Trains):
+@killed_by("test_gradient_of_activation", "silu", says="relative error", old=Trains)
+def StopsAtTheLimit(self, saved):
     """Takes the slope at the limit for zero, where torch.clamp has one."""
-
-    def old(self, saved):
-        limit = self.problem.activation.limit
-        if limit is None:
-            return saved
-        h = saved[0]
-        return [torch.where(h == limit, h + 1, h), *saved[1:]]
+    limit = self.problem.activation.limit
+    if limit is None:
+        return saved
+    h = saved[0]
+    return [torch.where(h == limit, h + 1, h), *saved[1:]]
 
 
-@killed_by("test_gradient_of_activation", "gelu", says="relative error")
-class SiluForEveryActivation(Trains):
+@killed_by("test_gradient_of_activation", "gelu", says="relative error", backward_input=Trains)
+def SiluForEveryActivation(self, *args):
     """Has the backward of silu alone."""
-
-    def backward_input(self, *args):
-        other = copy(self)
-        kind = replace(self.problem.activation, name="silu", alpha=None, limit=None)
-        if self.problem.activation.gated:
-            other.problem = self.problem.replace(activation=kind)
-        return TrainableTorch.backward_input(other, *args)
+    other = copy(self)
+    kind = replace(self.problem.activation, name="silu", alpha=None, limit=None)
+    if self.problem.activation.gated:
+        other.problem = self.problem.replace(activation=kind)
+    return TrainableTorch.backward_input(other, *args)
 
 
 # -- gradients of the weights ------------------------------------------------------------------
 
 
-@gradients("idle_experts", "NaN")
-class EmptyExpertsUnwritten(Trains):
+@gradients("idle_experts", "NaN", wrote=Trains)
+def EmptyExpertsUnwritten(self, name, into, tokens, grad_RH):
     """Leaves the gradients of experts without rows unwritten, as torch's grouped GEMM does."""
-
-    def wrote(self, name, into, tokens, grad_RH):
-        into[~self.used(tokens)] = torch.empty_like(into[~self.used(tokens)])
+    into[~self.used(tokens)] = torch.empty_like(into[~self.used(tokens)])
 
 
 @killed_by("test_accumulation", "grad", says="relative error|experts without tokens")
@@ -208,117 +196,93 @@ class EmptyExpertsStale(Trains):
         self.last[name] = into.clone()
 
 
-@gradients("random", "gradient of w2 ")
-class BlockTransposed(Trains):
+@gradients("random", "gradient of w2 ", wrote=Trains)
+def BlockTransposed(self, name, into, tokens, grad_RH):
     """Writes one block of w2's gradient transposed."""
-
-    def wrote(self, name, into, tokens, grad_RH):
-        if name == "w2":
-            into[:, :16, :16] = into[:, :16, :16].mT.clone()
+    if name == "w2":
+        into[:, :16, :16] = into[:, :16, :16].mT.clone()
 
 
-@gradients("random", "gradient of w13 ")
-class GateAndUpSwapped(Trains):
+@gradients("random", "gradient of w13 ", wrote=Trains)
+def GateAndUpSwapped(self, name, into, tokens, grad_RH):
     """Exchanges the gradients of gate and up."""
-
-    def wrote(self, name, into, tokens, grad_RH):
-        if name == "w13":
-            into.copy_(into.roll(into.shape[1] // 2, dims=1))
+    if name == "w13":
+        into.copy_(into.roll(into.shape[1] // 2, dims=1))
 
 
-@gradients("random", "gradient of w13_bias")
-class BiasZeros(Trains):
+@gradients("random", "gradient of w13_bias", wrote=Trains)
+def BiasZeros(self, name, into, tokens, grad_RH):
     """Returns zeros for biases."""
-
-    def wrote(self, name, into, tokens, grad_RH):
-        if "bias" in name:
-            into.zero_()
+    if "bias" in name:
+        into.zero_()
 
 
-@gradients("random", "gradient of w2_bias")
-class BiasUnweighted(Trains):
+@gradients("random", "gradient of w2_bias", backward_weight=Trains)
+def BiasUnweighted(self, grad_RH, tokens, saved, kept, into, add):
     """Sums the gradients of w2's bias without the router weights."""
-
-    def backward_weight(self, grad_RH, tokens, saved, kept, into, add):
-        ones = replace(tokens, topk_weights=torch.ones_like(tokens.topk_weights))
-        super().backward_weight(grad_RH, ones, saved, kept, into, add)
+    ones = replace(tokens, topk_weights=torch.ones_like(tokens.topk_weights))
+    Trains.backward_weight(self, grad_RH, ones, saved, kept, into, add)
 
 
-@gradients("tokens_without_experts", "gradient of w2_bias.*NaN")
-class DeadRowsInTheBias(Trains):
+@gradients("tokens_without_experts", "gradient of w2_bias.*NaN", wrote=Trains)
+def DeadRowsInTheBias(self, name, into, tokens, grad_RH):
     """Sums the gradients of all rows for w2's bias, those without an expert times zero."""
-
-    def wrote(self, name, into, tokens, grad_RH):
-        if name == "w2_bias":
-            into += 0 * grad_RH.sum(dim=0)
+    if name == "w2_bias":
+        into += 0 * grad_RH.sum(dim=0)
 
 
-@gradients("random", "gradient of w13 ")
-class ExpertsShifted(Trains):
+@gradients("random", "gradient of w13 ", wrote=Trains)
+def ExpertsShifted(self, name, into, tokens, grad_RH):
     """Gives each expert the gradient of the one before."""
-
-    def wrote(self, name, into, tokens, grad_RH):
-        if name == "w13":
-            into.copy_(into.roll(1, dims=0))
+    if name == "w13":
+        into.copy_(into.roll(1, dims=0))
 
 
-@gradients("replicas", "relative error|experts without tokens")
-class ReplicasMerged(Trains):
+@gradients("replicas", "relative error|experts without tokens", wrote=Trains)
+def ReplicasMerged(self, name, into, tokens, grad_RH):
     """Adds the gradient of a replica to the first copy of its expert."""
-
-    def wrote(self, name, into, tokens, grad_RH):
-        for replica in range(self.problem.num_experts, self.problem.num_physical_experts):
-            into[self.problem.logical_expert(replica)] += into[replica]
-            into[replica] = 0
+    for replica in range(self.problem.num_experts, self.problem.num_physical_experts):
+        into[self.problem.logical_expert(replica)] += into[replica]
+        into[replica] = 0
 
 
-@gradients("many_rows", "gradient of w2 ")
-class Accumulates16Bits(Trains):
+@gradients("many_rows", "gradient of w2 ", backward_weight=Trains)
+def Accumulates16Bits(self, grad_RH, tokens, saved, kept, into, add):
     """Accumulates the gradient of w2 over rows in the problem's dtype."""
-
-    def backward_weight(self, grad_RH, tokens, saved, kept, into, add):
-        super().backward_weight(grad_RH, tokens, saved, kept, into, add)
-        rows, pa_SI = self._rows(saved, tokens.topk_ids), kept[1]
-        for expert, run in rows.runs():
-            if "w2" in into and not add:
-                into["w2"][expert] = 0
-                for first in range(run.start, run.stop, 4):
-                    part = slice(first, min(first + 4, run.stop))
-                    into["w2"][expert] += grad_RH[rows.token_S][part].T @ pa_SI[part]
+    Trains.backward_weight(self, grad_RH, tokens, saved, kept, into, add)
+    rows, pa_SI = self._rows(saved, tokens.topk_ids), kept[1]
+    for expert, run in rows.runs():
+        if "w2" in into and not add:
+            into["w2"][expert] = 0
+            for first in range(run.start, run.stop, 4):
+                part = slice(first, min(first + 4, run.stop))
+                into["w2"][expert] += grad_RH[rows.token_S][part].T @ pa_SI[part]
 
 
 @killed_by("test_accumulation", "buffer")
-@killed_by("test_accumulation", "float32_buffer")
-class AddOverwrites(Trains):
+@killed_by("test_accumulation", "float32_buffer", backward_weight=Trains)
+def AddOverwrites(self, grad_RH, tokens, saved, kept, into, add):
     """Overwrites the buffer that it is to add to."""
-
-    def backward_weight(self, grad_RH, tokens, saved, kept, into, add):
-        super().backward_weight(grad_RH, tokens, saved, kept, into, False)
+    Trains.backward_weight(self, grad_RH, tokens, saved, kept, into, False)
 
 
-@killed_by("test_accumulation", "buffer")
-class AddIgnored(Trains):
+@killed_by("test_accumulation", "buffer", backward_weight=Trains)
+def AddIgnored(self, grad_RH, tokens, saved, kept, into, add):
     """Leaves a given buffer as it is."""
-
-    def backward_weight(self, grad_RH, tokens, saved, kept, into, add):
-        if not add:
-            super().backward_weight(grad_RH, tokens, saved, kept, into, add)
+    if not add:
+        Trains.backward_weight(self, grad_RH, tokens, saved, kept, into, add)
 
 
-@killed_by("test_accumulation", "float32_buffer")
-class EmptyExpertsOverwritten(Trains):
+@killed_by("test_accumulation", "float32_buffer", wrote=Trains)
+def EmptyExpertsOverwritten(self, name, into, tokens, grad_RH):
     """Writes zeros for experts without rows, also into a buffer that it is to add to."""
-
-    def wrote(self, name, into, tokens, grad_RH):
-        into[~self.used(tokens)] = 0
+    into[~self.used(tokens)] = 0
 
 
-@gradients("random", "gradient of")
-class OneExpertStays(Trains):
+@gradients("random", "gradient of", wrote=Trains)
+def OneExpertStays(self, name, into, tokens, grad_RH):
     """Leaves out the gradient of expert 2."""
-
-    def wrote(self, name, into, tokens, grad_RH):
-        into[2] = 0
+    into[2] = 0
 
 
 # -- what is saved ------------------------------------------------------------------------------
@@ -351,13 +315,11 @@ class OnlyTheLastCall(Trains):
         return self.last
 
 
-@killed_by("test_backwards", "twice", says="gradient of")
-class BackwardOverwrites(Trains):
+@killed_by("test_backwards", "twice", says="gradient of", backward_weight=Trains)
+def BackwardOverwrites(self, grad_RH, tokens, saved, kept, into, add):
     """Uses the memory of the saved h again in the backward."""
-
-    def backward_weight(self, grad_RH, tokens, saved, kept, into, add):
-        super().backward_weight(grad_RH, tokens, saved, kept, into, add)
-        saved[0].data.zero_()
+    Trains.backward_weight(self, grad_RH, tokens, saved, kept, into, add)
+    saved[0].data.zero_()
 
 
 @killed_by("test_memory_of_calls_without_backward", says="bytes are left")
@@ -371,20 +333,16 @@ class KeepsCalls(Trains):
         return saved
 
 
-@killed_by("test_memory_of_calls_without_backward", says="by saved_bytes")
-class SavesMore(Trains):
+@killed_by("test_memory_of_calls_without_backward", says="by saved_bytes", saves=Trains)
+def SavesMore(self, saved):
     """Saves more than it says."""
-
-    def saves(self, saved):
-        return [*saved, saved[0].clone()]
+    return [*saved, saved[0].clone()]
 
 
-@killed_by("test_memory_of_calls_without_backward", says="by saved_bytes")
-class StatesListsOnly(Trains):
+@killed_by("test_memory_of_calls_without_backward", says="by saved_bytes", saved_bytes=Trains)
+def StatesListsOnly(self, rows):
     """Understates what it saves: the lists, and not h."""
-
-    def saved_bytes(self, rows):
-        return 8 * rows * self.problem.top_k + 4 * self.problem.num_local_experts
+    return 8 * rows * self.problem.top_k + 4 * self.problem.num_local_experts
 
 
 @killed_by("test_memory_of_calls_without_backward", says="h and lists have")
@@ -399,13 +357,11 @@ class SavesY(Trains):
         return super().saved_bytes(rows) + rows * p.top_k * p.hidden_size * p.dtype.itemsize
 
 
-@killed_by("test_memory_of_steps", says="state the rest in")
-class OuterProductsOfRows(Trains):
+@killed_by("test_memory_of_steps", says="state the rest in", backward_weight=Trains)
+def OuterProductsOfRows(self, grad_RH, tokens, saved, kept, into, add):
     """Computes a gradient of w13 for each row before it sums, and does not state that memory."""
-
-    def backward_weight(self, grad_RH, tokens, saved, kept, into, add):
-        super().backward_weight(grad_RH, tokens, saved, kept, into, add)
-        token_S = saved[1] // self.problem.top_k
-        of_rows = kept[0].float()[:, :, None] * tokens.x[token_S, None].float()
-        for out, rows in zip(into["w13"], of_rows.tensor_split(saved[2].tolist()), strict=False):
-            out.copy_(rows.sum(dim=0))
+    Trains.backward_weight(self, grad_RH, tokens, saved, kept, into, add)
+    token_S = saved[1] // self.problem.top_k
+    of_rows = kept[0].float()[:, :, None] * tokens.x[token_S, None].float()
+    for out, rows in zip(into["w13"], of_rows.tensor_split(saved[2].tolist()), strict=False):
+        out.copy_(rows.sum(dim=0))

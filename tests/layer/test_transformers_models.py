@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import runpy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -139,6 +140,17 @@ def test_example_generates_equal_tokens(capsys: pytest.CaptureFixture[str]) -> N
     path = Path(__file__).parents[2] / "examples" / "hf_generate.py"
     assert runpy.run_path(str(path))["main"](["--tokens", "6"]) == 0
     assert "equal tokens" in capsys.readouterr().out
+
+
+def test_benchmark_times_tiny_models(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = "--tiny --device cpu --models mixtral --baselines eager --prefill 8 --batches 1"
+    monkeypatch.setattr("sys.argv", ["", *given.split(), "--repeats", "1"])
+    path = Path(__file__).parents[2] / "benchmarks" / "hf_generate.py"
+    runpy.run_path(str(path))["main"]()
+    said = capsys.readouterr().out
+    assert re.search(r"mixtral +\| decode B=1 +\| +[.\d]+ +\| +[.\d]+ ", said), said
 
 
 # -- models without the experts interface ---------------------------------------------------

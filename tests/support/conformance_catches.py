@@ -121,7 +121,7 @@ class Mutant:
             getattr(kit, self.test)(*self.args)
 
 
-# The arguments of a mutant that is a function -> what it overrides of a right class.
+# The arguments of a mutant that is a function -> what it overrides, if no keyword names that.
 _OVERRIDES = {
     "weights": (Plain, "given"),
     "packed": (Plain, "stored"),
@@ -143,20 +143,22 @@ def killed_by(
     """Make a class or a function a mutant that ``test`` of the kit, called with args, must kill.
 
     The class, or the one it derives from, has ``BASE``, the name of the backend whose spec it has.
-    A function becomes a class that overrides one method of `Plain`, which its arguments choose.
+    A function becomes a class that overrides one method: of `Local_`, for ``prepare=Local_``.
+    Without such a keyword its arguments choose the method.
     """
+    named = [(declared.pop(n), n) for n, value in list(declared.items()) if isinstance(value, type)]
 
     def register(wrong: Any) -> type:
-        made = wrong if isinstance(wrong, type) else _class_of(wrong)
+        made = wrong if isinstance(wrong, type) else _class_of(wrong, *named)
         MUTANTS.append(Mutant(made, test, args, says, declared))
         return made
 
     return register
 
 
-def _class_of(function: Callable[..., Any]) -> type:
+def _class_of(function: Callable[..., Any], overrides: tuple[type, str] | None = None) -> type:
     arguments = ", ".join(list(inspect.signature(function).parameters)[1:])
-    base, method = _OVERRIDES[arguments]
+    base, method = overrides or _OVERRIDES[arguments]
     body = {method: function, "__doc__": function.__doc__, "__module__": function.__module__}
     return type(function.__name__, (base,), body)
 

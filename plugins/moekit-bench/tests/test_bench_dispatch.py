@@ -11,7 +11,7 @@ from moekit_bench import report
 from moekit_bench.dispatch import measure_dispatch
 from moekit_bench.ranks import Task, on_rank
 from moekit_bench.records import Cell, Run, Settings, merge
-from moekit_bench.timer import first_fault, from_all_ranks
+from moekit_bench.timer import first_fault
 from rank_pools import rank_pool
 
 import moekit
@@ -178,9 +178,8 @@ def test_rows_by_hand(pool):
 
 
 def told_by_ranks(rank, world_size):
-    return from_all_ranks("a longer text" * rank), first_fault("" if rank == 0 else "it broke")
+    return first_fault("" if rank == 0 else "it broke\nin two lines"), first_fault("")
 
 
 def test_ranks_tell_each_other(pool):
-    for texts, fault in pool.run(told_by_ranks):
-        assert texts == ["", "a longer text"] and fault == "it broke"
+    assert pool.run(told_by_ranks) == [("it broke\nin two lines", "")] * 2

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from deepep_transfers import (
     EventOverlap,
     _Base,
-    by_rank,
+    delivered,
     exchange,
     garbage,
     sent_again,
@@ -172,11 +172,11 @@ class Buffer(_Base):
         assert torch.equal(per_expert, num_tokens_per_expert)
         assert torch.equal(in_rank, is_token_in_rank)
 
-        sent = [x, topk_idx, topk_weights, in_rank, *([] if scales is None else [scales])]
-        arrived = exchange(self.group, *sent)
+        sent = [x, topk_idx, topk_weights, *([] if scales is None else [scales])]
+        arrived = exchange(self.group, *sent, in_rank)
         sources = [
             (rank, token)
-            for rank, (_, _, _, wanted, *_) in enumerate(arrived)
+            for rank, (*_, wanted) in enumerate(arrived)
             for token in wanted[:, self.rank].nonzero().flatten().tolist()
         ]
         # The host polls one word, which the kernels before this one also write.
@@ -184,27 +184,19 @@ class Buffer(_Base):
         if not num_worst_tokens:
             assert self.stream.counts[0] == len(sources), "the host read an earlier call's count"
             self.stream.synchronize()
-        rows, k = num_worst_tokens or len(sources), topk_idx.shape[1]
+        rows = num_worst_tokens or len(sources)
         assert len(sources) <= rows, "more tokens than the worst case"
-        recv_x = garbage((rows, x.shape[1]), x.dtype)
-        recv_idx = garbage((rows, k), topk_idx_t)
-        recv_weights = garbage((rows, k), torch.float32)
-        recv_scales = None if scales is None else garbage((rows, scales.shape[1]), torch.float32)
-        first = self.rank * experts // self.ranks
+        held = range(experts)[self.rank * experts // self.ranks :][: experts // self.ranks]
+        theirs = [each[:-1] for each in arrived]
+        received, recv_idx, recv_weights, write = delivered(sources, theirs, rows, held)
 
         def finish():
+            write()
             recv_idx[len(sources) :] = -1
-            for rows, (their_x, ids, weights, _, *their_scales) in by_rank(sources, arrived):
-                here = (ids >= first) & (ids < first + experts // self.ranks)
-                recv_x.view(torch.uint8)[rows] = their_x.view(torch.uint8)
-                recv_idx[rows] = torch.where(here, ids - first, -1)
-                recv_weights[rows] = torch.where(here, weights, float("nan"))
-                if recv_scales is not None:
-                    recv_scales[rows] = their_scales[0]
+            recv_weights[recv_idx < 0] = float("nan")
 
         counts = [] if num_worst_tokens else per_expert.tolist()
         handle = _NormalHandle(sources, x.shape[0], rows, config.num_sms)
-        received = recv_x if scales is None else (recv_x, recv_scales)
         event = self._event(finish, async_finish)
         return received, recv_idx, recv_weights, counts, handle, event
 
@@ -407,24 +399,15 @@ class ElasticBuffer(_Base):
             sources += [(rank, tokens[i]) for i in self._shuffled(len(tokens))]
             ends.append(len(sources))
         rows = self.ranks * num_max_tokens_per_rank
-        recv_x = garbage((rows, x.shape[1]), x.dtype)
-        recv_idx = garbage((rows, k), topk_idx_t)
-        recv_weights = garbage((rows, k), torch.float32)
-        recv_scales = None if scales is None else garbage((rows, scales.shape[1]), torch.float32)
         counts = garbage((self.ranks,), torch.int32)
+        held = range(first, first + local)
+        received, recv_idx, recv_weights, write = delivered(sources, arrived, rows, held)
 
         def finish():
             counts.copy_(torch.tensor(ends))
-            for rows, (their_x, ids, weights, *their_scales) in by_rank(sources, arrived):
-                here = (ids >= first) & (ids < first + local)
-                recv_x.view(torch.uint8)[rows] = their_x.view(torch.uint8)
-                recv_idx[rows] = torch.where(here, ids - first, -1)
-                recv_weights[rows] = weights
-                if recv_scales is not None:
-                    recv_scales[rows] = their_scales[0]
+            write()
 
         handle = EPHandle(sources, x.shape[0], rows, num_sms, counts, topk_idx.clone(), num_experts)
-        received = recv_x if scales is None else (recv_x, recv_scales)
         event = self._event(finish, async_with_compute_stream)
         return received, recv_idx, recv_weights, handle, event
 

@@ -48,6 +48,25 @@ def by_rank(sources, arrived):
         yield rows, [t.view(torch.uint8)[token_R[rows]].view(t.dtype) for t in theirs]
 
 
+def delivered(sources, arrived, rows, held):
+    """Memory for x, with its scales if it has any, ids and weights, and what writes it.
+
+    held: the experts of this rank, whose ids become local ones.
+    """
+    x, ids, weights, *scales = (garbage((rows, t.shape[1]), t.dtype) for t in arrived[0])
+
+    def write():
+        for at, (their_x, their_ids, their_weights, *their_scales) in by_rank(sources, arrived):
+            here = (their_ids >= held.start) & (their_ids < held.stop)
+            x.view(torch.uint8)[at] = their_x.view(torch.uint8)
+            ids[at] = torch.where(here, their_ids - held.start, -1)
+            weights[at] = their_weights
+            for mine, theirs in zip(scales, their_scales, strict=True):
+                mine[at] = theirs
+
+    return (x, *scales) if scales else x, ids, weights, write
+
+
 def garbage(shape, dtype):
     made = torch.empty(shape, dtype=dtype)
     with _disable_current_modes():

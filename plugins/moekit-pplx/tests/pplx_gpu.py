@@ -11,34 +11,19 @@ from moekit import MoEProblem, ParallelConfig, Routing
 HIDDEN, EXPERTS, TOP_K = 7168, 256, 8
 
 
-def problem_for(world, tokens, **changes):
-    values = {
-        "num_experts": EXPERTS,
-        "top_k": TOP_K,
-        "hidden_size": HIDDEN,
-        "intermediate_size": 128,
-        "max_num_tokens": tokens,
-        "device": "cuda",
-        "parallel": ParallelConfig(ep_size=world),
-    }
-    return MoEProblem(**{**values, **changes})
-
-
-def bare(
-    rank, world, tokens, hidden=HIDDEN, experts=EXPERTS, top_k=TOP_K, row_bytes=None, scales=0
-):
+def bare(rank, world, tokens):
     from pplx_kernels import AllToAll
 
     return AllToAll.intranode(
         max_num_tokens=tokens,
-        num_experts=experts,
-        experts_per_token=top_k,
+        num_experts=EXPERTS,
+        experts_per_token=TOP_K,
         rank=rank,
         world_size=world,
         dp_size=1,
-        hidden_dim=hidden,
-        hidden_dim_bytes=row_bytes or 2 * hidden,
-        hidden_dim_scale_bytes=4 * scales,
+        hidden_dim=HIDDEN,
+        hidden_dim_bytes=2 * HIDDEN,
+        hidden_dim_scale_bytes=0,
         group_name=dist.group.WORLD.group_name,
     )
 
@@ -82,26 +67,18 @@ def lost_rows(rank, world, tokens, rounds=10):
     return wrong, total
 
 
-def random_call(rank, tokens):
-    """Return x (T, H) bf16, ids (T, K) int64, weights (T, K), and an output."""
-    torch.manual_seed(rank)
-    x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
-    ids = torch.rand(tokens, EXPERTS, device="cuda").argsort(-1)[:, :TOP_K].contiguous()
-    return x, ids, torch.rand(tokens, TOP_K, device="cuda"), torch.empty_like(x)
-
-
-def dispatcher_for(rank, world, tokens, **changes):
-    spec = moekit.registry().dispatcher("pplx")
-    problem = problem_for(
-        world, tokens, parallel=ParallelConfig(ep_size=world, ep_rank=rank), **changes
-    )
-    return spec.load()(spec, problem)
-
-
 def streams(rank, world):
     """Run calls on two streams, launched in one order, while GPUs are busy at other times."""
-    dispatcher = dispatcher_for(rank, world, 64)
-    x, ids, weights, _ = random_call(rank, 64)
+    spec = moekit.registry().dispatcher("pplx")
+    problem = MoEProblem(
+        num_experts=EXPERTS, top_k=TOP_K, hidden_size=HIDDEN, intermediate_size=128,
+        max_num_tokens=64, device="cuda", parallel=ParallelConfig(ep_size=world, ep_rank=rank),
+    )  # fmt: skip
+    dispatcher = spec.load()(spec, problem)
+    torch.manual_seed(rank)
+    x = torch.randn(64, HIDDEN, device="cuda").bfloat16()
+    ids = torch.rand(64, EXPERTS, device="cuda").argsort(-1)[:, :TOP_K].contiguous()
+    weights = torch.rand(64, TOP_K, device="cuda")
     pair = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
     for step in range(20):
