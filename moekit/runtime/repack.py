@@ -42,21 +42,22 @@ def repack(
         new = packed_by(backend, new.canonical(problem)._map(aligned))
     if faults := list(_faults(held, new, None if experts is None else len(places))):
         raise WeightsError("the new weights do not fit the packed ones: " + "; ".join(faults))
-    for name, tensor in new.experts.items():
-        old = held.experts[name]
-        _write(old if experts is None else [old[place] for place in places], tensor)
-    if experts is None:
-        for name, tensor in new.shared.items():
-            _write(held.shared[name], tensor)
+    for name, tensor in new.tensors().items():
+        old = held.tensors()[name]
+        with torch.inference_mode(old.is_inference()):
+            if experts is None:
+                _copy(tensor, old)
+            elif name in held.experts:
+                rows = tensor.clone() if overlap(old, tensor) else tensor
+                for place, row in zip(places, rows, strict=True):
+                    old[place].copy_(row)
     settle(device)
 
 
-def _write(held: Tensor | Sequence[Tensor], new: Tensor) -> None:
-    """Copy ``new`` into a tensor, or its rows into several, unless they are the same memory."""
-    for old, one in [(held, new)] if isinstance(held, Tensor) else zip(held, new, strict=True):
-        if (old.data_ptr(), old.stride()) != (one.data_ptr(), one.stride()):
-            with torch.inference_mode(old.is_inference()):
-                old.copy_(one.clone() if overlap(old, one) else one)
+def _copy(new: Tensor, old: Tensor) -> None:
+    """Copy a tensor into another one, unless an engine has loaded it there."""
+    if (new.data_ptr(), new.stride()) != (old.data_ptr(), old.stride()):
+        old.copy_(new.clone() if overlap(old, new) else new)
 
 
 def _places(experts: Sequence[int], local: range) -> Sequence[int]:
