@@ -134,9 +134,10 @@ def test_kernels_compile_in_vllms_first_call(monkeypatch, capturing) -> None:
     assert warmed == ([] if capturing else [9, 12])
 
 
-def test_vllms_batch_invariant_mode(monkeypatch, caplog) -> None:
+@pytest.mark.parametrize("variable", ["VLLM_BATCH_INVARIANT", "MOEKIT_BATCH_INVARIANT"])
+def test_batch_invariant_mode(variable, monkeypatch, caplog) -> None:
     caplog.set_level(logging.INFO, "vllm.moekit")
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    monkeypatch.setenv(variable, "1")
     moekit_vllm.register()
     layer = made(weights=drawn())
     x, topk_weights, ids = calls()

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import moekit
-from moekit import ModularKernel, MoEProblem, PackedWeights, Routing
+from moekit import ExpertWeights, ModularKernel, MoEProblem, PackedWeights, Routing
+from moekit.errors import WeightsError
 from moekit.plugin import exchange, reason_of, summary
 from moekit_vllm import versions, weights
 from moekit_vllm.problem import exchanges_tokens, problem_of, too_slow
@@ -221,6 +222,22 @@ def _hold(layer: Any, parameters: Mapping[str, nn.Parameter]) -> None:
         delattr(layer, name)
     for name, parameter in parameters.items():
         setattr(layer, name, parameter)
+
+
+def repack_all(
+    model: nn.Module, new: Mapping[str, ExpertWeights], checksums: Mapping[str, str]
+) -> None:
+    """Serve `moekit_vllm.repack_`."""
+    ours = {
+        layer.layer_name: method.moekit_experts
+        for layer in model.modules()
+        if getattr(method := getattr(layer, "quant_method", None), "moekit_experts", None)
+    }
+    if unknown := sorted({*new, *checksums} - ours.keys()):
+        raise WeightsError(f"moekit computes no layers {unknown} here, but {sorted(ours)}")
+    for name, weights in new.items():
+        held = ours[name]
+        held.kernel.repack_(held.packed, weights, checksum=checksums.get(name), name=name)
 
 
 # -- torch.compile -----------------------------------------------------------------------
