@@ -228,16 +228,16 @@ def repack_all(
     model: nn.Module, new: Mapping[str, ExpertWeights], checksums: Mapping[str, str]
 ) -> None:
     """Serve `moekit_vllm.repack_`."""
-    ours = {
-        layer.layer_name: method.moekit_experts
-        for layer in model.modules()
-        if getattr(method := getattr(layer, "quant_method", None), "moekit_experts", None)
-    }
+    ours: dict[str, LayerExperts] = {}
+    for layer in model.modules():
+        experts = getattr(getattr(layer, "quant_method", None), "moekit_experts", None)
+        if experts is not None:
+            ours[str(layer.layer_name)] = experts
     if unknown := sorted({*new, *checksums} - ours.keys()):
         raise WeightsError(f"moekit computes no layers {unknown} here, but {sorted(ours)}")
-    for name, weights in new.items():
+    for name, each in new.items():
         held = ours[name]
-        held.kernel.repack_(held.packed, weights, checksum=checksums.get(name), name=name)
+        held.kernel.repack_(held.packed, each, checksum=checksums.get(name), name=name)
 
 
 # -- torch.compile -----------------------------------------------------------------------
