@@ -11,7 +11,7 @@ C capacity of the batched layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, TypeVar
@@ -32,6 +32,7 @@ from moekit.contract.explanation import Explanation
 from moekit.contract.pending import InFlight, Pending
 from moekit.contract.sums import BY_EXPERTS, Sums, output_dtype
 from moekit.discovery.answers import packed_by
+from moekit.errors import WeightsError
 from moekit.problem.problem import summary
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime import checks
@@ -135,6 +136,41 @@ class ModularKernel:
             packed = packed_by(self.experts, weights.canonical(self.problem)._map(aligned))
             settle(weights.w13.device)
         return replace(packed, made_for=self._made_for)
+
+    @torch.no_grad()
+    def repack_(
+        self,
+        packed: PackedWeights,
+        new: ExpertWeights | PackedWeights,
+        *,
+        experts: Sequence[int] | None = None,
+        checksum: str | None = None,
+        name: str = "experts",
+    ) -> None:
+        """Write new weights into the memory of packed ones, which CUDA graphs may have captured.
+
+        That may be the memory of the weights that were packed. No call may run meanwhile.
+
+        Args:
+            packed: from `pack`.
+            new: as `pack` takes them, on any device, or what `pack` made of them. Weights of 16 or
+                32 bits are quantized to the problem's scheme.
+            experts: the places of these experts among this rank's L, if ``new`` has some of them.
+            checksum: ``new.checksum()`` where they come from, compared before anything is written.
+            name: the layer's name, for errors.
+
+        Raises:
+            WeightsError: names the layer and each tensor that does not fit. ``packed`` is as it
+                was.
+        """
+        from moekit.runtime.repack import repack
+
+        try:
+            checks.check_weights(packed, self.experts.spec.name, self._made_for)
+            with on_device(checks.device_of(packed)):
+                repack(self.experts, packed, new, experts, checksum)
+        except WeightsError as error:
+            raise WeightsError(f"{name}: {error}") from error
 
     # -- calls ------------------------------------------------------------------------------
 

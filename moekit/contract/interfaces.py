@@ -175,13 +175,23 @@ class PackedWeights:
         found = self.experts.get(name)
         return self.shared.get(name) if found is None else found
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors by name."""
+        return {**self.experts, **self.shared}
+
+    def checksum(self) -> str:
+        """Return 16 digits that are equal for equal bits, on any device; waits for the device."""
+        from moekit.problem.checksum import checksum
+
+        return checksum(self.tensors())
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(t.nbytes for t in (*self.experts.values(), *self.shared.values()))
+        return sum(t.nbytes for t in self.tensors().values())
 
     def __repr__(self) -> str:
-        held = {**self.experts, **self.shared}
+        held = self.tensors()
         each = [f"{n} {tuple(t.shape)} {str(t.dtype)[6:]}" for n, t in held.items()]
         devices = {str(t.device): None for t in held.values()}
         return (

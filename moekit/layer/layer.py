@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import fields, replace
@@ -228,6 +228,21 @@ class FusedMoE(nn.Module):
         if self.problem.training:
             return parameters.fill(self, weights, self.problem)
         self.packed = self.kernel.pack(weights)
+
+    def repack_(
+        self,
+        new: ExpertWeights | PackedWeights,
+        *,
+        experts: Sequence[int] | None = None,
+        checksum: str | None = None,
+    ) -> None:
+        """Write new weights where the packed ones are, as `ModularKernel.repack_` does.
+
+        experts: places in `local_experts`, if ``new`` has some of them. A trainable layer has
+        parameters, which `load_weights` fills in place.
+        """
+        packed = self.flow.require(self.packed)
+        self.kernel.repack_(packed, new, experts=experts, checksum=checksum, name=self.prefix)
 
     def load_checkpoint(
         self,

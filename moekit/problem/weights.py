@@ -108,11 +108,21 @@ class ExpertWeights:
         changes: dict[str, Any] = {name: function(t) for name, t in self.tensors().items()}
         return replace(self, **changes)
 
-    def check(self, problem: MoEProblem) -> None:
-        """Raise WeightsError listing everything that does not fit ``problem``."""
+    def checksum(self) -> str:
+        """Return 16 digits that are equal for equal bits, on any device; waits for the device."""
+        from moekit.problem.checksum import checksum
+
+        return checksum(self.tensors(), "interleaved" * self.interleaved)
+
+    def check(self, problem: MoEProblem, num_experts: int | None = None) -> None:
+        """Raise WeightsError listing everything that does not fit ``problem``.
+
+        num_experts: of these weights; default: the problem's L.
+        """
         if self.w13.is_meta:
             raise WeightsError("the weights are meta tensors, which hold no values: load them")
         L, H, scheme = problem.num_local_experts, problem.hidden_size, problem.quant
+        L = L if num_experts is None else num_experts
         rows, inner = problem.w13_rows, problem.local_intermediate_size
         found = [
             f"{name} is on {tensor.device}, w13 on {self.w13.device}"
@@ -122,7 +132,7 @@ class ExpertWeights:
         _raise(found)  # before any value is read
         for name, want in (("w13", (L, rows, H)), ("w2", (L, H, inner))):
             found += _matrix_faults(self, name, want, problem)
-        if self.num_experts == problem.num_experts != L:
+        if self.num_experts == problem.num_experts != L and num_experts is None:
             found.append(
                 f"this rank holds {L} of the {self.num_experts} experts: pass "
                 "weights.select(local_experts), which layers and problems have"

@@ -180,6 +180,27 @@ class ExpertsCalls(ExpertsInvariance):
                 out = kernel(case.x, packed, case.routing)
                 assert_right(out, case, f"weights {turn} in place")
 
+    def test_repack(self) -> None:
+        """New weights of all experts, then of two, take the memory of the packed ones."""
+        for problem in self._one_of_each_kind():
+            old, new = random_weights(problem), random_weights(problem, "new")
+            kernel, packed = self._packed(problem, weights=old._map(torch.clone))
+            held = {name: (tensor, tensor.data_ptr()) for name, tensor in packed.tensors().items()}
+            two = [problem.num_local_experts - 1, 0]
+            mixed = new._map(torch.clone)
+            for name, tensor in mixed.tensors().items():
+                for expert in two if tensor.dim() else ():
+                    tensor[expert].copy_(old.tensors()[name][expert])
+            turns = [(None, new, new), (two, mixed.select(two), mixed)]
+            for experts, given, whole in turns if self._spec().movable else turns[:1]:
+                kernel.repack_(packed, given, experts=experts, checksum=given.checksum())
+                for name, tensor in pack(kernel, whole).tensors().items():
+                    now, address = held[name]
+                    assert now.data_ptr() == address and same_bits(now, tensor), f"{name} differs"
+                case = make_case(problem, 5, weights=whole)
+                out = kernel(case.x, packed, case.routing)
+                assert_right(out, case, f"new weights of {experts or 'all experts'}")
+
     def test_threads(self) -> None:
         """Two threads call one kernel, each with its own inputs: scratch belongs to the call."""
         problem = self._problem()

@@ -295,6 +295,13 @@ def test_other_layouts_cost_memory_and_the_cost_is_logged(caplog) -> None:
     )
 
 
+def test_repack_writes_the_weights_of_every_member() -> None:
+    old, new = random_weights(PROBLEM), random_weights(PROBLEM, "new")
+    kernel, both = packed("torch:4|turned", PROBLEM, old._map(torch.clone))
+    kernel.repack_(both, new)
+    assert both.checksum() == packed("torch:4|turned", PROBLEM, new)[1].checksum()
+
+
 def test_weights_of_another_division_are_refused() -> None:
     kernel, _ = packed("torch:4|turned")
     _, other = packed("torch:5|turned")

@@ -216,6 +216,24 @@ def WeightsCachedByAddress(self, y, tokens, weights, workspace):
     Plain.apply(self, y, tokens, weights, workspace)
 
 
+@killed_by("test_repack", says="invalid for input of size")
+class PacksWholeStacks(Plain):
+    """Takes the number of experts to pack from the problem."""
+
+    def given(self, weights):
+        w13 = weights.w13
+        return replace(weights, w13=w13.view(self.problem.num_local_experts, *w13.shape[1:]))
+
+
+@killed_by("test_repack", says="which all experts share, would change")
+class SharesAStatistic(Plain):
+    """Packs a number that depends on all experts, as one that they share."""
+
+    def stored(self, packed):
+        largest = packed["w2"].float().abs().amax()
+        return replace(packed, shared={**packed.shared, "largest": largest})
+
+
 @killed_by("test_scheme", "none")
 def LastExpertSwapped(self, weights):
     """Swaps gate and up of the last expert."""

@@ -15,7 +15,7 @@ from vllm_layers import INNER, E, H, K, applied, calls, drawn, error, made, shar
 from vllm_layers import vllm as vllm  # a fixture
 
 import moekit
-from moekit.errors import MoekitError
+from moekit.errors import MoekitError, WeightsError
 
 
 def _failing_pack(monkeypatch, layer=None):
@@ -31,7 +31,8 @@ def _other_form(monkeypatch, layer):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"), [(_failing_pack, "no memory"), (_other_form, "other shapes")]
+    ("change", "said"),
+    [(_failing_pack, "no memory"), (_other_form, r"w13 is \(.*\) torch.float32 on cpu, not \(")],
 )
 def test_an_update_that_fails_is_an_error(monkeypatch, change, said) -> None:
     """CUDA graphs hold moekit's kernel and memory, so vLLM's kernel cannot take the layer over."""
@@ -53,6 +54,22 @@ def test_vllm_keeps_a_layer_through_updates(monkeypatch) -> None:
         layer = made(weights=drawn())
     layer.quant_method.process_weights_after_loading(layer)
     assert applied(layer, *calls()) == "vLLM's own"
+
+
+def test_repack_writes_new_experts_into_the_layers_that_moekit_computes() -> None:
+    moekit_vllm.register()
+    layers = [made(weights=drawn(), layer_name=f"layers.{n}.experts") for n in range(2)]
+    where = [p.data_ptr() for layer in layers for p in layer.parameters()]
+    new = {f"layers.{n}.experts": moekit.ExpertWeights(*drawn(n + 1).values()) for n in range(2)}
+    model = torch.nn.ModuleList([*layers, torch.nn.Linear(2, 2)])
+    moekit_vllm.repack_(model, new, {name: each.checksum() for name, each in new.items()})
+    for seed, layer in enumerate(layers, 1):
+        assert error(applied(layer, *calls()), want(drawn(seed), *calls())) < 1e-5
+    assert where == [p.data_ptr() for layer in layers for p in layer.parameters()]
+    with pytest.raises(WeightsError, match=r"moekit computes no layers \['layers\.7"):
+        moekit_vllm.repack_(model, {"layers.7.experts": new["layers.0.experts"]})
+    with pytest.raises(WeightsError, match=r"^layers\.1\.experts: .*have checksum"):
+        moekit_vllm.repack_(model, new, {"layers.1.experts": new["layers.0.experts"].checksum()})
 
 
 def test_weights_are_updated_in_place() -> None:
@@ -139,9 +156,10 @@ def test_kernels_compile_in_vllms_first_call(monkeypatch, capturing, ranks, warm
     assert warmed == warm
 
 
-def test_vllms_batch_invariant_mode(monkeypatch, caplog) -> None:
+@pytest.mark.parametrize("variable", ["VLLM_BATCH_INVARIANT", "MOEKIT_BATCH_INVARIANT"])
+def test_batch_invariant_mode(variable, monkeypatch, caplog) -> None:
     caplog.set_level(logging.INFO, "vllm.moekit")
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    monkeypatch.setenv(variable, "1")
     moekit_vllm.register()
     layer = made(weights=drawn())
     x, topk_weights, ids = calls()

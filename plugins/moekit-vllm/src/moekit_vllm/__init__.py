@@ -10,16 +10,21 @@ can compute exactly. The other layers keep vLLM's own kernels, and one line of t
               moekit's `RoutedExperts`, and the part of a quantization method that it replaces
     problem, weights
               an MoE layer of vLLM as a `moekit.MoEProblem` and `moekit.ExpertWeights`
-    experts   the kernel and packed weights of a layer
+    experts   the kernel and packed weights of a layer, and `repack_`, which writes new ones
     describe  `moekit explain --vllm`
     layer     `FusedMoE` and `SharedFusedMoE`, with the interface of vLLM's, which need no vLLM
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from torch import nn
+
+from moekit import ExpertWeights
 from moekit_vllm.layer import FusedMoE, SharedFusedMoE
 
-__all__ = ["FusedMoE", "SharedFusedMoE", "register"]
+__all__ = ["FusedMoE", "SharedFusedMoE", "register", "repack_"]
 
 
 def register() -> None:
@@ -34,3 +39,25 @@ def register() -> None:
 
     if (mode := Mode.read()) is not Mode.OFF:
         install(mode)
+
+
+def repack_(
+    model: nn.Module, new: Mapping[str, ExpertWeights], checksums: Mapping[str, str] | None = None
+) -> None:
+    """Write new experts into layers that moekit computes in a running engine, on this rank.
+
+    CUDA graphs go on with them. Call it in each worker, for example by ``LLM.collective_rpc``, and
+    between requests. A layer's weights are this rank's, as `moekit.ModularKernel.repack_` takes
+    them, in the order of `MoEProblem.local_experts`.
+
+    Args:
+        model: vLLM's, a worker's ``model_runner.model``.
+        new: by the layers' names in vLLM, as "model.layers.0.mlp.experts".
+        checksums: ``ExpertWeights.checksum()`` where the weights come from, by the same names.
+
+    Raises:
+        WeightsError: A layer is missing, or its weights do not fit; layers before it have theirs.
+    """
+    from moekit_vllm.experts import repack_all
+
+    repack_all(model, new, checksums or {})

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import moekit
-from moekit import ModularKernel, MoEProblem, PackedWeights, Routing
+from moekit import ExpertWeights, ModularKernel, MoEProblem, PackedWeights, Routing
+from moekit.errors import WeightsError
 from moekit.plugin import exchange, reason_of, summary
 from moekit_vllm import versions, weights
-from moekit_vllm.packed import copy, form, forms
 from moekit_vllm.problem import exchanges_tokens, problem_of, too_slow
 from moekit_vllm.settings import Mode, say_once
 from moekit_vllm.weights.parameters import refusal
@@ -61,13 +61,14 @@ class LayerExperts:
             cpu_kernel = layer.expert_map is None and versions.has_cpu_kernel(method)
             with _on_all_ranks(layer):
                 kernel = _kernel_for(problem, cpu_kernel and method.moekit_mode is not Mode.REQUIRE)
-                packed = kernel.pack(loaded)
-                order = _order(layer, problem)
-                if reasons := _against(kernel, packed, before):
-                    raise refusal(*reasons)
+                if before is None:
+                    _check_graphs(kernel)
+                packed, order = kernel.pack(loaded), _order(layer, problem)
             del loaded
             made = before or cls(kernel, packed, order, _held(layer, packed))
-            copy(packed, into=made.packed)
+            if before is not None:
+                with _on_all_ranks(layer):
+                    before.kernel.repack_(before.packed, packed, name=layer.layer_name)
             if order is not None and made.to_physical is not None:
                 made.to_physical.copy_(order)  # vLLM's sleep mode may have discarded it
             _hold(layer, made.parameters)
@@ -191,20 +192,15 @@ def _order(layer: Any, problem: MoEProblem) -> Tensor | None:
 # -- the layer's tensors -----------------------------------------------------------------
 
 
-def _against(
-    kernel: ModularKernel, packed: PackedWeights, before: LayerExperts | None
-) -> list[str]:
-    """Return why CUDA graphs cannot hold the kernel and its weights; empty if they can."""
-    if before is not None:
-        if forms(before.packed) == forms(packed):
-            return []
-        return ["its packed weights have other shapes or dtypes, or another backend, than before"]
+def _check_graphs(kernel: ModularKernel) -> None:
+    """Refuse a kernel that cannot be in the CUDA graphs which vLLM captures."""
     specs = (kernel.dispatcher.spec, kernel.experts.spec)
     unfit = [repr(spec.name) for spec in specs if not spec.graph_safe]
     if unfit and versions.captures_graphs():
         names = " and ".join(unfit)
-        return [f"{names} cannot be in the CUDA graphs that vLLM captures: use --enforce-eager"]
-    return []
+        raise refusal(
+            f"{names} cannot be in the CUDA graphs that vLLM captures: use --enforce-eager"
+        )
 
 
 def _held(layer: Any, packed: PackedWeights) -> dict[str, nn.Parameter]:
@@ -213,7 +209,8 @@ def _held(layer: Any, packed: PackedWeights) -> dict[str, nn.Parameter]:
     held = {}
     for name, tensor in packed.experts.items():
         known, parameter = own.get(tensor.data_ptr(), ("", None))
-        if parameter is not None and form(parameter) == form(tensor):
+        form = tensor.shape, tensor.stride(), tensor.dtype
+        if parameter is not None and (parameter.shape, parameter.stride(), parameter.dtype) == form:
             held[known] = parameter
         else:
             held[f"moekit_{name}"] = nn.Parameter(tensor, requires_grad=False)
@@ -226,6 +223,22 @@ def _hold(layer: Any, parameters: Mapping[str, nn.Parameter]) -> None:
         delattr(layer, name)
     for name, parameter in parameters.items():
         setattr(layer, name, parameter)
+
+
+def repack_all(
+    model: nn.Module, new: Mapping[str, ExpertWeights], checksums: Mapping[str, str]
+) -> None:
+    """Serve `moekit_vllm.repack_`."""
+    ours: dict[str, LayerExperts] = {}
+    for layer in model.modules():
+        experts = getattr(getattr(layer, "quant_method", None), "moekit_experts", None)
+        if experts is not None:
+            ours[str(layer.layer_name)] = experts
+    if unknown := sorted({*new, *checksums} - ours.keys()):
+        raise WeightsError(f"moekit computes no layers {unknown} here, but {sorted(ours)}")
+    for name, each in new.items():
+        held = ours[name]
+        held.kernel.repack_(held.packed, each, checksum=checksums.get(name), name=name)
 
 
 # -- torch.compile -----------------------------------------------------------------------

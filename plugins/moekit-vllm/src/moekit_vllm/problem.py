@@ -14,8 +14,9 @@ from moekit_vllm.activations import NUMBERS, vllm_activation
 from moekit_vllm.settings import VARIABLE
 
 _SLOW = ("reference", "torch")  # experts that are right everywhere
-# vLLM's variable for the same bits in every batch, for a fixed number of ranks.
-_BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
+# The same bits in every batch: vLLM's variable, for a fixed number of ranks, which its own kernels
+# for CPUs refuse; and one for moekit's experts alone.
+_BATCH_INVARIANT = ("VLLM_BATCH_INVARIANT", "MOEKIT_BATCH_INVARIANT")
 
 
 def problem_of(layer: Any, quant: str, weights: ExpertWeights) -> MoEProblem:
@@ -87,7 +88,7 @@ def _refusals(layer: Any) -> list[str]:
         "this version of vLLM chooses experts inside its CPU kernels": (
             on_cpu and not versions.routes_on_cpu()
         ),
-        f"{_BATCH_INVARIANT} is set, and vLLM adds up partial sums of {split.ep_size} "
+        f"{' or '.join(_BATCH_INVARIANT)} is set, and vLLM adds up partial sums of {split.ep_size} "
         "expert-parallel ranks, for which moekit promises no bits: run without expert "
         "parallelism": _batch_invariant() and split.ep_size > 1 and not moves,
         f"its ranks exchange tokens by all2all_backend={split.all2all_backend!r}; moekit's experts "
@@ -106,7 +107,7 @@ def _refusals(layer: Any) -> list[str]:
 
 
 def _batch_invariant() -> bool:
-    return os.environ.get(_BATCH_INVARIANT, "").strip() not in ("", "0")
+    return any(os.environ.get(name, "").strip() not in ("", "0") for name in _BATCH_INVARIANT)
 
 
 def activation_of(layer: Any) -> Activation:

@@ -26,7 +26,6 @@ from moekit import Activation, ExpertWeights, LayerParallelism, PackedWeights, Q
 from moekit.checkpoint import PushedExperts
 from moekit.errors import WeightsError
 from moekit_vllm.layer import keywords as vllm
-from moekit_vllm.packed import copy, forms, tensors
 
 
 class FusedMoE(moekit.FusedMoE):
@@ -260,12 +259,13 @@ class FusedMoE(moekit.FusedMoE):
         """
         if self.packed is not None and not self._pushed.loading:
             return
-        packed, own = self.kernel.pack(self._pushed.finish()), self._own
-        if own is not None and forms(own) == forms(packed):
-            copy(packed, into=own)
-            packed = own
-        self.packed = self._own = packed
-        used = {tensor.untyped_storage().data_ptr() for tensor in tensors(packed).values()}
+        loaded = self._pushed.finish()
+        if self._own is None:
+            self._own = self.kernel.pack(loaded)
+        else:
+            self.kernel.repack_(self._own, loaded, name=self.prefix)
+        self.packed = self._own
+        used = {tensor.untyped_storage().data_ptr() for tensor in self._own.tensors().values()}
         for which, held in list(self._pushed.out.items()):
             if held.untyped_storage().data_ptr() not in used:
                 self._pushed.release(which)

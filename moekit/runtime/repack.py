@@ -1,0 +1,96 @@
+"""New weights in the memory of packed ones, which CUDA graphs may have captured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from moekit.contract import PackedWeights, PermuteExpertsUnpermute
+from moekit.discovery.answers import packed_by
+from moekit.errors import WeightsError
+from moekit.problem.problem import DTYPES
+from moekit.problem.weights import ExpertWeights
+from moekit.runtime.checks import device_of, overlap
+from moekit.runtime.rows import aligned
+from moekit.runtime.workspace import settle
+from moekit.untrusted.arguments import shown
+
+
+def repack(
+    backend: PermuteExpertsUnpermute,
+    held: PackedWeights,
+    new: ExpertWeights | PackedWeights,
+    experts: Sequence[int] | None,
+    checksum: str | None,
+) -> None:
+    """Serve `ModularKernel.repack_`: nothing is written before everything fits."""
+    if not isinstance(new, ExpertWeights | PackedWeights):
+        raise WeightsError(f"{shown(new)} is neither ExpertWeights nor PackedWeights")
+    problem, device = backend.problem, device_of(held)
+    local = range(problem.num_local_experts)
+    places = local if experts is None else _places(experts, local)
+    if isinstance(new, ExpertWeights):
+        new = new.detach().to(device)
+    if checksum is not None and (found := new.checksum()) != checksum:
+        raise WeightsError(f"the new weights have checksum {found}, not {shown(checksum)}")
+    if isinstance(new, ExpertWeights):
+        if problem.quant.weight is not None and new.w13.dtype in DTYPES.values():
+            new = new.quantize(problem.quant)
+        new.check(problem, len(places))
+        new = packed_by(backend, new.canonical(problem)._map(aligned))
+    if faults := list(_faults(held, new, None if experts is None else len(places))):
+        raise WeightsError("the new weights do not fit the packed ones: " + "; ".join(faults))
+    for name, tensor in new.tensors().items():
+        old = held.tensors()[name]
+        with torch.inference_mode(old.is_inference()):
+            if experts is None:
+                _copy(tensor, old)
+            elif name in held.experts:
+                rows = tensor.clone() if overlap(old, tensor) else tensor
+                for place, row in zip(places, rows, strict=True):
+                    old[place].copy_(row)
+    settle(device)
+
+
+def _copy(new: Tensor, old: Tensor) -> None:
+    """Copy a tensor into another one, unless an engine has loaded it there."""
+    if (new.data_ptr(), new.stride()) != (old.data_ptr(), old.stride()):
+        old.copy_(new.clone() if overlap(old, new) else new)
+
+
+def _places(experts: Sequence[int], local: range) -> Sequence[int]:
+    places = list(experts)
+    if (
+        not places
+        or any(type(e) is not int or e not in local for e in places)
+        or len(set(places)) < len(places)
+    ):
+        raise WeightsError(
+            f"experts={shown(experts)}: expected different integers in 0..{local.stop - 1}, the "
+            "places of this rank's experts"
+        )
+    return places
+
+
+def _faults(held: PackedWeights, new: PackedWeights, rows: int | None) -> Iterator[str]:
+    """Yield why ``new`` cannot be written where ``held`` is; ``rows`` of its experts, or all."""
+    if new.backend != held.backend:
+        yield f"they are packed for {new.backend!r}, the others for {held.backend!r}"
+        return
+    olds, news = held.tensors(), new.tensors()
+    for name in sorted(olds.keys() ^ news.keys()):
+        yield f"{name} is {'missing' if name in olds else 'new'}"
+    for name in sorted(olds.keys() & news.keys()):
+        old, tensor, shape = olds[name], news[name], olds[name].shape
+        if rows is not None and name in held.experts:
+            shape = torch.Size((rows, *shape[1:]))
+        wanted, found = ((t.dtype, t.device) for t in (old, tensor))
+        if tensor.shape != shape or found != wanted:
+            yield (
+                f"{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, not "
+                f"{tuple(shape)} {old.dtype} on {old.device}"
+            )
+        elif rows is not None and name in held.shared and not torch.equal(tensor, old):
+            yield f"{name}, which all experts share, would change: pass all experts"
