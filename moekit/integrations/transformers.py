@@ -158,7 +158,7 @@ def routing_log(model: nn.Module, max_tokens: int) -> RoutingLog:
     InvalidInput if the model has no MoE layer, or how one routes is not known.
     """
     blocks: dict[str, Any] = {}
-    sizes: dict[str, Any] = {}
+    sizes: dict[str, tuple[int, int]] = {}
     for path, module, owner in experts_in(model, model):
         block: Any = model.get_submodule(path.rpartition(".")[0])
         block = module if hasattr(module, "router") else block
@@ -167,21 +167,26 @@ def routing_log(model: nn.Module, max_tokens: int) -> RoutingLog:
         if hasattr(getattr(block, "gate", None), "tid2eid"):
             continue
         config = owner.config.get_text_config()
-        top_k = _first(getattr(config, "ffn_config", config), *TOP_K, "moe_top_k")
-        sizes[path] = _first(module, "total_experts", "num_experts"), top_k
-        if block is None or None in sizes[path]:
+        config = getattr(config, "ffn_config", config)
+        ks = [k for n in (*TOP_K, "moe_top_k") if isinstance(k := getattr(config, n, None), int)]
+        experts = getattr(module, "total_experts", getattr(module, "num_experts", None))
+        if block is None or experts is None or not ks:
             raise InvalidInput(f"layer {path!r}: its router, number of experts or top_k is unknown")
-        blocks[path] = block
+        blocks[path], sizes[path] = block, (experts, ks[0])
     log = RoutingLog(sizes, max_tokens, next(model.parameters()).device)
     disable: Any = torch.compiler.disable
     for path, block in blocks.items():
-        block.forward = disable(partial(log[path].run, block.forward))
+        block.forward = _Logged(disable(log[path].run), block.forward)
+        block.forward.block = block
     log.detach = lambda: [vars(block).pop("forward", None) for block in blocks.values()]
     return log
 
 
-def _first(owner: Any, *names: str) -> int | None:
-    return next((v for n in names if isinstance(v := getattr(owner, n, None), int)), None)
+class _Logged(partial[Any]):
+    block: Any
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return memo[id(self.block)].forward  # a copy of a block has no log
 
 
 # -- patches of transformers -----------------------------------------------------------

@@ -48,9 +48,8 @@ class LayerLog:
         """Call a function that routes by `torch.topk`, which then returns what `choose` does."""
         if self.log._block is None and not self.log._in_block:
             return function(*args, **keywords)
-        mode = _Topk()
-        mode.layer = self
-        with mode:
+        with _Topk() as mode:
+            mode.layer = self
             made = function(*args, **keywords)
         if mode.ids is None:
             what = f"{self.top_k} of {self.num_experts} experts by torch.topk"
@@ -100,9 +99,8 @@ class Block:
     def take(self, num_tokens: int | None = None) -> Pending[Tensor]:
         """Start an asynchronous copy to the CPU of ids (T, layers, K), int16 or int32.
 
-        In `record`, another forward pass may follow. Raises InvalidInput outside of the block.
-
-        num_tokens: T of a CUDA graph's replay, which the block does not see.
+        In `record`, another forward pass may follow. After a CUDA graph's replay, pass its
+        num_tokens. Raises InvalidInput outside of the block.
         """
         tokens = self._tokens if num_tokens is None else check_tokens(num_tokens)
         if self._log._block is not self or tokens is None or tokens > len(self._log._ids):
@@ -202,10 +200,10 @@ class RoutingLog:
     def replay(self, ids: Any) -> Block:
         """Return a block in which layers take these experts.
 
-        ids: The logical ids of T tokens: (T, K) by the layer's name; or (T, N, K) of the log's
-        layers, or of all layers of the model as vLLM's ``CompletionOutput.routed_experts``, among
-        which the one integer in a layer's name is its number. A token with ids of -1 keeps the
-        router's choice. Raises InvalidInput, which names the layer, for ids that do not fit.
+        ids: Logical ids of T tokens: (T, K) by the layer's name; (T, N, K) of the log's layers; or
+        of all the model's layers, as vLLM's ``routed_experts``, which the one integer in a layer's
+        name numbers. A token with ids of -1 keeps the router's choice. Raises InvalidInput, which
+        names the layer, for ids that do not fit.
         """
         return Block(self, self._checked(ids).to(self._ids.device, non_blocking=True))
 
@@ -262,10 +260,8 @@ class RoutingLog:
             bad = (bad & (own != -1).any(1)) | (own[:, k:] != -1).any(1)
             if bool(bad.any()):
                 wanted = f"{k} different experts of 0..{part.num_experts - 1}, or only -1"
-                token = int(bad.nonzero()[0])
-                raise InvalidInput(
-                    f"{what} are {own[token].tolist()} for token {token}: they must be {wanted}"
-                )
+                which = f"{own[bad][0].tolist()} for token {int(bad.nonzero()[0])}"
+                raise InvalidInput(f"{what} are {which}: they must be {wanted}")
             made.append(nn.functional.pad(own[:, :k], (0, K - k), value=-1))
         return torch.stack(made, 1).to(self._ids.dtype)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import hf_models as hfm
@@ -119,3 +120,17 @@ def test_a_router_that_does_not_use_topk(monkeypatch: Any) -> None:
     monkeypatch.setattr(router, "top_k", 1)
     with log.record(), pytest.raises(InvalidInput, match=r"layers\.1\.mlp.*did not choose 2 of 8"):
         model(hfm.token_ids(B, S), use_cache=False)
+
+
+def test_a_copy_of_a_model_has_no_log() -> None:
+    model, tokens = built("mixtral").eval(), hfm.token_ids(B, S)
+    log = routing_log(model, B * S)
+    copied = copy.deepcopy(model)
+    with torch.no_grad(), log.replay(torch.arange(4).view(2, 2).expand(B * S, 2, 2)):
+        got = copied(tokens, use_cache=False).logits
+        assert not torch.equal(got, model(tokens, use_cache=False).logits)
+        torch.testing.assert_close(got, copy.deepcopy(copied)(tokens, use_cache=False).logits)
+    log.detach()
+    torch.testing.assert_close(got, model(tokens, use_cache=False).logits)
+    for block in (layer.mlp for layer in copied.model.layers):
+        assert block.forward.__self__ is block
