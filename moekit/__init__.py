@@ -26,6 +26,7 @@ from moekit.layer.layer import FusedMoE
 from moekit.layer.parallelism import LayerParallelism, parallel_config
 from moekit.layer.replicas import to_physical
 from moekit.layer.route import route
+from moekit.layer.routes import RoutingLog
 from moekit.layer.simulate import simulate_routing
 from moekit.problem import ActivationFormat, DeviceSpec, MoEProblem, ParallelConfig
 from moekit.problem.activation import Activation
@@ -63,6 +64,7 @@ __all__ = [
     "QuantScheme",
     "Registry",
     "Routing",
+    "RoutingLog",
     "Workspace",
     "compose",
     "explain",

@@ -27,7 +27,7 @@ def settle(model: Any) -> None:
     transformers reaches neither modules with a copy of that config nor modules of `OWN`. Raises
     Unsupported if the config asks for moekit, and an experts module asks no config.
     """
-    found = list(_experts(model, model))
+    found = list(experts_in(model, model))
     outside = {
         type(module).__name__: path
         for path, module, owner in found
@@ -51,7 +51,7 @@ def settle(model: Any) -> None:
         raise Unsupported(f"experts_implementation={NAME!r}: {reason}; {advice}", [reason])
 
 
-def _experts(module: Any, owner: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+def experts_in(module: Any, owner: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield the path, the module and the model of each module that computes routed experts.
 
     A model inside a model of the same config class counts as part of it.
@@ -65,7 +65,7 @@ def _experts(module: Any, owner: Any, path: str = "") -> Iterator[tuple[str, Any
     found = [
         each
         for name, child in module.named_children()
-        for each in _experts(child, owner, f"{path}.{name}".lstrip("."))
+        for each in experts_in(child, owner, f"{path}.{name}".lstrip("."))
     ]
     if not found and (_ROUTED.search(path) or _ROUTED.search(type(module).__name__)):
         found = [(path, module, owner)]

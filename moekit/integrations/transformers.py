@@ -30,15 +30,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
+from moekit.checkpoint.schema import TOP_K
 from moekit.discovery.registry import registry
-from moekit.errors import MoekitError
+from moekit.errors import InvalidInput, MoekitError
 from moekit.integrations import peft
 from moekit.integrations.forward import experts_forward
-from moekit.integrations.models import NAME, OWN, asking, asks_for_moekit, settle
+from moekit.integrations.models import NAME, OWN, asking, asks_for_moekit, experts_in, settle
 from moekit.integrations.packed_layer import Layer, Options
 from moekit.kernel import ModularKernel
+from moekit.layer.routes import RoutingLog
 from moekit.problem.quant import scheme
 
 
@@ -145,6 +148,45 @@ def repack(model: nn.Module) -> None:
         WeightsError: Parameters were freed.
     """
     Layer.forget(Layer.find(model).values())
+
+
+def routing_log(model: nn.Module, max_tokens: int) -> RoutingLog:
+    """Return a log of the experts that a model's routers choose, which they use until `detach()`.
+
+    Every experts implementation serves. Layers whose experts depend on the token alone (hash
+    routing of DeepSeek-V4) are left out. torch.compile breaks its graph at each MoE block. Raises
+    InvalidInput if the model has no MoE layer, or how one routes is not known.
+    """
+    blocks: dict[str, Any] = {}
+    sizes: dict[str, tuple[int, int]] = {}
+    for path, module, owner in experts_in(model, model):
+        block: Any = model.get_submodule(path.rpartition(".")[0])
+        block = module if hasattr(module, "router") else block
+        if hasattr(block, "gradient_checkpointing"):  # its forward checkpoints, so go inside
+            block = getattr(block, "router", None)
+        if hasattr(getattr(block, "gate", None), "tid2eid"):
+            continue
+        config = owner.config.get_text_config()
+        config = getattr(config, "ffn_config", config)
+        ks = [k for n in (*TOP_K, "moe_top_k") if isinstance(k := getattr(config, n, None), int)]
+        experts = getattr(module, "total_experts", getattr(module, "num_experts", None))
+        if block is None or experts is None or not ks:
+            raise InvalidInput(f"layer {path!r}: its router, number of experts or top_k is unknown")
+        blocks[path], sizes[path] = block, (experts, ks[0])
+    log = RoutingLog(sizes, max_tokens, next(model.parameters()).device)
+    disable: Any = torch.compiler.disable
+    for path, block in blocks.items():
+        block.forward = _Logged(disable(log[path].run), block.forward)
+        block.forward.block = block
+    log.detach = lambda: [vars(block).pop("forward", None) for block in blocks.values()]
+    return log
+
+
+class _Logged(partial[Any]):
+    block: Any
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return memo[id(self.block)].forward  # a copy of a block has no log
 
 
 # -- patches of transformers -----------------------------------------------------------

@@ -94,7 +94,7 @@ class LayerFlow:
             if topk_weights is not None or topk_ids is not None:
                 raise InvalidInput("give router_logits, or topk_weights and topk_ids, not both")
             logits = rows.take("router_logits", router_logits, self.router.width)
-            ids_needed = padding, token_ids, adapter_ids, self.to_physical
+            ids_needed = padding, token_ids, adapter_ids, self.to_physical, self.router.log
             if self._kernel_routes and all(each is None for each in ids_needed):
                 how, top_k = self.router.config, self.router.top_k
                 return RouterLogits.of(logits.contiguous(), how, top_k), None
@@ -107,6 +107,8 @@ class LayerFlow:
                 raise InvalidInput("give router_logits, or both topk_weights and topk_ids")
             top_k = self.kernel.problem.top_k
             ids = rows.take("topk_ids", topk_ids, top_k)
+            if self.router.log is not None:
+                ids = self.router.log.choose(ids, fixed=True)
             if padding is not None:
                 ids = ids.masked_fill(padding[:, None], -1)
             routing = Routing(rows.take("topk_weights", topk_weights, top_k), ids)

@@ -342,7 +342,7 @@ class FusedMoE(nn.Module):
         grad_enabled = torch.is_grad_enabled()
         if torch.compiler.is_compiling() or (grad_enabled and ops.tracks(inputs)):
             # torch.compile would replay a rank's graph while another rank runs Python, and waits.
-            graphs = self.graph_safe and not self.ranks.moves
+            graphs = self.graph_safe and not self.ranks.moves and self.router.log is None
             operator = ops.operators.plain if graphs else ops.operators.without_graphs
             return operator(*inputs, self.number)
         with torch.no_grad() if grad_enabled else nullcontext():

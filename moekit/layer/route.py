@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from moekit.contract import Routing
 from moekit.errors import InvalidInput, InvalidProblem
+from moekit.layer.routes import LayerLog
 from moekit.runtime.checks import ID_DTYPES, check_ids, check_tensor
 from moekit.untrusted.arguments import shown
 
@@ -42,6 +44,7 @@ def route(
     is_padding: Tensor | None = None,
     checked: bool | None = None,
     batch_invariant: bool = False,
+    log: LayerLog | None = None,
 ) -> Routing:
     """Choose ``top_k`` experts for each token.
 
@@ -74,6 +77,7 @@ def route(
             This synchronizes with the device. Default: on the CPU only.
         batch_invariant: Give a token the same bits at every T and position. ``custom`` must do so
             itself.
+        log: A part of a `moekit.RoutingLog`. ``custom`` must then choose by `torch.topk`.
 
     Returns:
         Weights (T, K) fp32 and ids (T, K) int64.
@@ -105,7 +109,8 @@ def route(
         grouped = num_expert_group is not None
         _check_values(scores_TE, top_k, correction_bias, grouped, is_padding)
     if custom is not None:
-        weights, ids = _custom(custom, scores_TE, top_k, checked)
+        run = custom if log is None else partial(log.run, custom)
+        weights, ids = _custom(run, scores_TE, top_k, checked)
     else:
         # A softmax keeps the order of logits, so a renormalized one needs the chosen logits only.
         late = scoring == "softmax" and renormalize and correction_bias is None
@@ -123,7 +128,8 @@ def route(
             weights, ids = scores_TE.gather(1, hashed), hashed
         else:
             weights, ids = _top(choice_TE, top_k)
-        if choice_TE is not scores_TE:
+        ids = ids if log is None else log.choose(ids)
+        if choice_TE is not scores_TE or log is not None:
             weights = scores_TE.gather(1, ids)
         if late:
             weights = weights.softmax(dim=1)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from moekit.contract import Routing
 from moekit.errors import InvalidProblem
 from moekit.layer.route import check_hash_table, route
+from moekit.layer.routes import LayerLog
 
 RoutingFunction = Callable[[Tensor, Tensor, int, bool], "tuple[Tensor, Tensor]"]
 """(hidden_states (T, H), logits (T, E) fp32, top_k, renormalize) -> weights and ids (T, K)"""
@@ -110,6 +111,7 @@ class Router:
         self, config: RoutingConfig, num_experts: int, top_k: int, batch_invariant: bool = False
     ) -> None:
         self.config, self.num_experts, self.top_k = config, num_experts, top_k
+        self.log: LayerLog | None = None
         self._options: dict[str, Any] = {}
         bias, table = config.e_score_correction_bias, config.hash_table
         if table is not None:  # the values of a Parameter may come later
@@ -165,6 +167,7 @@ class Router:
             token_ids=token_ids,
             is_padding=is_padding,
             checked=checked,
+            log=self.log,
             **self._options,
         )
 

@@ -58,7 +58,10 @@ def generate(asked: dict[str, Any]) -> dict[str, Any]:
     moekit_vllm.register()  # vLLM registers plugins once a process
     prompts = asked.get("prompts", PROMPTS)
     llm = LLM(asked["model"], **(_DEFAULTS | asked["engine"]))
-    found: dict[str, Any] = {"first": complete(llm, prompts)}
+    found: dict[str, Any] = {}
+    if asked.get("routed"):
+        llm.collective_rpc(capture_experts, args=(found.setdefault("routed", []),))
+    found["first"] = complete(llm, prompts)
     if path := asked.get("load"):
         llm.collective_rpc(load_experts, args=(path,))
         found["loaded"] = complete(llm, prompts)
@@ -78,6 +81,22 @@ def load_experts(worker: Any, folder: str) -> None:
 
     tensors = load_file(f"{folder}/model.safetensors").items()
     worker.model_runner.model.load_weights((n, t) for n, t in tensors if ".experts." in n)
+
+
+def capture_experts(worker: Any, steps: list[Any]) -> None:
+    """Append the experts of each forward pass, which vLLM's own capturer gets.
+
+    The model runner that returns them (`enable_return_routed_experts`) needs Triton.
+    """
+    from vllm.model_executor.layers.fused_moe import routed_experts_capturer as vllm
+
+    capturer, model = vllm.RoutedExpertsCapturer(512, worker.vllm_config), worker.get_model()
+    vllm.bind_routed_experts_capturer(model, capturer)
+
+    def after(module: Any, args: Any, given: dict[str, Any], out: Any) -> None:
+        steps.append(capturer.snapshot_routing_data(len(given["positions"])).tolist())
+
+    model.register_forward_hook(after, with_kwargs=True)
 
 
 def complete(llm: Any, prompts: list[list[int]]) -> list[dict[str, Any]]:

@@ -48,7 +48,8 @@ class Engines:
             mode: A value of MOEKIT_VLLM.
             more: "engine" has arguments of vLLM's LLM, and "prompts" other prompts. "load" names a
                 checkpoint whose experts are then written into the model while it serves
-                ("loaded"), and "reload" one for vLLM's ``reload_weights`` ("reloaded").
+                ("loaded"), and "reload" one for vLLM's ``reload_weights`` ("reloaded"). With
+                "routed", the answer has the experts of each forward pass, (T, layers, K).
 
         Returns:
             For each of these, the tokens and log probabilities of every prompt; also moekit's
