@@ -32,7 +32,6 @@ from moekit.contract.explanation import Explanation
 from moekit.contract.pending import InFlight, Pending
 from moekit.contract.sums import BY_EXPERTS, Sums, output_dtype
 from moekit.discovery.answers import packed_by
-from moekit.errors import WeightsError
 from moekit.problem.problem import summary
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime import checks
@@ -165,12 +164,7 @@ class ModularKernel:
         """
         from moekit.runtime.repack import repack
 
-        try:
-            checks.check_weights(packed, self.experts.spec.name, self._made_for)
-            with on_device(checks.device_of(packed)):
-                repack(self.experts, packed, new, experts, checksum)
-        except WeightsError as error:
-            raise WeightsError(f"{name}: {error}") from error
+        repack(self.experts, self._made_for, packed, new, experts, checksum, name)
 
     # -- calls ------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from moekit.discovery.answers import packed_by
 from moekit.errors import WeightsError
 from moekit.problem.problem import DTYPES
 from moekit.problem.weights import ExpertWeights
-from moekit.runtime.checks import device_of, overlap
+from moekit.runtime.checks import check_weights, device_of, overlap
+from moekit.runtime.device import on_device
 from moekit.runtime.rows import aligned
 from moekit.runtime.workspace import settle
 from moekit.untrusted.arguments import shown
@@ -20,12 +21,30 @@ from moekit.untrusted.arguments import shown
 
 def repack(
     backend: PermuteExpertsUnpermute,
+    made_for: Mapping[str, object],
+    held: PackedWeights,
+    new: ExpertWeights | PackedWeights,
+    experts: Sequence[int] | None,
+    checksum: str | None,
+    name: str,
+) -> None:
+    """Serve `ModularKernel.repack_`."""
+    try:
+        check_weights(held, backend.spec.name, made_for)
+        with on_device(device_of(held)):
+            _write(backend, held, new, experts, checksum)
+    except WeightsError as error:
+        raise WeightsError(f"{name}: {error}") from error
+
+
+def _write(
+    backend: PermuteExpertsUnpermute,
     held: PackedWeights,
     new: ExpertWeights | PackedWeights,
     experts: Sequence[int] | None,
     checksum: str | None,
 ) -> None:
-    """Serve `ModularKernel.repack_`: nothing is written before everything fits."""
+    """Write ``new`` once everything fits."""
     if not isinstance(new, ExpertWeights | PackedWeights):
         raise WeightsError(f"{shown(new)} is neither ExpertWeights nor PackedWeights")
     problem, device = backend.problem, device_of(held)
