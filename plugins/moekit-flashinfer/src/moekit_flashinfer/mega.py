@@ -1,0 +1,203 @@
+"""`flashinfer_mega`: FlashInfer's layers for Hopper in which ranks push tokens (0.7.2, `moe_ep`).
+
+    push each token to the ranks of its experts, bf16 or quantized to fp8 (1 x 128)
+    sort what arrived by expert, GEMM 1, activation, GEMM 2
+    push the results back, bf16, and add each token's over K in fp32
+
+bf16 runs the library's "push_cake" kernels, fp8_block its "push_cuda" kernels, of which the results
+travel in bf16: the library's other choice, fp8, costs more accuracy than the scheme itself. The
+third layer for Hopper ("pull_cutedsl") is not served: its block scales span gate and up rows, so
+the weights of fp8_block checkpoints would have to be quantized again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moekit.errors import BackendError
+from moekit.plugin import (
+    CallBuffers,
+    ExpertWeights,
+    FusedKernel,
+    FusedSpec,
+    Lease,
+    MoEProblem,
+    PackedWeights,
+    Routing,
+    SharedBuffers,
+    local_ids,
+    resolve,
+    round_up,
+)
+
+from . import buffers, library
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What layers that share a window have in common; ``experts`` are those of one rank."""
+
+    experts: int
+    hidden: int
+    inner: int
+    top_k: int
+    capacity: int
+    fp8: bool
+
+
+class Window:
+    """The memory that all ranks map, and the library's runner over it. Construction is collective.
+
+    The library runs one call at a time, and keeps its state on the host and in this memory.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, sizes: Sizes) -> None:
+        push, cake = library.push_layers()
+        s, ranks = sizes, None if group is None else buffers.Ranks(group)
+        payload = push.Sm90PushPayload.FP8 if s.fp8 else push.Sm90PushPayload.BF16
+        config = push.Sm90PushConfig(
+            payload_dtype=payload, combine_dtype=push.Sm90PushCombine.BF16, dedup_dispatch=True
+        )
+        held = torch.cuda.memory_allocated()
+        try:
+            self.pipe = push.Sm90PushPipe(
+                ep_size=1 if ranks is None else ranks.size, rank=0 if ranks is None else ranks.rank,
+                num_local_experts=s.experts, hidden_size=s.hidden, top_k=s.top_k,
+                token_capacity=s.capacity, device_index=torch.cuda.current_device(),
+                config=config, comm_backend=ranks, out_dtype=torch.bfloat16,
+            )  # fmt: skip
+            made = push.Sm90PushMoERunner if s.fp8 else cake.Sm90CakeBf16MoERunner
+            self.runner = made(self.pipe, bundle(s, _any_weights(s, self.pipe.device)))
+        except RuntimeError as error:  # of any rank: the library collects them
+            raise BackendError(
+                f"FlashInfer's layer of {s} failed: {error}; it compiles its modules with nvcc, "
+                "and needs NVLink, whole GPUs, and a temporary directory that all ranks share"
+            ) from error
+        for name in _BOUND & vars(self.runner).keys():
+            setattr(self.runner, name, None)
+        held = torch.cuda.memory_allocated() - held
+        self.nbytes = round_up(self.pipe.total_bytes, 2 << 20) + max(0, held)
+        self._inbox = self.pipe.combine_t
+        self._lock = threading.Lock()
+        # Kernels that wait for other ranks run in one order, on whichever streams.
+        self._calls = CallBuffers(object, group or self, most=1)  # type: ignore[arg-type]
+
+    def run(
+        self, out_TH: Tensor, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, weights: Any
+    ) -> None:
+        with self._lock, self._turn():
+            self.runner.bind_weights(weights)
+            # The library zeroes its whole inbox before a call, and reads the tokens' rows alone.
+            self.pipe.combine_t = self._inbox[: len(x_TH)]
+            # It refuses to follow a call on another stream, which `_turn` has waited for.
+            self.runner._round_event = None
+            self.runner.forward(x_TH, ids_TK, weights_TK, output=out_TH)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        mine = self._calls.take()
+        try:
+            yield
+        except RuntimeError as error:
+            raise BackendError(f"FlashInfer's layer failed: {error}") from error
+        finally:
+            self._calls.give_back(mine)
+
+    def free(self) -> None:
+        self.runner.destroy()
+
+
+# The attributes in which the runners keep the weights of their latest call.
+_BOUND = {"w13_fp8", "w13_sf", "w2_fp8", "w2_sf", "weights", "_bound_weights"}
+
+
+def _any_weights(s: Sizes, device: torch.device) -> dict[str, Tensor]:
+    """Return weights without values: a runner wants some where it is made, calls bind theirs."""
+    made, dtype = {}, torch.float8_e4m3fn if s.fp8 else torch.bfloat16
+    for name, rows, columns in (("w13", 2 * s.inner, s.hidden), ("w2", s.hidden, s.inner)):
+        made[name] = torch.empty((s.experts, rows, columns), dtype=dtype, device=device)
+        blocks = s.experts, rows // 128, columns // 128
+        made[f"{name}_scale"] = torch.empty(blocks, dtype=torch.float32, device=device)
+    return made
+
+
+def bundle(s: Sizes, weights: Mapping[str, Tensor]) -> Any:
+    """Return the library's view of one layer's packed weights."""
+    push, cake = library.push_layers()
+    if s.fp8:
+        return push.Sm90PushWeights(
+            weights["w13"], weights["w13_scale"], weights["w2"], weights["w2_scale"]
+        )
+    return cake.Sm90CakeBf16Weights(weights["w13"], weights["w2"], s.experts, s.hidden, s.inner)
+
+
+_windows: SharedBuffers[Window] = SharedBuffers(Window.free)
+
+
+class PushKernel(FusedKernel):
+    """All layers of a group and size share a window. Calls run in the order of their launches.
+
+    If a rank never calls, the library's kernels trap after their own timeout.
+    """
+
+    lease: Lease[Window]
+
+    def __init__(
+        self, spec: FusedSpec, problem: MoEProblem, group: dist.ProcessGroup | None = None
+    ) -> None:
+        super().__init__(spec, problem, resolve(problem, group, buffers.protocol(spec.name)))
+        p = problem
+        assert p.max_num_tokens is not None
+        self._sizes = Sizes(
+            p.num_local_experts, p.hidden_size, p.local_intermediate_size, p.top_k,
+            p.max_num_tokens, p.quant.name == "fp8_block",
+        )  # fmt: skip
+        key = self.group, self._sizes, torch.cuda.current_device() if p.device.type == "cuda" else 0
+        self.lease = _windows.lease(key, lambda: Window(self.group, self._sizes))
+        self._bundle: tuple[PackedWeights | None, Any] = None, None
+
+    def pack(self, weights: ExpertWeights) -> PackedWeights:
+        """Put gate and up rows of bf16 in turn, 32 of each; fp8 stays as it is."""
+        experts, _ = weights.by_expert()
+        if not self._sizes.fp8:
+            w13 = experts["w13"]
+            L, rows, columns = w13.shape
+            turns = w13.view(L, 2, rows // 64, 32, columns).transpose(1, 2)
+            experts["w13"] = turns.reshape(L, rows, columns)
+        return PackedWeights(self.spec.name, experts)
+
+    def run(
+        self, out_TH: Tensor, x_TH: Tensor, weights: PackedWeights, routing: Routing,
+        workspace: Sequence[Tensor],
+    ) -> None:  # fmt: skip
+        ids_TK = routing.topk_ids
+        if self.group is None:
+            ids_TK = local_ids(ids_TK, self.problem)
+        packed, library_view = self._bundle
+        if packed is not weights:
+            library_view = bundle(self._sizes, weights.experts)
+            self._bundle = weights, library_view
+        x, ids, topk_weights = map(_aligned, (x_TH, ids_TK, routing.topk_weights))
+        out = _aligned(out_TH)
+        self.lease.value.run(out, x, ids, topk_weights, library_view)
+        if out is not out_TH:
+            out_TH.copy_(out)
+
+    def transient_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of local ids, and of copies of what is not aligned."""
+        p = self.problem
+        return num_tokens * (2 * p.hidden_size * p.dtype.itemsize + 13 * p.top_k)
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """Return the rows contiguous, in memory that the library reads 16 bytes at a time."""
+    rows = rows.contiguous()
+    return rows if rows.data_ptr() % 16 == 0 else rows.clone()
