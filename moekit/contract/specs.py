@@ -96,8 +96,8 @@ def _two_multiples(value: Any) -> bool:
 
 
 _DOTTED = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
-_TARGET = _pattern("'package.module:Class'", rf"{_DOTTED}:[^\W\d]\w*")
-_TEXT = matching("a string", lambda value: type(value) is str)
+TARGET = _pattern("'package.module:Class'", rf"{_DOTTED}:[^\W\d]\w*")
+TEXT = matching("a string", lambda value: type(value) is str)
 _PRIORITY = size(-1_000_000, 1_000_000)
 # What the functions of a spec return.
 REASONS = Kind("a list of reasons", _reasons)
@@ -106,10 +106,10 @@ _MULTIPLES = matching(f"two ints of 1 to {sizes.MOST}", _two_multiples)
 # The kinds of the fields, by name or else by type; the other fields are functions.
 _BY_NAME = {
     "name": NAME,
-    "target": _TARGET,
-    "training": optional(_TARGET),
-    "adapters": optional(_TARGET),
-    "adapters_training": optional(_TARGET),
+    "target": TARGET,
+    "training": optional(TARGET),
+    "adapters": optional(TARGET),
+    "adapters_training": optional(TARGET),
     "format": instance("an ActivationFormat", ActivationFormat),
     "dtypes": _some_of(DTYPES),
     "schemes": _some_schemes(),
@@ -121,7 +121,7 @@ _BY_NAME = {
         least=1,
     ),
     "requires": _tuple_of("importable names", re.compile(_DOTTED).fullmatch),
-    "install_hint": _TEXT,
+    "install_hint": TEXT,
     "priority": _PRIORITY,
     "ids_dtype": choice(("int32", "int64", "any")),
 }
@@ -134,8 +134,38 @@ class Backend(ABC):
     interface: ClassVar[str]
 
 
+class Loadable:
+    """A record whose ``target`` names a class with its ``interface``."""
+
+    name: str
+    target: str
+    install_hint: str
+    kind: ClassVar[str]
+    interface: ClassVar[str]
+
+    def load(self) -> type[Any]:
+        """Import and return the class. Raises BackendBroken with the import's error."""
+        module_name, _, attribute = self.target.partition(":")
+        what = f"{self.kind} {self.name!r} ({self.target})"
+        try:
+            with contained():
+                loaded = getattr(importlib.import_module(module_name), attribute)
+                if not (
+                    isinstance(loaded, type)
+                    and issubclass(loaded, Backend)
+                    and loaded.interface == self.interface
+                ):
+                    raise TypeError(f"{shown(loaded)} is no {self.interface}")
+                if missing := sorted(getattr(loaded, "__abstractmethods__", ())):
+                    raise TypeError(f"{shown(loaded)} lacks {', '.join(missing)}")
+        except Fault as fault:  # vendor packages may raise anything at import
+            hint = f"; {self.install_hint}" if self.install_hint else ""
+            raise BackendBroken(f"{what} does not load: {fault}{hint}") from fault.__cause__
+        return loaded
+
+
 @dataclass(frozen=True, kw_only=True)
-class BackendSpec:
+class BackendSpec(Loadable):
     """The facts that dispatchers and experts both declare. All are keyword-only.
 
     name: what users type.
@@ -182,8 +212,6 @@ class BackendSpec:
     training: str | None = None
     weights_in_fp32: bool = False
 
-    kind: ClassVar[str]
-    interface: ClassVar[str]
     fused: ClassVar[bool] = False  # one backend is dispatcher and experts (`FusedSpec`)
 
     def __post_init__(self) -> None:
@@ -247,7 +275,7 @@ class BackendSpec:
     def description(self, problem: MoEProblem) -> str:
         """Return what `describe` returns for ``problem``, or how it failed."""
         try:
-            return printable(self._asked("describe", problem, _TEXT)) if self.describe else ""
+            return printable(self._asked("describe", problem, TEXT)) if self.describe else ""
         except Fault as fault:
             return f"its description failed: {fault}"
 
@@ -266,26 +294,6 @@ class BackendSpec:
 
     def _unsupported_features(self, problem: MoEProblem) -> list[str]:
         return []
-
-    def load(self) -> type[Any]:
-        """Import and return the class. Raises BackendBroken with the import's error."""
-        module_name, _, attribute = self.target.partition(":")
-        what = f"{self.kind} {self.name!r} ({self.target})"
-        try:
-            with contained():
-                loaded = getattr(importlib.import_module(module_name), attribute)
-                if not (
-                    isinstance(loaded, type)
-                    and issubclass(loaded, Backend)
-                    and loaded.interface == self.interface
-                ):
-                    raise TypeError(f"{shown(loaded)} is no {self.interface}")
-                if missing := sorted(getattr(loaded, "__abstractmethods__", ())):
-                    raise TypeError(f"{shown(loaded)} lacks {', '.join(missing)}")
-        except Fault as fault:  # vendor packages may raise anything at import
-            hint = f"; {self.install_hint}" if self.install_hint else ""
-            raise BackendBroken(f"{what} does not load: {fault}{hint}") from fault.__cause__
-        return loaded
 
 
 @dataclass(frozen=True, kw_only=True)
