@@ -59,7 +59,7 @@ class Window:
     The library runs one call at a time, and keeps its state on the host and in this memory.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, sizes: Sizes) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, sizes: Sizes, device: int) -> None:
         push, cake = library.push_layers()
         s, ranks = sizes, None if group is None else buffers.Ranks(group)
         payload = push.Sm90PushPayload.FP8 if s.fp8 else push.Sm90PushPayload.BF16
@@ -71,7 +71,7 @@ class Window:
             self.pipe = push.Sm90PushPipe(
                 ep_size=1 if ranks is None else ranks.size, rank=0 if ranks is None else ranks.rank,
                 num_local_experts=s.experts, hidden_size=s.hidden, top_k=s.top_k,
-                token_capacity=s.capacity, device_index=torch.cuda.current_device(),
+                token_capacity=s.capacity, device_index=device,
                 config=config, comm_backend=ranks, out_dtype=torch.bfloat16,
             )  # fmt: skip
             made = push.Sm90PushMoERunner if s.fp8 else cake.Sm90CakeBf16MoERunner
@@ -160,8 +160,9 @@ class PushKernel(FusedKernel):
             p.num_local_experts, p.hidden_size, p.local_intermediate_size, p.top_k,
             p.max_num_tokens, p.quant.name == "fp8_block",
         )  # fmt: skip
-        key = self.group, self._sizes, torch.cuda.current_device() if p.device.type == "cuda" else 0
-        self.lease = _windows.lease(key, lambda: Window(self.group, self._sizes))
+        index = torch.cuda.current_device() if p.device.type == "cuda" else 0
+        key = self.group, self._sizes, index
+        self.lease = _windows.lease(key, lambda: Window(*key))
         self._bundle: tuple[PackedWeights | None, Any] = None, None
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
