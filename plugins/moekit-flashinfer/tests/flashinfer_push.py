@@ -159,4 +159,3 @@ class Sm90PushMoERunner(_Runner):
 
 class Sm90CakeBf16MoERunner(_Runner):
     bundle = Sm90CakeBf16Weights
-
