@@ -12,7 +12,7 @@ from moekit.contract.fused import FusedSpec
 from moekit.contract.fused_kernel import FusedKernel, RouterLogits
 from moekit.layer.router import Router, RoutingConfig
 from moekit.problem import DeviceSpec
-from moekit.testing import cases
+from moekit.testing import cases, rank_failures
 from moekit.testing.base import Sizes
 from moekit.testing.calls import call, pack
 from moekit.testing.diagnose import assert_right
@@ -90,9 +90,8 @@ class FusedRanksConformance(DispatcherConformance):
         super().test_outputs_beyond_float16(ends)
 
     def test_failure_after_dispatch(self, world: int) -> None:
-        if world > 1:
-            self._skip("other ranks notice a failure within a kernel by the kernel's own timeout")
-        super().test_failure_after_dispatch(world)
+        """One rank fails before `run`: all ranks raise and name it, and other calls work."""
+        self._check(world, rank_failures.experts_fail, "stage")
 
     def test_each_assignment_is_delivered_once(self) -> None:  # type: ignore[override]
         _not_apart()

@@ -164,7 +164,9 @@ def test_a_format_that_does_not_load(tmp_path: Path) -> None:
     spec = FormatSpec(name="absent", target="no_such_package:Format", install_hint="pip install it")
     registry().register(spec)
     try:
-        with pytest.raises(WeightsError, match=r"'absent'.*does not load.*no_such_package.*install"):
+        with pytest.raises(
+            WeightsError, match=r"'absent'.*does not load.*no_such_package.*install"
+        ):
             declared_format({"quant_method": "absent"}, 128, 256)
     finally:
         registry().unregister(spec)
