@@ -12,7 +12,7 @@ from moekit.contract.fused import FusedSpec
 from moekit.contract.fused_kernel import FusedKernel, RouterLogits
 from moekit.layer.router import Router, RoutingConfig
 from moekit.problem import DeviceSpec
-from moekit.testing import cases, rank_failures
+from moekit.testing import cases, interface, rank_failures
 from moekit.testing.base import Sizes
 from moekit.testing.calls import call, pack
 from moekit.testing.diagnose import assert_right
@@ -92,6 +92,12 @@ class FusedRanksConformance(DispatcherConformance):
     def test_failure_after_dispatch(self, world: int) -> None:
         """One rank fails before `run`: all ranks raise and name it, and other calls work."""
         self._check(world, rank_failures.experts_fail, "stage")
+
+    def test_graph_capture(self, world: int) -> None:
+        self._needs("graph_safe")
+        if self._device().type != "cuda":
+            self._skip("CUDA graphs need a CUDA device")
+        self._check(world, interface.graph_of_calls, 21)
 
     def test_each_assignment_is_delivered_once(self) -> None:  # type: ignore[override]
         _not_apart()

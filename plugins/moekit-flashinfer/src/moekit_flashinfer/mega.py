@@ -43,7 +43,7 @@ from . import buffers, library
 
 @dataclass(frozen=True)
 class Sizes:
-    """What layers that share a window have in common; ``experts`` are those of one rank."""
+    """What layers that share a window have in common; ``experts`` counts one rank's."""
 
     experts: int
     hidden: int
