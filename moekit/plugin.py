@@ -18,13 +18,12 @@ from moekit.contract import (
     Unreduced,
 )
 from moekit.contract.adapters import AdapterExperts, TrainableAdapterExperts
-from moekit.contract.formats import FormatSpec
 from moekit.contract.fused import FusedSpec
 from moekit.contract.fused_kernel import FusedKernel, RouterLogits
 from moekit.contract.pending import Pending
 from moekit.contract.shared_buffers import CallBuffers, Lease, SharedBuffers
 from moekit.contract.sizes import round_up
-from moekit.contract.specs import DispatcherSpec, ExpertsSpec, importable
+from moekit.contract.specs import DispatcherSpec, ExpertsSpec, FormatSpec, importable
 from moekit.contract.sums import weight_and_reduce
 from moekit.contract.training import (
     InputGradients,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moekit.contract.formats import FormatSpec
-from moekit.contract.specs import DispatcherSpec, ExpertsSpec
+from moekit.contract.specs import DispatcherSpec, ExpertsSpec, FormatSpec
 from moekit.discovery.entry_points import hookimpl
 from moekit.problem import ActivationFormat, MoEProblem
 from moekit.problem.activation import ACTIVATIONS
@@ -85,18 +84,10 @@ def moekit_schemes() -> list[QuantScheme]:
 
 @hookimpl
 def moekit_formats() -> list[FormatSpec]:
-    """Return moekit's formats, whose names no plugin may take."""
-    named = {
-        "compressed_tensors:CompressedTensors": ("compressed-tensors", "compressed_tensors"),
-        "eight_bits:Fp8": ("fp8", "fbgemm_fp8"),
-        "fp4:Mxfp4": ("mxfp4",),
-        "gptq:AutoRound": ("auto-round",),
-        "gptq:Awq": ("awq",),
-        "gptq:Gptq": ("gptq",),
-        "modelopt:ModelOpt": ("modelopt", "modelopt_fp4", "modelopt_mixed"),
-    }
-    return [
-        FormatSpec(name=name, target=f"moekit.formats.{target}")
-        for target, names in named.items()
-        for name in names
-    ]
+    """Return the names that no plugin's format may take: `moekit.formats.methods` has these."""
+    names = (
+        "compressed-tensors compressed_tensors fp8 fbgemm_fp8 mxfp4 auto-round awq gptq modelopt "
+        "modelopt_fp4 modelopt_mixed"
+    )
+    target = "moekit.formats.methods:Method"
+    return [FormatSpec(name=name, target=target) for name in names.split()]

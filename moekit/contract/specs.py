@@ -96,8 +96,8 @@ def _two_multiples(value: Any) -> bool:
 
 
 _DOTTED = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
-TARGET = _pattern("'package.module:Class'", rf"{_DOTTED}:[^\W\d]\w*")
-TEXT = matching("a string", lambda value: type(value) is str)
+_TARGET = _pattern("'package.module:Class'", rf"{_DOTTED}:[^\W\d]\w*")
+_TEXT = matching("a string", lambda value: type(value) is str)
 _PRIORITY = size(-1_000_000, 1_000_000)
 # What the functions of a spec return.
 REASONS = Kind("a list of reasons", _reasons)
@@ -106,10 +106,10 @@ _MULTIPLES = matching(f"two ints of 1 to {sizes.MOST}", _two_multiples)
 # The kinds of the fields, by name or else by type; the other fields are functions.
 _BY_NAME = {
     "name": NAME,
-    "target": TARGET,
-    "training": optional(TARGET),
-    "adapters": optional(TARGET),
-    "adapters_training": optional(TARGET),
+    "target": _TARGET,
+    "training": optional(_TARGET),
+    "adapters": optional(_TARGET),
+    "adapters_training": optional(_TARGET),
     "format": instance("an ActivationFormat", ActivationFormat),
     "dtypes": _some_of(DTYPES),
     "schemes": _some_schemes(),
@@ -121,7 +121,7 @@ _BY_NAME = {
         least=1,
     ),
     "requires": _tuple_of("importable names", re.compile(_DOTTED).fullmatch),
-    "install_hint": TEXT,
+    "install_hint": _TEXT,
     "priority": _PRIORITY,
     "ids_dtype": choice(("int32", "int64", "any")),
 }
@@ -162,6 +162,34 @@ class Loadable:
             hint = f"; {self.install_hint}" if self.install_hint else ""
             raise BackendBroken(f"{what} does not load: {fault}{hint}") from fault.__cause__
         return loaded
+
+
+_FORMAT = {
+    "name": _pattern("lower-case letters, digits, - and _", "[a-z][a-z0-9_-]{0,63}"),
+    "target": _TARGET,
+    "install_hint": _TEXT,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatSpec(Loadable):
+    """A format of checkpoints that a plugin adds to moekit's.
+
+    name: the ``quant_method`` in the config of a checkpoint.
+    target: ``"package.module:Class"`` of a `moekit.checkpoint.Method`. It is imported when a config
+        names the format, or none says how tensors are stored that no format of moekit has.
+    install_hint: the command that provides what the module needs.
+    """
+
+    name: str
+    target: str
+    install_hint: str = ""
+
+    kind: ClassVar[str] = "checkpoint format"
+    interface: ClassVar[str] = "Method"
+
+    def __post_init__(self) -> None:
+        accept_fields(self, _FORMAT, InvalidInput)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,7 +303,7 @@ class BackendSpec(Loadable):
     def description(self, problem: MoEProblem) -> str:
         """Return what `describe` returns for ``problem``, or how it failed."""
         try:
-            return printable(self._asked("describe", problem, TEXT)) if self.describe else ""
+            return printable(self._asked("describe", problem, _TEXT)) if self.describe else ""
         except Fault as fault:
             return f"its description failed: {fault}"
 

@@ -20,9 +20,8 @@ from typing import Any, TypeVar
 
 import pluggy
 
-from moekit.contract.formats import FormatSpec
 from moekit.contract.fused import FusedSpec
-from moekit.contract.specs import BackendSpec, DispatcherSpec, ExpertsSpec
+from moekit.contract.specs import BackendSpec, DispatcherSpec, ExpertsSpec, FormatSpec
 from moekit.errors import BackendError
 from moekit.problem.quant import QuantScheme
 from moekit.untrusted.arguments import shown

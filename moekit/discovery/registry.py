@@ -15,8 +15,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import TypeVar
 
-from moekit.contract.formats import FormatSpec
-from moekit.contract.specs import BackendSpec, DispatcherSpec, ExpertsSpec, SpecT
+from moekit.contract.specs import BackendSpec, DispatcherSpec, ExpertsSpec, FormatSpec, SpecT
 from moekit.discovery.entry_points import (
     SWITCHES,
     PluginState,

@@ -8,12 +8,12 @@ them, and the formats read those as they read a checkpoint's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
-from moekit.contract.formats import FormatSpec
+from moekit.contract.specs import FormatSpec
 from moekit.discovery.registry import registry
 from moekit.errors import MoekitError, WeightsError
 from moekit.formats import compressed_tensors, fp4
@@ -69,31 +69,25 @@ QUANTIZATION: Kind = record(
 )  # fmt: skip
 
 
-class Added(Method):
-    """A plugin's format, whose faults become a WeightsError that names it."""
+_RETURN: Mapping[str, Any] = {
+    "read": Format | None, "declare": Format, "of_module": Mapping | None, "check": object,
+}  # fmt: skip
+
+
+class _Added:
+    """A plugin's format: a Method, whose faults become a WeightsError that names it."""
 
     def __init__(self, spec: FormatSpec) -> None:
         self._spec, self.names = spec, (spec.name,)
 
-    def read(self, matrix: Matrix) -> Format | None:
-        return self._asked("read", Format | None, matrix)  # type: ignore[no-any-return]
+    def __getattr__(self, what: str) -> Any:
+        return partial(self._asked, what)
 
-    def declare(self, config: Mapping[str, Any], module: str) -> Format:
-        return self._asked("declare", Format, config, module)  # type: ignore[no-any-return]
-
-    def of_module(self, config: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:
-        fields: Mapping[str, Any] | None
-        fields = self._asked("of_module", Mapping | None, config, module)
-        return fields
-
-    def check(self, config: Mapping[str, Any]) -> None:
-        self._asked("check", object, config)
-
-    def _asked(self, what: str, kind: Any, *arguments: Any) -> Any:
+    def _asked(self, what: str, *arguments: object) -> Any:
         try:
             with contained():
                 found = getattr(_loaded(self._spec), what)(*arguments)
-                if not isinstance(found, kind):
+                if not isinstance(found, _RETURN[what]):
                     raise TypeError(f"{what} returned {shown(found)}")
                 return found
         except Fault as fault:
@@ -108,9 +102,10 @@ def _loaded(spec: FormatSpec) -> Any:
     return spec.load()()
 
 
-def _added() -> dict[str, Added]:
+def _added() -> dict[str, Method]:
     """Return the formats that plugins add, by name."""
-    return {n: Added(spec) for n, spec in registry().formats.items() if n not in _BY_NAME}
+    found: Any = {n: _Added(spec) for n, spec in registry().formats.items() if n not in _BY_NAME}
+    return found  # type: ignore[no-any-return]
 
 
 def _named(name: str) -> Method | None:
@@ -118,9 +113,9 @@ def _named(name: str) -> Method | None:
 
 
 def _candidates(named: str) -> Iterator[Method]:
-    """Yield the formats that a matrix may have, plugins' only where moekit knows no better."""
-    added = _added() if named and named not in _BY_NAME else {}
-    yield from (added[name] for name in added if name == named)
+    """Yield the formats that a matrix may have; plugins' where moekit has none of that name."""
+    if named not in _BY_NAME and (added := _named(named)):
+        yield added
     yield from METHODS
     if not named:
         yield from _added().values()

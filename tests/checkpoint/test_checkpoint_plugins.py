@@ -24,10 +24,10 @@ from moekit.checkpoint import (
     load_experts,
     problem_from_config,
 )
-from moekit.contract.formats import FormatSpec
 from moekit.discovery import registry as plugins
 from moekit.errors import InvalidInput, WeightsError
 from moekit.formats import methods
+from moekit.plugin import FormatSpec
 from moekit.problem.quantize import dequantize, quantize
 
 pytest.importorskip("safetensors")
