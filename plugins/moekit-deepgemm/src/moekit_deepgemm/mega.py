@@ -44,10 +44,8 @@ class Memory:
         self.module = library.load()
         make = getattr(self.module, "get_symm_buffer_for_sm90_mega_moe", None)
         if make is None:
-            raise BackendBroken(
-                f"DeepGEMM in {self.module.__file__} has no layer for Hopper; "
-                f"{library.INSTALL_HINT}"
-            )
+            where = f"DeepGEMM in {self.module.__file__}"
+            raise BackendBroken(f"{where} has no layer for Hopper; {library.INSTALL_HINT}")
         try:
             self.buffer = make(group, *sizes)
         except RuntimeError as error:
@@ -108,8 +106,6 @@ class MegaKernel(FusedKernel):
     ) -> None:  # fmt: skip
         memory, T = self.lease.value, len(x_TH)
         held = memory.buffer
-        x_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
-        out = out_TH if out_TH.data_ptr() % 16 == 0 else torch.empty_like(out_TH)
         with memory.lock:
             mine = memory.calls.take()
             try:
@@ -118,7 +114,7 @@ class MegaKernel(FusedKernel):
                     held.topk_idx[:T].copy_(routing.topk_ids)
                     held.topk_weights[:T].copy_(routing.topk_weights)
                 memory.module.fp8_mega_moe(
-                    out,
+                    out_TH,
                     (weights["w13"], weights["w13_scale"]), (weights["w2"], weights["w2_scale"]),
                     held, activation_clamp=self.problem.activation.limit,
                 )  # fmt: skip
@@ -129,9 +125,3 @@ class MegaKernel(FusedKernel):
                 ) from error
             finally:
                 memory.calls.give_back(mine)
-        if out is not out_TH:
-            out_TH.copy_(out)
-
-    def transient_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of copies of tokens and output, where their memory is not as needed."""
-        return 2 * num_tokens * self.problem.hidden_size * self.problem.dtype.itemsize

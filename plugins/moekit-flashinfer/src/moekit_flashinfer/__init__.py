@@ -65,20 +65,18 @@ def _check_experts(problem: MoEProblem) -> list[str]:
 
 
 def _check_mega(problem: MoEProblem) -> list[str]:
-    p, reasons = problem, library.unsupported_mega()
-    fp8 = p.quant.name == "fp8_block"
-    hidden, inner = p.hidden_size, p.local_intermediate_size
-    rows = p.parallel.dp_size * (p.max_num_tokens or 0) * p.top_k
+    p, fp8, reasons = problem, problem.quant.name == "fp8_block", library.unsupported_mega()
+    hidden, inner, step = p.hidden_size, p.local_intermediate_size, 128 if fp8 else 256
     if p.top_k not in _PUSHED_TOP_K:
-        reasons.append(f"top_k={p.top_k} has no compiled kernel (available: 1, 2, 4, 6, 8)")
-    if hidden % (128 if fp8 else 256) or inner % 128:
+        known = ", ".join(map(str, _PUSHED_TOP_K))
+        reasons.append(f"top_k={p.top_k} has no compiled kernel (available: {known})")
+    if hidden % step or inner % 128 or inner > 16384:
         reasons.append(
-            f"hidden_size={hidden} must be a multiple of {128 if fp8 else 256}, and a rank's "
-            f"intermediate size {inner} of 128"
+            f"hidden_size={hidden} must be a multiple of {step}, and a rank's intermediate size "
+            f"{inner} of 128, up to 16384"
         )
-    if fp8 and inner > 16384:
-        reasons.append(f"a rank's intermediate size {inner} exceeds 16384")
-    if rows * (1 if fp8 else max(hidden, inner)) > (2**31 - 1 if fp8 else 2**32):
+    rows = p.parallel.dp_size * (p.max_num_tokens or 0) * p.top_k
+    if rows * max(hidden, inner) > 2**32 and not fp8 or rows >= 2**31:
         reasons.append(f"max_num_tokens={p.max_num_tokens} makes too many rows ({rows})")
     return reasons
 

@@ -13,8 +13,7 @@ the weights of fp8_block checkpoints would have to be quantized again.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,23 +92,20 @@ class Window:
     def run(
         self, out_TH: Tensor, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, weights: Any
     ) -> None:
-        with self._lock, self._turn():
-            self.runner.bind_weights(weights)
-            # The library zeroes its whole inbox before a call, and reads the tokens' rows alone.
-            self.pipe.combine_t = self._inbox[: len(x_TH)]
-            # It refuses to follow a call on another stream, which `_turn` has waited for.
-            self.runner._round_event = None
-            self.runner.forward(x_TH, ids_TK, weights_TK, output=out_TH)
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        mine = self._calls.take()
-        try:
-            yield
-        except RuntimeError as error:
-            raise BackendError(f"FlashInfer's layer failed: {error}") from error
-        finally:
-            self._calls.give_back(mine)
+        """Run one call. After an error of the library, every later one fails."""
+        with self._lock:
+            mine = self._calls.take()
+            try:
+                self.runner.bind_weights(weights)
+                # The library zeroes its whole inbox before a call, and reads T tokens' rows alone.
+                self.pipe.combine_t = self._inbox[: len(x_TH)]
+                # It refuses to follow a call on another stream, which `take` has waited for.
+                self.runner._round_event = None
+                self.runner.forward(x_TH, ids_TK, weights_TK, output=out_TH)
+            except RuntimeError as error:
+                raise BackendError(f"FlashInfer's layer failed: {error}") from error
+            finally:
+                self._calls.give_back(mine)
 
     def free(self) -> None:
         self.runner.destroy()
@@ -179,26 +175,20 @@ class PushKernel(FusedKernel):
         self, out_TH: Tensor, x_TH: Tensor, weights: PackedWeights, routing: Routing,
         workspace: Sequence[Tensor],
     ) -> None:  # fmt: skip
-        ids_TK = routing.topk_ids
+        ids_TK, (packed, view) = routing.topk_ids, self._bundle
         if self.group is None:
             ids_TK = local_ids(ids_TK, self.problem)
-        packed, library_view = self._bundle
         if packed is not weights:
-            library_view = bundle(self._sizes, weights.experts)
-            self._bundle = weights, library_view
-        x, ids, topk_weights = map(_aligned, (x_TH, ids_TK, routing.topk_weights))
-        out = _aligned(out_TH)
-        self.lease.value.run(out, x, ids, topk_weights, library_view)
-        if out is not out_TH:
-            out_TH.copy_(out)
+            view = bundle(self._sizes, weights.experts)
+            self._bundle = weights, view
+        ids, topk_weights = _aligned(ids_TK), _aligned(routing.topk_weights)
+        self.lease.value.run(out_TH, x_TH, ids, topk_weights, view)
 
     def transient_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of local ids, and of copies of what is not aligned."""
-        p = self.problem
-        return num_tokens * (2 * p.hidden_size * p.dtype.itemsize + 13 * p.top_k)
+        """Return the bytes of local ids and a mask, and of ids and weights that are not aligned."""
+        return num_tokens * 13 * self.problem.top_k
 
 
 def _aligned(rows: Tensor) -> Tensor:
-    """Return the rows contiguous, in memory that the library reads 16 bytes at a time."""
-    rows = rows.contiguous()
+    """Return the rows in memory that the library reads 16 bytes at a time."""
     return rows if rows.data_ptr() % 16 == 0 else rows.clone()
