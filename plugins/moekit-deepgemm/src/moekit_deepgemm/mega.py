@@ -35,23 +35,26 @@ _ROWS = 8  # gate and up rows in turn, as the kernel's tiles read them
 
 
 class Memory:
-    """The memory that layers of one group and size share. Construction and freeing are collective.
+    """The memory that layers of one group with equal problems share; collective.
 
-    One call uses it at a time; calls run in the order of their launches, on whichever streams.
+    One call uses it at a time. Calls run in the order of their launches, on whichever streams.
     """
 
-    def __init__(self, group: dist.ProcessGroup, sizes: tuple[int, ...]) -> None:
+    def __init__(self, group: dist.ProcessGroup, p: MoEProblem) -> None:
         self.module = library.load()
         make = getattr(self.module, "get_symm_buffer_for_sm90_mega_moe", None)
         if make is None:
             where = f"DeepGEMM in {self.module.__file__}"
             raise BackendBroken(f"{where} has no layer for Hopper; {library.INSTALL_HINT}")
         try:
-            self.buffer = make(group, *sizes)
+            self.buffer = make(
+                group, p.num_physical_experts, p.max_num_tokens, p.top_k, p.hidden_size,
+                p.local_intermediate_size,
+            )  # fmt: skip
         except RuntimeError as error:
             raise BackendBroken(
-                f"DeepGEMM's memory for {sizes} failed: {error}; all ranks must be on one host, "
-                "with NVLink between their GPUs"
+                f"DeepGEMM's memory failed: {error}; all ranks must be on one host, with NVLink "
+                "between their GPUs"
             ) from error
         self.lock = threading.Lock()
         self.calls = CallBuffers(object, group, most=1)
@@ -83,13 +86,8 @@ class MegaKernel(FusedKernel):
     ) -> None:
         protocol = f"{spec.name} of {library.used()}"
         super().__init__(spec, problem, resolve(problem, group, protocol))
-        p = problem
-        assert self.group is not None and p.max_num_tokens is not None
-        sizes = (
-            p.num_physical_experts, p.max_num_tokens, p.top_k, p.hidden_size,
-            p.local_intermediate_size,
-        )  # fmt: skip
-        self.lease = _memories.lease((self.group, sizes), lambda: Memory(self.group, sizes))
+        assert self.group is not None
+        self.lease = _memories.lease((self.group, problem), lambda: Memory(self.group, problem))
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
         """Put gate and up rows of w13 in turn, 8 of each; the scales keep their order."""

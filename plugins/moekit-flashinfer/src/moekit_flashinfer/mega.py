@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,28 +39,16 @@ from moekit.plugin import (
 from . import buffers, library
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """What layers that share a window have in common; ``experts`` counts one rank's."""
-
-    experts: int
-    hidden: int
-    inner: int
-    top_k: int
-    capacity: int
-    fp8: bool
-
-
 class Window:
     """The memory that all ranks map, and the library's runner over it. Construction is collective.
 
     The library runs one call at a time, and keeps its state on the host and in this memory.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, sizes: Sizes, device: int) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, p: MoEProblem, device: int) -> None:
         push, cake = library.push_layers()
-        s, ranks = sizes, None if group is None else buffers.Ranks(group)
-        payload = push.Sm90PushPayload.FP8 if s.fp8 else push.Sm90PushPayload.BF16
+        fp8, ranks = _in_fp8(p), None if group is None else buffers.Ranks(group)
+        payload = push.Sm90PushPayload.FP8 if fp8 else push.Sm90PushPayload.BF16
         config = push.Sm90PushConfig(
             payload_dtype=payload, combine_dtype=push.Sm90PushCombine.BF16, dedup_dispatch=True
         )
@@ -69,16 +56,16 @@ class Window:
         try:
             self.pipe = push.Sm90PushPipe(
                 ep_size=1 if ranks is None else ranks.size, rank=0 if ranks is None else ranks.rank,
-                num_local_experts=s.experts, hidden_size=s.hidden, top_k=s.top_k,
-                token_capacity=s.capacity, device_index=device,
+                num_local_experts=p.num_local_experts, hidden_size=p.hidden_size, top_k=p.top_k,
+                token_capacity=p.max_num_tokens, device_index=device,
                 config=config, comm_backend=ranks, out_dtype=torch.bfloat16,
             )  # fmt: skip
-            made = push.Sm90PushMoERunner if s.fp8 else cake.Sm90CakeBf16MoERunner
-            self.runner = made(self.pipe, bundle(s, _any_weights(s, self.pipe.device)))
+            made = push.Sm90PushMoERunner if fp8 else cake.Sm90CakeBf16MoERunner
+            self.runner = made(self.pipe, bundle(p, _any_weights(p, self.pipe.device)))
         except RuntimeError as error:  # of any rank: the library collects them
             raise BackendError(
-                f"FlashInfer's layer of {s} failed: {error}; it compiles its modules with nvcc, "
-                "and needs NVLink, whole GPUs, and a temporary directory that all ranks share"
+                f"FlashInfer's layer failed: {error}; it compiles its modules with nvcc, and needs "
+                "NVLink, whole GPUs, and a temporary directory that all ranks share"
             ) from error
         for name in _BOUND & vars(self.runner).keys():
             setattr(self.runner, name, None)
@@ -115,33 +102,38 @@ class Window:
 _BOUND = {"w13_fp8", "w13_sf", "w2_fp8", "w2_sf", "weights", "_bound_weights"}
 
 
-def _any_weights(s: Sizes, device: torch.device) -> dict[str, Tensor]:
+def _in_fp8(p: MoEProblem) -> bool:
+    return p.quant.name == "fp8_block"
+
+
+def _any_weights(p: MoEProblem, device: torch.device) -> dict[str, Tensor]:
     """Return weights without values: a runner wants some where it is made, calls bind theirs."""
-    made, dtype = {}, torch.float8_e4m3fn if s.fp8 else torch.bfloat16
-    for name, rows, columns in (("w13", 2 * s.inner, s.hidden), ("w2", s.hidden, s.inner)):
-        made[name] = torch.empty((s.experts, rows, columns), dtype=dtype, device=device)
-        blocks = s.experts, rows // 128, columns // 128
+    made, dtype = {}, torch.float8_e4m3fn if _in_fp8(p) else torch.bfloat16
+    inner, L = p.local_intermediate_size, p.num_local_experts
+    for name, n, k in (("w13", 2 * inner, p.hidden_size), ("w2", p.hidden_size, inner)):
+        made[name] = torch.empty((L, n, k), dtype=dtype, device=device)
+        blocks = L, n // 128, k // 128
         made[f"{name}_scale"] = torch.empty(blocks, dtype=torch.float32, device=device)
     return made
 
 
-def bundle(s: Sizes, weights: Mapping[str, Tensor]) -> Any:
+def bundle(p: MoEProblem, weights: Mapping[str, Tensor]) -> Any:
     """Return the library's view of one layer's packed weights."""
-    push, cake = library.push_layers()
-    if s.fp8:
-        return push.Sm90PushWeights(
-            weights["w13"], weights["w13_scale"], weights["w2"], weights["w2_scale"]
-        )
-    return cake.Sm90CakeBf16Weights(weights["w13"], weights["w2"], s.experts, s.hidden, s.inner)
+    (push, cake), w13, w2 = library.push_layers(), weights["w13"], weights["w2"]
+    if _in_fp8(p):
+        return push.Sm90PushWeights(w13, weights["w13_scale"], w2, weights["w2_scale"])
+    sizes = p.num_local_experts, p.hidden_size, p.local_intermediate_size
+    return cake.Sm90CakeBf16Weights(w13, w2, *sizes)
 
 
 _windows: SharedBuffers[Window] = SharedBuffers(Window.free)
 
 
 class PushKernel(FusedKernel):
-    """All layers of a group and size share a window. Calls run in the order of their launches.
+    """Layers of a group with equal problems share a window.
 
-    If a rank never calls, the library's kernels trap after their own timeout.
+    Calls run in the order of their launches. If a rank never calls, the library's kernels trap
+    after their own timeout.
     """
 
     lease: Lease[Window]
@@ -150,21 +142,15 @@ class PushKernel(FusedKernel):
         self, spec: FusedSpec, problem: MoEProblem, group: dist.ProcessGroup | None = None
     ) -> None:
         super().__init__(spec, problem, resolve(problem, group, buffers.protocol(spec.name)))
-        p = problem
-        assert p.max_num_tokens is not None
-        self._sizes = Sizes(
-            p.num_local_experts, p.hidden_size, p.local_intermediate_size, p.top_k,
-            p.max_num_tokens, p.quant.name == "fp8_block",
-        )  # fmt: skip
-        index = torch.cuda.current_device() if p.device.type == "cuda" else 0
-        key = self.group, self._sizes, index
+        index = torch.cuda.current_device() if problem.device.type == "cuda" else 0
+        key = self.group, problem, index
         self.lease = _windows.lease(key, lambda: Window(*key))
         self._bundle: tuple[PackedWeights | None, Any] = None, None
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
         """Put gate and up rows of bf16 in turn, 32 of each; fp8 stays as it is."""
         experts, _ = weights.by_expert()
-        if not self._sizes.fp8:
+        if not _in_fp8(self.problem):
             w13 = experts["w13"]
             L, rows, columns = w13.shape
             turns = w13.view(L, 2, rows // 64, 32, columns).transpose(1, 2)
@@ -179,7 +165,7 @@ class PushKernel(FusedKernel):
         if self.group is None:
             ids_TK = local_ids(ids_TK, self.problem)
         if packed is not weights:
-            view = bundle(self._sizes, weights.experts)
+            view = bundle(self.problem, weights.experts)
             self._bundle = weights, view
         ids, topk_weights = _aligned(ids_TK), _aligned(routing.topk_weights)
         self.lease.value.run(out_TH, x_TH, ids, topk_weights, view)
