@@ -357,6 +357,9 @@ class ModularKernel:
             if tokens.x.numel() or self._fused:  # another rank may have tokens for this one
                 layout = self._layout(tokens.x.shape[-2])
                 scratch = self.workspace.take(layout, tokens.x.device)
+            if self._fused:
+                self.experts.stage(tokens.x, weights, tokens.handle, scratch)  # type: ignore[attr-defined]
+                observer.staged()
             y = self._output(tokens, weights, scratch, out)
             observer.computed()
         except BaseException as error:  # this rank's fault, or another rank's

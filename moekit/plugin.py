@@ -23,7 +23,7 @@ from moekit.contract.fused_kernel import FusedKernel, RouterLogits
 from moekit.contract.pending import Pending
 from moekit.contract.shared_buffers import CallBuffers, Lease, SharedBuffers
 from moekit.contract.sizes import round_up
-from moekit.contract.specs import DispatcherSpec, ExpertsSpec, importable
+from moekit.contract.specs import DispatcherSpec, ExpertsSpec, FormatSpec, importable
 from moekit.contract.sums import weight_and_reduce
 from moekit.contract.training import (
     InputGradients,
@@ -66,15 +66,16 @@ from moekit.untrusted.writing import check_writable, replace_file
 
 __all__ = [
     "ACTIVATIONS", "INT4_ZERO", "SCHEMES", "WIRE_SCHEMES", "Activation", "ActivationFormat",
-    "AdapterExperts", "AdapterSlots", "Adapters", "Agreement", "BufferSpec", "CallBuffers", "Codes",
-    "DeviceSpec", "Dispatched", "DispatcherSpec", "ExpertWeights", "ExpertsSpec", "FusedKernel",
-    "FusedSpec", "InputGradients", "Lease", "MoEProblem", "OperandQuant", "PackedWeights",
-    "ParallelConfig", "Pending", "PermuteExpertsUnpermute", "PrepareAndFinalize",
-    "ProcessVariables", "QuantScheme", "Quantizer", "RouterLogits", "Routing", "SharedBuffers",
-    "TableFiles", "TrainableAdapterExperts", "TrainableDispatcher", "TrainableExperts", "Transfers",
-    "Unreduced", "VendorLibrary", "Wanted", "Workspace", "apply_activation", "check_writable",
-    "dequantize", "device_file", "exchange", "has_backend", "hookimpl", "importable", "int4",
-    "local_ids", "nearest", "partition", "peer_timeout", "quant", "quantize",
-    "quantize_for_transfer", "reason_of", "registry", "replace_file", "resolve", "round_up",
-    "settle", "size_distance", "summary", "switch", "unpack_int4", "weight_and_reduce",
+    "AdapterExperts", "AdapterSlots", "Adapters", "Agreement", "BufferSpec", "CallBuffers",
+    "Codes", "DeviceSpec", "Dispatched", "DispatcherSpec", "ExpertWeights", "ExpertsSpec",
+    "FormatSpec", "FusedKernel", "FusedSpec", "InputGradients", "Lease", "MoEProblem",
+    "OperandQuant", "PackedWeights", "ParallelConfig", "Pending", "PermuteExpertsUnpermute",
+    "PrepareAndFinalize", "ProcessVariables", "QuantScheme", "Quantizer", "RouterLogits",
+    "Routing", "SharedBuffers", "TableFiles", "TrainableAdapterExperts", "TrainableDispatcher",
+    "TrainableExperts", "Transfers", "Unreduced", "VendorLibrary", "Wanted", "Workspace",
+    "apply_activation", "check_writable", "dequantize", "device_file", "exchange",
+    "has_backend", "hookimpl", "importable", "int4", "local_ids", "nearest", "partition",
+    "peer_timeout", "quant", "quantize", "quantize_for_transfer", "reason_of", "registry",
+    "replace_file", "resolve", "round_up", "settle", "size_distance", "summary", "switch",
+    "unpack_int4", "weight_and_reduce",
 ]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moekit.contract.specs import DispatcherSpec, ExpertsSpec
+from moekit.contract.specs import DispatcherSpec, ExpertsSpec, FormatSpec
 from moekit.discovery.entry_points import hookimpl
 from moekit.problem import ActivationFormat, MoEProblem
 from moekit.problem.activation import ACTIVATIONS
@@ -81,3 +81,14 @@ def moekit_experts() -> list[ExpertsSpec]:
 @hookimpl
 def moekit_schemes() -> list[QuantScheme]:
     return list(BUILTIN.values())
+
+
+@hookimpl
+def moekit_formats() -> list[FormatSpec]:
+    """Return the names that no plugin's format may take: `moekit.formats.methods` has these."""
+    names = (
+        "compressed-tensors compressed_tensors fp8 fbgemm_fp8 mxfp4 auto-round awq gptq modelopt "
+        "modelopt_fp4 modelopt_mixed"
+    )
+    target = "moekit.formats.methods:Method"
+    return [FormatSpec(name=name, target=target) for name in names.split()]

@@ -26,7 +26,8 @@ from moekit.checkpoint.load import load_experts, load_layers
 from moekit.checkpoint.names import NAMES, ExpertNames
 from moekit.checkpoint.pushed import PushedExperts
 from moekit.checkpoint.schemes import scheme_of
-from moekit.formats.format import Format
+from moekit.formats.format import Format, Part
+from moekit.formats.method import Matrix, Method
 from moekit.formats.methods import declared_format, format_of_scheme
 
 __all__ = [
@@ -35,6 +36,9 @@ __all__ = [
     "Detected",
     "ExpertNames",
     "Format",
+    "Matrix",
+    "Method",
+    "Part",
     "PushedExperts",
     "declared_format",
     "detect",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -126,11 +126,16 @@ def _destination(share: Share) -> dict[str, Tensor]:
             f"intermediate_size={p.intermediate_size}"
         )
     out = {name: torch.empty(each, dtype=dtype, device="cpu") for name, each in shapes.items()}
-    if share.padded:
-        byte = 0 if p.quant.weight is None else p.quant.weight.codes.zero_byte
-        for tensor in out.values():
-            tensor.view(torch.uint8).fill_(byte)
+    clear_padding(share, out)
     return out
+
+
+def clear_padding(share: Share, out: Mapping[str, Tensor]) -> None:
+    """Fill w13 and w2 with the scheme's code of 0, if the rank's neurons are padded."""
+    if share.padded:
+        weight = share.problem.quant.weight
+        for tensor in out.values():
+            tensor.view(torch.uint8).fill_(0 if weight is None else weight.codes.zero_byte)
 
 
 def loaded_shapes(problem: MoEProblem) -> dict[str, tuple[int, int, int]]:

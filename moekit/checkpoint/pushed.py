@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moekit.checkpoint.load import collect, loaded_shapes, local_experts
+from moekit.checkpoint.load import clear_padding, collect, loaded_shapes, local_experts
 from moekit.checkpoint.names import per_expert
 from moekit.checkpoint.read import Reader
 from moekit.checkpoint.share import Piece, Share, fits
@@ -178,9 +178,7 @@ class PushedExperts:
     def _begin(self) -> Reader:
         if self._reader is None:
             self.allocate()
-            if self._share.padded:
-                for tensor in self.out.values():
-                    tensor.zero_()
+            clear_padding(self._share, self.out)
             self._pushed, self._converted = {}, False
             self._reader = Reader(self._share, self.out)
         return self._reader

@@ -53,6 +53,7 @@ def _as_dict(states: Sequence[PluginState]) -> dict[str, Any]:
                 "experts": [_backend_dict(spec) for spec in state.experts],
                 "schemes": [scheme.name for scheme in state.schemes],
                 "fused": [_backend_dict(spec) for spec in state.fused],
+                "formats": [spec.name for spec in state.formats],
             }
             for state in states
         ],
@@ -101,9 +102,10 @@ def _details(state: PluginState) -> list[str]:
         "experts": [spec.name for spec in state.experts],
         "schemes": [scheme.name for scheme in state.schemes],
         "fused kernels": [spec.name for spec in state.fused],
+        "formats": [spec.name for spec in state.formats],
     }
     for kind, named in offered.items():
-        if named and not (kind == "schemes" and state.name == CORE):
+        if named and not (kind in ("schemes", "formats") and state.name == CORE):
             lines.append(f"{kind}: {', '.join(named)}")
     found = dict.fromkeys(n for spec in state.backends for n in spec.requires if importable(n))
     missing: dict[str, dict[str, None]] = {}  # names by the command that installs them

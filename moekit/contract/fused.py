@@ -16,8 +16,8 @@ from moekit.untrusted.code import Fault
 class FusedSpec(DispatcherSpec, ExpertsSpec):
     """The facts that a FusedKernel declares: the facts of a dispatcher and of experts.
 
-    moves_tokens: it exchanges tokens where they must move. It also serves problems in which every
-        token stays on its rank.
+    moves_tokens: it exchanges tokens where they must move. Unless `check` refuses them, it also
+        serves problems in which every token stays on its rank.
     routes: a function that takes a `moekit.layer.router.RoutingConfig`, and returns the reasons why
         the kernel cannot choose experts in this way. None: the kernel never chooses experts. Every
         kernel takes a Routing as well.

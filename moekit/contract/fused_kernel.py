@@ -64,6 +64,15 @@ class FusedKernel(PrepareAndFinalize, PermuteExpertsUnpermute):
     ) -> None:
         PrepareAndFinalize.__init__(self, spec, problem, group)
 
+    def stage(
+        self, x_TH: Tensor, weights: PackedWeights, routing: Routing, workspace: Sequence[Tensor]
+    ) -> None:
+        """Do what may fail on one rank alone, with the arguments of `run`, before `run`.
+
+        No rank waits for another here. Checked kernels let `run` begin when this has succeeded on
+        all ranks; otherwise all ranks raise, and can call again.
+        """
+
     @abstractmethod
     def run(
         self,

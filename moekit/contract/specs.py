@@ -134,8 +134,66 @@ class Backend(ABC):
     interface: ClassVar[str]
 
 
+class Loadable:
+    """A record whose ``target`` names a class with its ``interface``."""
+
+    name: str
+    target: str
+    install_hint: str
+    kind: ClassVar[str]
+    interface: ClassVar[str]
+
+    def load(self) -> type[Any]:
+        """Import and return the class. Raises BackendBroken with the import's error."""
+        module_name, _, attribute = self.target.partition(":")
+        what = f"{self.kind} {self.name!r} ({self.target})"
+        try:
+            with contained():
+                loaded = getattr(importlib.import_module(module_name), attribute)
+                if not (
+                    isinstance(loaded, type)
+                    and issubclass(loaded, Backend)
+                    and loaded.interface == self.interface
+                ):
+                    raise TypeError(f"{shown(loaded)} is no {self.interface}")
+                if missing := sorted(getattr(loaded, "__abstractmethods__", ())):
+                    raise TypeError(f"{shown(loaded)} lacks {', '.join(missing)}")
+        except Fault as fault:  # vendor packages may raise anything at import
+            hint = f"; {self.install_hint}" if self.install_hint else ""
+            raise BackendBroken(f"{what} does not load: {fault}{hint}") from fault.__cause__
+        return loaded
+
+
+_FORMAT = {
+    "name": _pattern("lower-case letters, digits, - and _", "[a-z][a-z0-9_-]{0,63}"),
+    "target": _TARGET,
+    "install_hint": _TEXT,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
-class BackendSpec:
+class FormatSpec(Loadable):
+    """A format of checkpoints that a plugin adds to moekit's.
+
+    name: the ``quant_method`` in the config of a checkpoint.
+    target: ``"package.module:Class"`` of a `moekit.checkpoint.Method`. It is imported when a config
+        names the format, or none says how tensors are stored that no format of moekit has.
+    install_hint: the command that provides what the module needs.
+    """
+
+    name: str
+    target: str
+    install_hint: str = ""
+
+    kind: ClassVar[str] = "checkpoint format"
+    interface: ClassVar[str] = "Method"
+
+    def __post_init__(self) -> None:
+        accept_fields(self, _FORMAT, InvalidInput)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendSpec(Loadable):
     """The facts that dispatchers and experts both declare. All are keyword-only.
 
     name: what users type.
@@ -182,8 +240,6 @@ class BackendSpec:
     training: str | None = None
     weights_in_fp32: bool = False
 
-    kind: ClassVar[str]
-    interface: ClassVar[str]
     fused: ClassVar[bool] = False  # one backend is dispatcher and experts (`FusedSpec`)
 
     def __post_init__(self) -> None:
@@ -266,26 +322,6 @@ class BackendSpec:
 
     def _unsupported_features(self, problem: MoEProblem) -> list[str]:
         return []
-
-    def load(self) -> type[Any]:
-        """Import and return the class. Raises BackendBroken with the import's error."""
-        module_name, _, attribute = self.target.partition(":")
-        what = f"{self.kind} {self.name!r} ({self.target})"
-        try:
-            with contained():
-                loaded = getattr(importlib.import_module(module_name), attribute)
-                if not (
-                    isinstance(loaded, type)
-                    and issubclass(loaded, Backend)
-                    and loaded.interface == self.interface
-                ):
-                    raise TypeError(f"{shown(loaded)} is no {self.interface}")
-                if missing := sorted(getattr(loaded, "__abstractmethods__", ())):
-                    raise TypeError(f"{shown(loaded)} lacks {', '.join(missing)}")
-        except Fault as fault:  # vendor packages may raise anything at import
-            hint = f"; {self.install_hint}" if self.install_hint else ""
-            raise BackendBroken(f"{what} does not load: {fault}{hint}") from fault.__cause__
-        return loaded
 
 
 @dataclass(frozen=True, kw_only=True)

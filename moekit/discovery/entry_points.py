@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import pluggy
 
 from moekit.contract.fused import FusedSpec
-from moekit.contract.specs import BackendSpec, DispatcherSpec, ExpertsSpec
+from moekit.contract.specs import BackendSpec, DispatcherSpec, ExpertsSpec, FormatSpec
 from moekit.errors import BackendError
 from moekit.problem.quant import QuantScheme
 from moekit.untrusted.arguments import shown
@@ -41,12 +41,12 @@ _VALUE = re.compile(r"[\w.]+\s*(:\s*[\w.]+\s*)?(\[.*\]\s*)?")
 
 Offer = tuple[str, str]  # kind and name
 
-RecordT = TypeVar("RecordT", DispatcherSpec, ExpertsSpec, QuantScheme, FusedSpec)
+RecordT = TypeVar("RecordT", DispatcherSpec, ExpertsSpec, QuantScheme, FusedSpec, FormatSpec)
 
 # What the hooks return, by their names without ``moekit_``.
 _KINDS: Mapping[str, Any] = {
     "dispatchers": DispatcherSpec, "experts": ExpertsSpec, "schemes": QuantScheme,
-    "fused": FusedSpec,
+    "fused": FusedSpec, "formats": FormatSpec,
 }  # fmt: skip
 
 _this_thread = threading.local()
@@ -85,12 +85,16 @@ class MoekitSpecs:
     def moekit_fused(self) -> list[FusedSpec]:  # type: ignore[empty-body]
         """Return the fused kernels that this plugin offers, see docs/backends.md."""
 
+    @_hookspec
+    def moekit_formats(self) -> list[FormatSpec]:  # type: ignore[empty-body]
+        """Return the formats of checkpoints that this plugin reads, see docs/backends.md."""
+
 
 @dataclass(frozen=True)
 class PluginState:
     """The result of loading one entry point: its state is ok, blocked, broken or clash.
 
-    dispatchers, experts, schemes, fused: what it offers, without names of the core's own.
+    dispatchers, experts, schemes, fused, formats: what it offers, without names of the core's own.
     """
 
     name: str
@@ -102,6 +106,7 @@ class PluginState:
     experts: tuple[ExpertsSpec, ...] = ()
     schemes: tuple[QuantScheme, ...] = ()
     fused: tuple[FusedSpec, ...] = ()
+    formats: tuple[FormatSpec, ...] = ()
 
     @property
     def backends(self) -> tuple[DispatcherSpec | ExpertsSpec, ...]:
@@ -114,7 +119,8 @@ class PluginState:
 
     @property
     def offers(self) -> tuple[Offer, ...]:
-        return tuple(chain.from_iterable(map(_offers, (*self.backends, *self.schemes))))
+        records = *self.backends, *self.schemes, *self.formats
+        return tuple(chain.from_iterable(map(_offers, records)))
 
 
 @dataclass(frozen=True)
@@ -320,7 +326,7 @@ def mark_clashes(states: Sequence[PluginState]) -> list[PluginState]:
     return marked
 
 
-def _offers(record: BackendSpec | QuantScheme) -> list[Offer]:
+def _offers(record: BackendSpec | QuantScheme | FormatSpec) -> list[Offer]:
     """Return the kinds and names that a record takes; a fused kernel takes two."""
     fused = isinstance(record, FusedSpec)
     kinds = [DispatcherSpec.kind, ExpertsSpec.kind] if fused else [record.kind]

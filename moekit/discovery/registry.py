@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import TypeVar
 
-from moekit.contract.specs import BackendSpec, DispatcherSpec, ExpertsSpec, SpecT
+from moekit.contract.specs import BackendSpec, DispatcherSpec, ExpertsSpec, FormatSpec, SpecT
 from moekit.discovery.entry_points import (
     SWITCHES,
     PluginState,
@@ -29,7 +29,9 @@ from moekit.problem import MoEProblem, QuantScheme
 from moekit.problem.quant import Schemes
 from moekit.untrusted.arguments import shown, switch
 
-OfferT = TypeVar("OfferT", bound=BackendSpec | QuantScheme)
+OfferT = TypeVar("OfferT", bound=BackendSpec | QuantScheme | FormatSpec)
+
+_KINDS = DispatcherSpec, ExpertsSpec, QuantScheme, FormatSpec
 
 logger = logging.getLogger("moekit")
 
@@ -49,7 +51,7 @@ class Registry:
     """
 
     plugins: tuple[PluginState, ...] = ()
-    _added: list[BackendSpec | QuantScheme] = field(default_factory=list)
+    _added: list[BackendSpec | QuantScheme | FormatSpec] = field(default_factory=list)
 
     @classmethod
     def discover(cls, environ: Mapping[str, str] | None = None) -> Registry:
@@ -73,14 +75,14 @@ class Registry:
         """Return a registry with the same backends; what one registers, the other lacks."""
         return Registry(self.plugins, list(self._added))
 
-    def register(self, spec: DispatcherSpec | ExpertsSpec | QuantScheme) -> None:
-        """Add a backend or a scheme at run time. Raises NameClash if its name is taken.
+    def register(self, spec: DispatcherSpec | ExpertsSpec | QuantScheme | FormatSpec) -> None:
+        """Add a backend, a scheme or a format at run time. Raises NameClash if its name is taken.
 
         Problems take the schemes of the process-wide registry.
         """
-        if not isinstance(spec, (DispatcherSpec, ExpertsSpec, QuantScheme)):
+        kinds = [k for k in _KINDS if isinstance(spec, k)]
+        if not kinds:
             raise BackendError(f"register() needs a spec or a QuantScheme, but got {shown(spec)}")
-        kinds = [k for k in (DispatcherSpec, ExpertsSpec, QuantScheme) if isinstance(spec, k)]
         if owners := [who for kind in kinds for who in self._owners(kind, spec.name)]:
             raise NameClash(
                 f"{spec.kind} {spec.name!r} is already offered by "
@@ -88,7 +90,7 @@ class Registry:
             )
         self._added.append(spec)
 
-    def unregister(self, spec: DispatcherSpec | ExpertsSpec | QuantScheme) -> None:
+    def unregister(self, spec: DispatcherSpec | ExpertsSpec | QuantScheme | FormatSpec) -> None:
         """Remove what `register` added. Raises UnknownBackend for any other."""
         if spec not in self._added:
             raise UnknownBackend(
@@ -120,6 +122,11 @@ class Registry:
         """Usable quantization schemes by name, sorted."""
         return self._usable(QuantScheme)
 
+    @property
+    def formats(self) -> Mapping[str, FormatSpec]:
+        """Usable formats of checkpoints by the quant_method that names them, sorted."""
+        return self._usable(FormatSpec)
+
     def dispatcher(self, name: str) -> DispatcherSpec:
         """Return the named dispatcher; raise UnknownBackend or NameClash if there is none."""
         return self._find(DispatcherSpec, name)
@@ -130,7 +137,7 @@ class Registry:
 
     def _specs(self, kind: type[OfferT]) -> Iterable[tuple[str, OfferT]]:
         for state in self.plugins:
-            for spec in (*state.backends, *state.schemes):
+            for spec in (*state.backends, *state.schemes, *state.formats):
                 if isinstance(spec, kind):
                     yield state.owner, spec
         for added in self._added:

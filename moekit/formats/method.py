@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from moekit.contract.specs import Backend
 from moekit.errors import WeightsError
 from moekit.formats.format import FLOATS, WORDS, Format, Grid, Part, stored
 from moekit.untrusted.arguments import shown
@@ -90,7 +91,7 @@ _COMMON = frozenset({"quant_method", "kv_cache_scheme", "kv_cache_quant_algo"})
 SKIPPED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "exclude")
 
 
-class Method(ABC):
+class Method(Backend):
     """One format: does the config declare it, do the tensors show it, which parts has it.
 
     Attributes:
@@ -98,6 +99,7 @@ class Method(ABC):
         fields: The fields of its configs that are understood or known not to matter.
     """
 
+    interface = "Method"
     names: tuple[str, ...] = ()
     fields: frozenset[str] = frozenset()
 

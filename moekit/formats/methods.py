@@ -7,12 +7,15 @@ them, and the formats read those as they read a checkpoint's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cache, partial
 from typing import Any
 
 import torch
 
-from moekit.errors import WeightsError
+from moekit.contract.specs import FormatSpec
+from moekit.discovery.registry import registry
+from moekit.errors import MoekitError, WeightsError
 from moekit.formats import compressed_tensors, fp4
 from moekit.formats.compressed_tensors import CompressedTensors, nearest_group
 from moekit.formats.eight_bits import Fp8, eight_bits
@@ -23,7 +26,8 @@ from moekit.formats.gptq import AutoRound, Awq, Gptq
 from moekit.formats.method import PLAIN, Matrix, Method, Plain, Tensors, skipped
 from moekit.formats.modelopt import ModelOpt
 from moekit.problem.quant import QuantScheme
-from moekit.untrusted.arguments import FLAG, Kind, accept, either, size
+from moekit.untrusted.arguments import FLAG, Kind, accept, either, shown, size
+from moekit.untrusted.code import Fault, contained
 from moekit.untrusted.json_kinds import items, record, table, text
 
 METHODS: tuple[Method, ...] = (
@@ -65,13 +69,65 @@ QUANTIZATION: Kind = record(
 )  # fmt: skip
 
 
+_RETURN: Mapping[str, Any] = {
+    "read": Format | None, "declare": Format, "of_module": Mapping | None, "check": object,
+}  # fmt: skip
+
+
+class _Added:
+    """A plugin's format: a Method, whose faults become a WeightsError that names it."""
+
+    def __init__(self, spec: FormatSpec) -> None:
+        self._spec, self.names = spec, (spec.name,)
+
+    def __getattr__(self, what: str) -> Any:
+        return partial(self._asked, what)
+
+    def _asked(self, what: str, *arguments: object) -> Any:
+        try:
+            with contained():
+                found = getattr(_loaded(self._spec), what)(*arguments)
+                if not isinstance(found, _RETURN[what]):
+                    raise TypeError(f"{what} returned {shown(found)}")
+                return found
+        except Fault as fault:
+            if isinstance(said := fault.__cause__, MoekitError):
+                raise WeightsError(str(said)) from said
+            text = f"{self._spec.kind} {self._spec.name!r} ({self._spec.target}) failed: {fault}"
+            raise WeightsError(text) from said
+
+
+@cache
+def _loaded(spec: FormatSpec) -> Any:
+    return spec.load()()
+
+
+def _added() -> dict[str, Method]:
+    """Return the formats that plugins add, by name."""
+    found: Any = {n: _Added(spec) for n, spec in registry().formats.items() if n not in _BY_NAME}
+    return found  # type: ignore[no-any-return]
+
+
+def _named(name: str) -> Method | None:
+    return _BY_NAME.get(name) or (_added().get(name) if name else None)
+
+
+def _candidates(named: str) -> Iterator[Method]:
+    """Yield the formats that a matrix may have; plugins' where moekit has none of that name."""
+    if named not in _BY_NAME and (added := _named(named)):
+        yield added
+    yield from METHODS
+    if not named:
+        yield from _added().values()
+
+
 def method_of(config: Mapping[str, Any]) -> Method | None:
     """Return the method that a quantization config names; None if it names none that is known.
 
     Raises:
         WeightsError: A field may change numbers and is not understood.
     """
-    method = _BY_NAME.get(str(config.get("quant_method") or "").lower())
+    method = _named(str(config.get("quant_method") or "").lower())
     if method is not None:
         method.check(config)
     return method
@@ -86,19 +142,20 @@ def format_of(matrix: Matrix) -> Format | None:
     Raises:
         WeightsError: moekit does not support the form that the config or the tensors show.
     """
-    for method in METHODS:
+    for method in _candidates(matrix.method):
         if (found := method.read(matrix)) is not None:
             return found
     if not matrix.method:
         return None
     name, weight = matrix.called("weight"), "weight" in matrix.tensors
     held = f"is {matrix.dtype('weight')}" if weight else f"has {', '.join(matrix.tensors)}"
-    raise WeightsError(
+    if _named(matrix.method):
+        raise WeightsError(f"{name} {held}, which is no form of {matrix.method} that moekit knows")
+    text = (
         f"{name} {held}, and moekit does not support the quantization method {matrix.method} "
-        f"(known: {', '.join(_BY_NAME)}): convert the checkpoint"
-        if matrix.method not in _BY_NAME
-        else f"{name} {held}, which is no form of {matrix.method} that moekit knows"
+        f"(known: {', '.join((*_BY_NAME, *_added()))}): convert the checkpoint"
     )
+    raise WeightsError("\n  ".join([text, *registry().faults()]))
 
 
 # What models call an expert's gate, up and down projection.

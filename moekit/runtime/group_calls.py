@@ -84,7 +84,7 @@ class _Unchecked(_InTurn):
 
 
 class _Checked(_InTurn):
-    """A checked call: each of its four steps ends on all ranks, or raises on all of them."""
+    """A checked call: each of its steps ends on all ranks, or raises on all of them."""
 
     def __init__(
         self, agreement: Agreement, name: str, moves: bool, x: object, routing: object
@@ -110,6 +110,9 @@ class _Checked(_InTurn):
     def resumed(self) -> None:  # type: ignore[override]
         super().resumed()
         self._enter()
+
+    def staged(self) -> None:  # type: ignore[override]
+        self._agree("run the fused kernel of")
 
     def computed(self) -> None:  # type: ignore[override]
         self._agree("combine")

@@ -11,7 +11,9 @@ import torch
 from moekit.contract.fused import FusedSpec
 from moekit.contract.fused_kernel import FusedKernel, RouterLogits
 from moekit.layer.router import Router, RoutingConfig
-from moekit.testing import cases
+from moekit.problem import DeviceSpec
+from moekit.testing import cases, interface, rank_failures
+from moekit.testing.base import Sizes
 from moekit.testing.calls import call, pack
 from moekit.testing.diagnose import assert_right
 from moekit.testing.dispatchers import DispatcherConformance
@@ -37,6 +39,10 @@ class FusedConformance(ExpertsConformance):
 
     def _names(self) -> dict[str, str]:
         return {"experts": self.backend, "dispatcher": self.backend}
+
+    def _sizes(self, scheme: str, device: DeviceSpec) -> list[Sizes]:
+        more = {"max_num_tokens": 2048} if self._spec().needs_capacity else {}  # type: ignore[attr-defined]
+        return [{**sizes, **more} for sizes in super()._sizes(scheme, device)]
 
     def test_sums_left_to_the_dispatcher(self) -> None:
         _not_apart()
@@ -71,6 +77,10 @@ class FusedRanksConformance(DispatcherConformance):
     def _names(self) -> dict[str, str]:
         return {"experts": self.backend, "dispatcher": self.backend}
 
+    @property
+    def _main(self) -> dict[str, Any]:
+        return {**super()._main, "parallel": self._parallel(2)}  # some kernels need several ranks
+
     def _job(self, world: int, **changes: Any) -> Job:
         return super()._job(world, **{**changes, "experts": self.backend})
 
@@ -80,9 +90,14 @@ class FusedRanksConformance(DispatcherConformance):
         super().test_outputs_beyond_float16(ends)
 
     def test_failure_after_dispatch(self, world: int) -> None:
-        if world > 1:
-            self._skip("other ranks notice a failure within a kernel by the kernel's own timeout")
-        super().test_failure_after_dispatch(world)
+        """One rank fails before `run`: all ranks raise and name it, and other calls work."""
+        self._check(world, rank_failures.experts_fail, "stage")
+
+    def test_graph_capture(self, world: int) -> None:
+        self._needs("graph_safe")
+        if self._device().type != "cuda":
+            self._skip("CUDA graphs need a CUDA device")
+        self._check(world, interface.graph_of_calls, 21)
 
     def test_each_assignment_is_delivered_once(self) -> None:  # type: ignore[override]
         _not_apart()

@@ -196,6 +196,15 @@ def graph(r: Rank, num_tokens: int) -> None:
     check_graph(run, made)
 
 
+def graph_of_calls(r: Rank, num_tokens: int) -> None:
+    """Capture whole calls of a fused kernel in a CUDA graph."""
+    r.checked = False
+    cases = [
+        r.case(Call((num_tokens,), kind), kind) for kind in ("random", "masked", "rows", "hot")
+    ]
+    check_graph(lambda x, routing, out: r.kernel(x, r.packed, routing, out=out), cases)
+
+
 def wire(r: Rank, wanted: Call) -> None:
     """Assert that tokens travel quantized: quantized values arrive with their scales."""
     p = r.problem

@@ -78,12 +78,14 @@ def unchecked_rank_fails(r: Rank) -> None:
         _check_next(r, (round_, "after"))
 
 
-def experts_fail(r: Rank) -> None:
+def experts_fail(r: Rank, what: str = "apply") -> None:
     """Let one rank's experts raise: every rank raises a MoekitError, and other calls are right.
 
     One of them is in flight at that time, one is the next.
+
+    what: the method that raises.
     """
-    apply = r.kernel.experts.apply
+    right = getattr(r.kernel.experts, what)
 
     def broken(*args: object, **more: object) -> None:
         raise InvalidInput("experts that fail on purpose")
@@ -96,7 +98,7 @@ def experts_fail(r: Rank) -> None:
         failing = r.kernel.start(case.x, r.packed, case.routing)
         flying.run()
         if mine:
-            r.kernel.experts.apply = broken  # type: ignore[method-assign]
+            setattr(r.kernel.experts, what, broken)
         try:
             failing.run()
         except MoekitError as error:
@@ -105,7 +107,7 @@ def experts_fail(r: Rank) -> None:
             raise AssertionError(
                 f"rank {r.rank} got no error although rank {culprit}'s experts fail"
             )
-        r.kernel.experts.apply = apply  # type: ignore[method-assign]
+        setattr(r.kernel.experts, what, right)
         r.compare(flying.result(), ref, "the call in flight while another failed")
         _check_next(r, (round_, "after"))
 

@@ -53,7 +53,7 @@ except moekit.MoekitError as error:
     used.append(str(error))
 for switches in ({}, {"MOEKIT_BLOCK": "acme-moe"}):
     (acme,) = (each for each in moekit.Registry.discover(switches).plugins if each.name == "acme")
-    names = [spec.name for spec in (*acme.experts, *acme.dispatchers, *acme.schemes)]
+    names = [spec.name for spec in (*acme.experts, *acme.dispatchers, *acme.schemes, *acme.formats)]
     used.append([acme.state, acme.distribution, acme.version, names])
 print(json.dumps(used))
 """
@@ -115,7 +115,7 @@ def test_it_is_listed_composes_and_can_be_blocked(stranger: Stranger) -> None:
         "acme_fused (fused)",
     ]
     assert "experts 'acme' cannot do this problem: has no bias support" in refused
-    offered = ["acme", "acme_sorted", "acme_all_to_all", "nf4_w4a16_g64"]
+    offered = ["acme", "acme_sorted", "acme_all_to_all", "nf4_w4a16_g64", "acme_nf4"]
     assert listed == ["ok", "acme-moe", "1.0", offered]
     assert blocked[0] == "blocked"
 

@@ -96,9 +96,9 @@ def _masked(x, w, out, counts, expected_m) -> None:
 
 
 def registry() -> Registry:
-    """All installed backends, and this plugin's two as `standin` and `standin_batched` on any
-    device."""
-    from moekit_deepgemm import moekit_experts
+    """All installed backends, and this plugin's as `standin`, `standin_batched` and
+    `standin_mega` on any device."""
+    from moekit_deepgemm import moekit_experts, moekit_fused
 
     found = Registry.discover()
     for spec in moekit_experts():
@@ -111,7 +111,17 @@ def registry() -> Registry:
                 priority=-100,
             )
         )
+    (mega,) = moekit_fused()  # the kit's sizes on a CPU are not the library's
+    facts = {"target": "mega_ranks:Mega", "devices": ("cpu",), "check": _check}
+    facts |= {"requires": ("triton", "moekit_kernels"), "name": "standin_mega"}
+    found.register(dataclasses.replace(mega, **facts))
     return found
+
+
+def _check(problem: moekit.MoEProblem) -> list[str]:
+    sizes = problem.hidden_size, problem.local_intermediate_size
+    reasons = [f"{size} is no multiple of 128" for size in sizes if size % 128]
+    return reasons + ["its ranks have tokens"] * (not problem.parallel.moves_tokens)
 
 
 def problem(device: torch.device, **changes) -> moekit.MoEProblem:

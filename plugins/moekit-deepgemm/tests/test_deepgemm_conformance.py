@@ -1,6 +1,6 @@
 """moekit's conformance kit, with the true library; skipped with the reason where there is none."""
 
-from moekit.testing import ExpertsConformance
+from moekit.testing import ExpertsConformance, FusedRanksConformance
 
 
 class TestDeepGemm(ExpertsConformance):
@@ -9,3 +9,7 @@ class TestDeepGemm(ExpertsConformance):
 
 class TestDeepGemmBatched(ExpertsConformance):
     backend = "deepgemm_batched"
+
+
+class TestMega(FusedRanksConformance):
+    backend = "deepgemm_mega"

@@ -8,7 +8,7 @@ import standin
 import torch
 from moekit_deepgemm import library
 
-from moekit.testing import ExpertsConformance
+from moekit.testing import ExpertsConformance, FusedRanksConformance
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the library itself is tested")
 
@@ -25,4 +25,9 @@ class TestStandIn(ExpertsConformance):
 
 class TestStandInBatched(ExpertsConformance):
     backend = "standin_batched"
+    backends = standin.registry()
+
+
+class TestStandInMega(FusedRanksConformance):
+    backend = "standin_mega"
     backends = standin.registry()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import flashinfer_standins
 from moekit_flashinfer.dispatcher import OneSidedDispatcher, TwoSidedDispatcher
+from moekit_flashinfer.mega import PushKernel
 
 flashinfer_standins.install()
 
@@ -13,4 +14,8 @@ class OneSided(OneSidedDispatcher):
 
 
 class TwoSided(TwoSidedDispatcher):
+    pass
+
+
+class Mega(PushKernel):
     pass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from moekit_flashinfer import moekit_dispatchers, moekit_experts
+from moekit_flashinfer import moekit_dispatchers, moekit_experts, moekit_fused
 
 from moekit.contract.specs import DispatcherSpec
 from moekit.discovery.registry import Registry
@@ -35,4 +35,11 @@ def registry() -> Registry:
     for experts in moekit_experts():
         requires = ("triton", "moekit_kernels")
         backends.register(dataclasses.replace(experts, devices=("cpu",), requires=requires))
+    for fused in moekit_fused():
+        backends.register(
+            dataclasses.replace(
+                fused, name="standin_mega", target="flashinfer_ranks:Mega", devices=("cpu",),
+                requires=("triton",),
+            )
+        )  # fmt: skip
     return backends

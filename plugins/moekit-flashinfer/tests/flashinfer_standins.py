@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import flashinfer_push
 import torch
 import torch.nn.functional as F
 import triton_interpreter  # noqa: F401 (patches triton)
@@ -55,6 +56,8 @@ def install(put: Callable[[Any, str, Any], None] = setattr) -> None:
     put(library, "MEMORY_MODULE", "flashinfer_mnnvl")
     put(library, "fused_moe", lambda: fused_moe)
     put(library, "autotune", contextlib.nullcontext)
+    put(library, "push_layers", lambda: (flashinfer_push, flashinfer_push))
+    put(library, "unsupported_mega", lambda: [])
 
 
 # -- memory of all ranks ----------------------------------------------------------------------

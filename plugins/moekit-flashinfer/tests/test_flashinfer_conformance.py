@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from moekit.testing import DispatcherConformance, ExpertsConformance
+from moekit.testing import (
+    DispatcherConformance,
+    ExpertsConformance,
+    FusedConformance,
+    FusedRanksConformance,
+)
 
 
 class TestExperts(ExpertsConformance):
@@ -19,3 +24,11 @@ class TestTwoSided(DispatcherConformance):
 
 class TestAllGather(DispatcherConformance):
     backend = "flashinfer_allgather"
+
+
+class TestMegaAlone(FusedConformance):
+    backend = "flashinfer_mega"
+
+
+class TestMegaRanks(FusedRanksConformance):
+    backend = "flashinfer_mega"

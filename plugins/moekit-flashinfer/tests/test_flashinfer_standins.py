@@ -11,7 +11,12 @@ import pytest
 import torch
 from told_rows import told_rows
 
-from moekit.testing import DispatcherConformance, ExpertsConformance
+from moekit.testing import (
+    DispatcherConformance,
+    ExpertsConformance,
+    FusedConformance,
+    FusedRanksConformance,
+)
 from moekit.testing.distributed import RankPool
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the library itself is tested")
@@ -34,6 +39,16 @@ class TestOneSided(DispatcherConformance):
 
 class TestTwoSided(DispatcherConformance):
     backend = "standin_two_sided"
+    backends = flashinfer_registry.registry()
+
+
+class TestMega(FusedConformance):
+    backend = "standin_mega"
+    backends = flashinfer_registry.registry()
+
+
+class TestMegaRanks(FusedRanksConformance):
+    backend = "standin_mega"
     backends = flashinfer_registry.registry()
 
 

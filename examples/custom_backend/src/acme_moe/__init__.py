@@ -9,6 +9,7 @@ from moekit.plugin import (
     ActivationFormat,
     DispatcherSpec,
     ExpertsSpec,
+    FormatSpec,
     FusedSpec,
     QuantScheme,
     hookimpl,
@@ -18,6 +19,11 @@ from moekit.plugin import (
 @hookimpl
 def moekit_schemes() -> list[QuantScheme]:
     return [nf4.SCHEME]
+
+
+@hookimpl
+def moekit_formats() -> list[FormatSpec]:
+    return [FormatSpec(name="acme_nf4", target="acme_moe.nf4_format:Nf4Checkpoint")]
 
 
 @hookimpl

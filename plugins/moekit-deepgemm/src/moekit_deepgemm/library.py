@@ -58,6 +58,14 @@ def unsupported() -> list[str]:
     return []
 
 
+def unsupported_mega() -> list[str]:
+    """Return why no DeepGEMM of this machine has a whole layer for Hopper."""
+    found = [place for place in candidates() if not _fault(place)]
+    if found and found[0].distribution != _OF_SGLANG.distribution:
+        return [f"{used()} has no layer for Hopper, and sglang's fork has one ({INSTALL_HINT})"]
+    return unsupported()
+
+
 def nvcc() -> str | None:
     """Return the compiler that DeepGEMM will run, looked up where DeepGEMM does."""
     if named := os.environ.get("DG_JIT_NVCC_COMPILER"):

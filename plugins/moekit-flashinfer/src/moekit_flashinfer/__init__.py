@@ -1,9 +1,10 @@
-"""FlashInfer for moekit: three dispatchers and one experts backend.
+"""FlashInfer for moekit: three dispatchers, experts and a fused kernel.
 
     flashinfer_alltoall            one-sided: ranks write tokens into other ranks' memory
     flashinfer_alltoall_two_sided  two-sided: ranks send tokens through FIFOs
     flashinfer_allgather           collectives of fixed size, which never wait on the host
     flashinfer_cutlass             experts: CUTLASS fused MoE (bf16, fp16, fp8)
+    flashinfer_mega                fused kernel: dispatch, experts and combine (bf16, fp8 blocks)
 
 The all-to-alls map the memory of the other GPUs of a host. This needs NVLink or PCIe peer access,
 and a way to pass file descriptors between processes: root or ptrace permission for FlashInfer 0.6,
@@ -17,6 +18,7 @@ from moekit.plugin import (
     ActivationFormat,
     DispatcherSpec,
     ExpertsSpec,
+    FusedSpec,
     MoEProblem,
     hookimpl,
 )
@@ -25,6 +27,8 @@ from . import library
 
 # Compiled into the library's kernels of every supported version; 0.7 also has 12, 14 and 18.
 _ONE_SIDED_TOP_K = (1, 2, 4, 6, 8, 10, 16, 22)
+
+_PUSHED_TOP_K = (1, 2, 4, 6, 8)
 
 # Payloads are rows of bytes, so rows with a scale for 16 or 32 columns travel like others.
 _WIRE_SCHEMES = WIRE_SCHEMES | {"mxfp8", "mxfp4_w4a8", "nvfp4"}
@@ -57,6 +61,23 @@ def _check_experts(problem: MoEProblem) -> list[str]:
     reasons = library.unsupported()
     if problem.quant.name == "fp8_block" and problem.dtype_name != "bfloat16":
         reasons.append(f"fp8_block computes in bfloat16 only, not in {problem.dtype_name}")
+    return reasons
+
+
+def _check_mega(problem: MoEProblem) -> list[str]:
+    p, fp8, reasons = problem, problem.quant.name == "fp8_block", library.unsupported_mega()
+    hidden, inner, step = p.hidden_size, p.local_intermediate_size, 128 if fp8 else 256
+    if p.top_k not in _PUSHED_TOP_K:
+        known = ", ".join(map(str, _PUSHED_TOP_K))
+        reasons.append(f"top_k={p.top_k} has no compiled kernel (available: {known})")
+    if hidden % step or inner % 128 or inner > 16384:
+        reasons.append(
+            f"hidden_size={hidden} must be a multiple of {step}, and a rank's intermediate size "
+            f"{inner} of 128, up to 16384"
+        )
+    rows = p.parallel.dp_size * (p.max_num_tokens or 0) * p.top_k
+    if rows * max(hidden, inner) > 2**32 and not fp8 or rows >= 2**31:
+        reasons.append(f"max_num_tokens={p.max_num_tokens} makes too many rows ({rows})")
     return reasons
 
 
@@ -127,5 +148,34 @@ def moekit_experts() -> list[ExpertsSpec]:
             activations=frozenset({"silu", "swigluoai", "silu_no_mul", "relu2"}),
             reduces=True,
             graph_safe=True,
+        )
+    ]
+
+
+@hookimpl
+def moekit_fused() -> list[FusedSpec]:
+    return [
+        FusedSpec(
+            name="flashinfer_mega",
+            target="moekit_flashinfer.mega:PushKernel",
+            dtypes=frozenset({"bfloat16"}),
+            schemes=frozenset({"none", "fp8_block"}),
+            devices=("cuda==9.0",),
+            requires=(*library.REQUIRES, "pynvml", "einops"),
+            install_hint=library.FLASHINFER.install_hint,
+            priority=-5,
+            check=_check_mega,
+            activations=frozenset({"silu"}),
+            silu_clamp=False,
+            bias=False,
+            moves_tokens=True,
+            needs_capacity=True,
+            ids_dtype="int32",
+            graph_safe=True,
+            deterministic=True,
+            sliced_experts=False,
+            shared_tokens=False,
+            uneven_experts=False,
+            most_ranks=32,
         )
     ]

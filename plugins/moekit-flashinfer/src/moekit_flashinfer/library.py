@@ -27,12 +27,17 @@ MEMORY_MODULE = "flashinfer.comm.mnnvl"
 
 def unsupported() -> list[str]:
     """Return why the installed version cannot be used; empty if it can, or is missing."""
-    if not FLASHINFER.unsupported() or not _LATER.unsupported():
+    if not FLASHINFER.unsupported() or not unsupported_mega():
         return []
     return [
         f"flashinfer-python {FLASHINFER.version()} is installed, but {FLASHINFER.versions} or "
         f"{_LATER.versions} is required ({FLASHINFER.install_hint})"
     ]
+
+
+def unsupported_mega() -> list[str]:
+    """Return why the installed version has no layers that push tokens."""
+    return list(_LATER.unsupported())
 
 
 def one_sided() -> Any:
@@ -53,6 +58,13 @@ def two_sided() -> Any:
     with compiling(gen_comm_alltoall_module):
         trtllm_alltoall.get_comm_alltoall_module()
     return trtllm_alltoall
+
+
+def push_layers() -> tuple[Any, Any]:
+    """Return the packages of the layers that push tokens: in fp8, and in bf16."""
+    from flashinfer.moe_ep.kernel_src.sm90 import cake_bf16_megamoe, push_style_megamoe
+
+    return push_style_megamoe, cake_bf16_megamoe
 
 
 def memory() -> Any:
