@@ -21,7 +21,8 @@ from moekit.checkpoint.share import Share
 from moekit.checkpoint.tensors import Tensors, listed, named
 from moekit.errors import WeightsError
 from moekit.problem import MoEProblem
-from moekit.problem.weights import ExpertWeights, in_order
+from moekit.problem.weight_faults import in_order
+from moekit.problem.weights import ExpertWeights
 
 THREADS = 8  # also with few cores: threads mostly wait for the disk
 _COUNTED = 10_000  # faults after which the search ends
