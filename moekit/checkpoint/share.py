@@ -273,8 +273,7 @@ class Share:
     @property
     def static(self) -> bool:
         """Return whether the scheme needs the checkpoint's activation scales."""
-        activation = self.problem.quant.activation
-        return activation is not None and activation.static
+        return self.problem.quant.static
 
     def roles(self, piece: Piece, expert: int) -> list[str]:
         """Return the roles of the stored tensors that the piece's matrix needs."""

@@ -168,6 +168,11 @@ class QuantScheme:
         )
 
     @property
+    def static(self) -> bool:
+        """Return whether the checkpoint holds the scales of activations."""
+        return self.activation is not None and self.activation.static
+
+    @property
     def shared_scale(self) -> bool:
         """Return whether the tokens of a call share a scale that is computed from all of them."""
         operand = self.activation

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,11 +11,16 @@ from moekit.errors import WeightsError
 from moekit.problem import quant
 from moekit.problem.problem import DTYPES, MoEProblem
 from moekit.problem.quant import OperandQuant, QuantScheme
-from moekit.problem.weights import ExpertWeights, is_static, raise_faults
 
 
-def check(weights: ExpertWeights, problem: MoEProblem, num_experts: int | None) -> None:
-    """Do as `ExpertWeights.check` says."""
+def raise_faults(faults: list[str]) -> None:
+    """Raise WeightsError if there are faults."""
+    if faults:
+        raise WeightsError("expert weights do not fit: " + "; ".join(faults))
+
+
+def check(weights: Any, problem: MoEProblem, num_experts: int | None) -> None:
+    """Do as `ExpertWeights.check` says; its module imports this one."""
     if weights.w13.is_meta:
         raise WeightsError("the weights are meta tensors, which hold no values: load them")
     H, scheme = problem.hidden_size, problem.quant
@@ -50,7 +57,7 @@ def check(weights: ExpertWeights, problem: MoEProblem, num_experts: int | None) 
             found.append(f"{name} is {bias.dtype}, expected {problem.dtype}")
     for name in ("w13_input_scale", "w2_input_scale"):
         scale = getattr(weights, name)
-        if scale is None and is_static(scheme):
+        if scale is None and scheme.static:
             found.append(f"{name} is missing: scheme {scheme.name} has static activations")
         elif scale is not None and scale.numel() not in (1, L):
             found.append(f"{name} has shape {tuple(scale.shape)}, expected a scalar or ({L},)")
@@ -70,7 +77,7 @@ def odd_columns(name: str, columns: int, operand: OperandQuant) -> list[str]:
 
 
 def _matrix_faults(
-    weights: ExpertWeights, name: str, want: tuple[int, int, int], problem: MoEProblem
+    weights: Any, name: str, want: tuple[int, int, int], problem: MoEProblem
 ) -> list[str]:
     """Return the faults of a matrix and of what belongs to it, but for its bias."""
     scheme, tensor = problem.quant, getattr(weights, name)
@@ -90,7 +97,7 @@ def _matrix_faults(
 
 
 def _scale_faults(
-    weights: ExpertWeights,
+    weights: Any,
     name: str,
     shape: tuple[int, int, int],
     operand: OperandQuant,
@@ -118,7 +125,7 @@ def _full_scale(shape: tuple[int, int, int], operand: OperandQuant) -> tuple[int
 
 
 def _int4_faults(
-    weights: ExpertWeights, name: str, shape: tuple[int, int, int], scheme: QuantScheme
+    weights: Any, name: str, shape: tuple[int, int, int], scheme: QuantScheme
 ) -> list[str]:
     """Return the faults of zero points and g_idx."""
     operand, found = scheme.weight, []

@@ -63,7 +63,8 @@ class ExpertWeights:
                 problems.append(f"{name} is {weight.dtype} but {name}_scale is missing")
             if weight.dtype not in _QUANTIZED and scale is not None:
                 problems.append(f"{name}_scale is given but {name} is {weight.dtype}")
-        raise_faults(problems)
+        if problems:
+            raise WeightsError("expert weights do not fit: " + "; ".join(problems))
 
     @property
     def num_experts(self) -> int:
@@ -138,7 +139,7 @@ class ExpertWeights:
         if made.w2_bias is not None and problem.parallel.tp_rank > 0:
             changes["w2_bias"] = torch.zeros_like(changes["w2_bias"])
         for name in ("w13_input_scale", "w2_input_scale"):
-            static = getattr(made, name) if is_static(problem.quant) else None
+            static = getattr(made, name) if problem.quant.static else None
             changes[name] = None if static is None else static.float().max().view(1, 1)
         if (operand := problem.quant.weight) is not None:
             changes["w13"], changes["w13_scale"] = _merge_gate_up(made, operand)
@@ -153,7 +154,7 @@ class ExpertWeights:
         Groups are runs of columns, also for act-order schemes.
         """
         from moekit.problem.convert import quantized
-        from moekit.problem.weight_faults import odd_columns
+        from moekit.problem.weight_faults import odd_columns, raise_faults
 
         if scheme.weight is None:
             return self
@@ -184,17 +185,6 @@ class ExpertWeights:
 # Parts that only quantized matrices have.
 _OF_QUANTIZED = ("scale", "zero_points", "g_idx")
 _TINY = torch.finfo(torch.float32).tiny
-
-
-def raise_faults(faults: list[str]) -> None:
-    """Raise WeightsError if there are faults."""
-    if faults:
-        raise WeightsError("expert weights do not fit: " + "; ".join(faults))
-
-
-def is_static(scheme: QuantScheme) -> bool:
-    """Return whether activations have a scale that the checkpoint holds."""
-    return scheme.activation is not None and scheme.activation.static
 
 
 def _three_dims(scale: Tensor | None, weight: Tensor, operand: OperandQuant) -> Tensor:

@@ -219,7 +219,7 @@ class ExpertsNumbers(ExpertsBase):
     def test_large_activations(self) -> None:
         """In float16 act(h) may be thousands, which is within its range."""
         problem = self._problem(dtype=torch.float16)
-        if problem.quant.activation is not None and problem.quant.activation.static:
+        if problem.quant.static:
             self._skip("static scales bound the activations")
         case = cases.make_case(problem, self._T, "masked")
         case = replace(case, x=case.x * 16)
@@ -244,7 +244,7 @@ class ExpertsNumbers(ExpertsBase):
         kinds: dict[object, str] = {}
         for name, s in SCHEMES.items():
             if name in self._spec().schemes and not s.shared_scale:
-                kinds.setdefault((s.activation is None, s.activation and s.activation.static), name)
+                kinds.setdefault((s.activation is None, s.static), name)
         for scheme in kinds.values():
             sizes = {} if SCHEMES[scheme].weight else {"hidden_size": 96, "intermediate_size": 64}
             problem = self._problem(quant=scheme, **(sizes if self._on_cpu else {}))

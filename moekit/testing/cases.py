@@ -367,8 +367,7 @@ def scaled(case: Case, factor: float) -> Case:
     factor, so that only x differs.
     """
     p, w = case.problem, case.weights
-    activation = p.quant.activation
-    static = activation is not None and activation.static
+    static = p.quant.static
     if p.dtype == torch.float16 or static or factor < 1:
         name = "w13" if p.quant.weight is None else "w13_scale"
         changes = {name: getattr(w, name) / factor}
