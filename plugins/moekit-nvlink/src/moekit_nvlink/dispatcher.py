@@ -11,13 +11,14 @@ The host waits for nothing, so that a call can be captured in a CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
+from moekit_kernels.launch import launches_of
 from torch import Tensor
 
 from moekit.errors import MoekitError
@@ -70,6 +71,7 @@ class _Dispatcher(PrepareAndFinalize):
     ) -> None:
         settings = Settings.read()
         self._transfer = self._transfers.of(problem, settings)
+        self._launches = launches_of(self._transfer)
         super().__init__(spec, problem, resolve(problem, group, _PROTOCOL))
         made_in, layout = self.group, self._transfer.layout
         assert made_in is not None
@@ -92,8 +94,9 @@ class _Dispatcher(PrepareAndFinalize):
         buffer = self.lease.value.take()
         try:
             steps, arrived = self._transfer.send(buffer, x, scale, routing)
-            for step in steps:
-                step()
+            call: Call = arrived.handle
+            given = x, scale, routing.topk_ids, arrived.expert_num_tokens
+            self._launch(call, given, steps)
         except BaseException:
             self.lease.value.calls.give_back(buffer)
             raise
@@ -109,7 +112,8 @@ class _Dispatcher(PrepareAndFinalize):
     ) -> Pending[Tensor]:
         call: Call = dispatched.handle
         if isinstance(y, Unreduced):
-            self._gather(call, out_TH, partial(self._transfer.reduce, call, y))
+            reduce = partial(self._transfer.reduce, call, y)
+            self._gather(call, out_TH, reduce, y.rows_NH, y.places_RK)
             return Pending.ready(out_TH)
         mine = self.output(dispatched)
         if y.data_ptr() != mine.data_ptr():
@@ -139,15 +143,28 @@ class _Dispatcher(PrepareAndFinalize):
             tokens.handle.buffer.refused.fill_(1)  # the combine tells all ranks
             self.abandon(tokens)
 
-    def _gather(self, call: Call, out_TH: Tensor, steps: Callable[[Tensor], list[Step]]) -> None:
+    def _gather(
+        self, call: Call, out_TH: Tensor, steps: Callable[[Tensor], list[Step]],
+        *given: Tensor | None,
+    ) -> None:  # fmt: skip
+        """given: the tensors of ``steps`` but the output."""
         out = out_TH if out_TH.stride(1) == 1 else torch.empty_like(out_TH).contiguous()
         calls = self.lease.value.calls
         calls.keep_order()
-        for step in steps(out):
-            step()
+        self._launch(call, (out, *given), partial(steps, out))
         calls.give_back(call.buffer)
         if out is not out_TH:
             out_TH.copy_(out)
+
+    def _launch(
+        self, call: Call, given: Sequence[Tensor | None], steps: Callable[[], list[Step]]
+    ) -> None:
+        def launch() -> None:
+            for step in steps():
+                step()
+
+        given = call.places, call.weights, *given
+        self._launches((call.layout.slots,), given, call.buffer.tensors, launch)
 
     # -- memory -----------------------------------------------------------------------------
 
