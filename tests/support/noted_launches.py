@@ -27,7 +27,7 @@ class Notes:
             passed = launch._passed(args, [])
             self._note(*grid, 0, launcher, (), None, None, None, *passed, *values)
             if launch._tape.launches is not None:
-                launch._tape.launches.append((self._note, launcher, (), values, grid, args))
+                launch._tape.launches.append((self._note, grid, (launcher, ()), args, values))
 
         return call
 

@@ -113,7 +113,8 @@ class Launcher:
                 metadata, None, None, None, *passed, *values,
             )  # fmt: skip
         if _tape.launches is not None:
-            _tape.launches.append((*found[1:], (*grid, *_ONES[len(grid)]), args))
+            run, *how = found[1:4]
+            _tape.launches.append((run, (*grid, *_ONES[len(grid)]), how, args, found[4]))
 
 
 def _profiled() -> bool:
@@ -125,12 +126,12 @@ def _profiled() -> bool:
 class Launches:
     """Records the launches of functions, and makes them again for tensors of the same forms.
 
-    The functions make device work by `Launcher` alone. Where a launch takes a tensor that lies in
-    none of their tensors, each call runs them.
+    The functions make device work by `Launcher` alone. Where an argument lies in none of their
+    tensors, each call runs them.
     """
 
     def __init__(self) -> None:
-        self._recordings: dict[tuple[object, ...], tuple[list[Any], list[Any] | None] | None] = {}
+        self._recordings: dict[tuple[object, ...], Any] = {}
 
     def __call__(
         self,
@@ -159,43 +160,29 @@ class Launches:
         recording = self._recordings.get(found := tuple(form), ())
         if recording is None:
             return function()
-        if not recording:
-            return self._record(found, given, memory, function)
-        launches, made = recording
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        for run, grid, how, args, values in launches:
-            run(*grid, stream, *how, None, None, None, *_filled(args, addresses), *values)
-        return made and [each and memory[each[0]].as_strided(*each[1:]) for each in made]
-
-    def _record(
-        self,
-        form: tuple[object, ...],
-        given: Sequence[torch.Tensor | None],
-        memory: Sequence[torch.Tensor],
-        function: Callable[[], Any],
-    ) -> Any:
-        launches = _tape.launches = list[tuple[Any, ...]]()
+        if recording:
+            launches, made = recording
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            for run, grid, how, args, values in launches:
+                run(*grid, stream, *how, None, None, None, *_filled(args, addresses), *values)
+            return made and [each and memory[each[0]].as_strided(*each[1:]) for each in made]
+        tape = _tape.launches = list[tuple[Any, ...]]()
         try:
             made = function()
         finally:
             _tape.launches = None
         if len(self._recordings) >= _MAX_RECORDINGS:
             self._recordings.clear()
-        self._recordings[form] = None
+        self._recordings[found] = None
         with suppress(ValueError):
             spans = [_span(tensor) for tensor in (*memory, *given)]
             starts = [(tensor.data_ptr(), tensor.dtype) for tensor in memory]
             parts = made and [
-                t if t is None else (starts.index((t.data_ptr(), t.dtype)), t.shape, t.stride())
+                None if t is None else (starts.index((t.data_ptr(), t.dtype)), t.shape, t.stride())
                 for t in made
             ]
-            self._recordings[form] = (
-                [
-                    (run, grid, how, [_place(each, spans) for each in args], values)
-                    for run, *how, values, grid, args in launches
-                ],
-                parts,
-            )
+            launches = [(*how, _place(args, spans), values) for *how, args, values in tape]
+            self._recordings[found] = launches, parts
         return made
 
 
@@ -214,19 +201,21 @@ def _span(tensor: torch.Tensor | None) -> range:
 def _place(value: Any, spans: Sequence[range]) -> Any:
     """Return what `_filled` makes the argument of.
 
-    Raises ValueError for a tensor that does not begin in one of ``spans``.
+    Raises ValueError for a tensor that begins in none of ``spans``, or in two.
     """
-    if isinstance(value, torch.Tensor):
-        if not value.numel():
-            return 0
-        (index,) = (i for i, span in enumerate(spans) if value.data_ptr() in span)
-        return [index, value.data_ptr() - spans[index].start]
     if isinstance(value, tuple):
         return tuple([_place(each, spans) for each in value])
-    if not hasattr(value, "block_shape"):
+    described = hasattr(value, "block_shape")
+    tensor = value.base if described else value
+    if not isinstance(tensor, torch.Tensor):
         return value
-    (index, offset), kind, fields = _place(value.base, spans), type(value), vars(value).copy()
-    del fields["base"]
+    if not tensor.numel():
+        return 0
+    (index,) = (i for i, span in enumerate(spans) if tensor.data_ptr() in span)
+    offset = tensor.data_ptr() - spans[index].start
+    if not described:
+        return [index, offset]
+    kind, fields = type(value), {**vars(value), "base": None}
 
     @functools.lru_cache(_MAX_DESCRIPTORS)
     def descriptor(address: int) -> Any:

@@ -34,9 +34,8 @@ from .plans import Batched, StandardPlan
 _MAX_PLANS = 1024  # kept per layer: a dispatcher may bring another number of rows in every call
 
 logger = logging.getLogger("moekit")
-# All layers of a model run the same plans: one line tells of them, and one object is each of them.
+# All layers of a model run the same plans: one line tells of them.
 _log_once = functools.lru_cache(_MAX_PLANS)(logger.debug)
-_one: dict[StandardPlan | Batched, StandardPlan | Batched] = {}
 
 
 class _TritonExperts(PermuteExpertsUnpermute):
@@ -76,8 +75,7 @@ class _TritonExperts(PermuteExpertsUnpermute):
         if plan is None:
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
-            plan = self._planner.plan(rows, top_k)
-            plan = self._plans[rows, top_k] = _one.setdefault(plan, plan)
+            plan = self._plans[rows, top_k] = self._planner.plan(rows, top_k)
             if logger.isEnabledFor(logging.DEBUG):
                 p = self.problem
                 _log_once(
@@ -99,7 +97,7 @@ class _TritonExperts(PermuteExpertsUnpermute):
         given = [each for each in call if each is None or isinstance(each, Tensor)]
         if isinstance(call, Call) and call.adapters is not None:
             given += *vars(call.adapters.stack).values(), call.adapters.slots_R
-        return self._launches((id(plan), *held), (*given, *held.values()), memory, function)
+        return self._launches((plan, *held), (*given, *held.values()), memory, function)
 
 
 class TritonExperts(_TritonExperts):
