@@ -26,8 +26,8 @@ class Notes:
             values, grid = sorted(more.items()), (*grid, *launch._ONES[len(grid)])
             passed = launch._passed(args, [])
             self._note(*grid, 0, launcher, (), None, None, None, *passed, *values)
-            if launch._tape.launches is not None:
-                launch._tape.launches.append((self._note, grid, (launcher, ()), args, values))
+            if (launches := getattr(launch._tape, "launches", None)) is not None:
+                launches.append((self._note, grid, (launcher, ()), args, values))
 
         return call
 

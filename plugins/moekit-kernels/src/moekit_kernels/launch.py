@@ -37,15 +37,8 @@ _RUNTIME = triton.knobs.runtime
 _ONES: tuple[tuple[int, ...], ...] = ((1, 1, 1), (1, 1), (1,), ())  # what shorter grids lack
 _MAX_RECORDINGS = 64  # of a `Launches`; beyond, it forgets them all
 _MAX_DESCRIPTORS = 256  # of an argument, one for each address
-
-
-class _Tape(threading.local):
-    """The launches of this thread while `Launches` records them."""
-
-    launches: list[tuple[Any, ...]] | None = None
-
-
-_tape = _Tape()
+# ``launches`` of this thread while `Launches` records them.
+_tape = threading.local()
 
 
 class Launcher:
@@ -112,9 +105,9 @@ class Launcher:
                 *grid, *_ONES[len(grid)], torch._C._cuda_getCurrentRawStream(device), function,
                 metadata, None, None, None, *passed, *values,
             )  # fmt: skip
-        if _tape.launches is not None:
+        if (launches := getattr(_tape, "launches", None)) is not None:
             run, *how = found[1:4]
-            _tape.launches.append((run, (*grid, *_ONES[len(grid)]), how, args, found[4]))
+            launches.append((run, (*grid, *_ONES[len(grid)]), how, args, found[4]))
 
 
 def _profiled() -> bool:
@@ -145,7 +138,7 @@ class Launches:
         key: what decides the launches, besides the dtypes, shapes and strides of ``given``. memory:
         tensors whose forms follow from these.
         """
-        if INTERPRETED or _tape.launches is not None or _profiled():
+        if INTERPRETED or getattr(_tape, "launches", None) is not None or _profiled():
             return function()
         device, addresses = torch._C._cuda_getDevice(), [each.data_ptr() for each in memory]
         form = [device, *key, *[address % 16 for address in addresses]]

@@ -102,12 +102,6 @@ class Buffer:
             handle=handle,
         )
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors that kernels of all calls take."""
-        own = self.bytes, self.peers, self.used, self.rows, self.counters, self.epoch, self.refused
-        return [*own, self.lost.ranks, self.lost.flags]
-
     def region(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a part of this rank's buffer as a tensor, which calls of one size share."""
         key = offset, shape, dtype

@@ -104,8 +104,8 @@ class _Dispatcher(PrepareAndFinalize):
 
     def output(self, dispatched: Dispatched) -> Tensor:
         """Return memory for y that other ranks read."""
-        y, rows = self._transfer.output(dispatched.handle), len(dispatched.x)
-        return y if len(y) == rows else y[:rows]
+        y, rows = self._transfer.output(dispatched.handle), dispatched.x.shape[0]
+        return y if y.shape[0] == rows else y[:rows]
 
     def finalize(
         self, y: Tensor | Unreduced, dispatched: Dispatched, out_TH: Tensor
@@ -163,8 +163,9 @@ class _Dispatcher(PrepareAndFinalize):
             for step in steps():
                 step()
 
-        given = call.places, call.weights, *given
-        self._launches((call.layout.slots,), given, call.buffer.tensors, launch)
+        held = {**vars(call.buffer), **vars(call.buffer.lost)}.values()
+        memory = [each for each in held if isinstance(each, Tensor)]
+        self._launches((call.layout.slots,), (call.places, call.weights, *given), memory, launch)
 
     # -- memory -----------------------------------------------------------------------------
 
@@ -189,7 +190,7 @@ class HighThroughputDispatcher(_Dispatcher):
     def takes_unreduced(self, dispatched: Dispatched) -> bool:
         """Return whether there are enough tokens to sum over K while others' sums travel."""
         call: Call = dispatched.handle
-        return self._transfer.layout.chunks > 1 and len(call.places) >= REDUCED_FROM
+        return self._transfer.layout.chunks > 1 and call.places.shape[0] >= REDUCED_FROM
 
 
 class LowLatencyDispatcher(_Dispatcher):
