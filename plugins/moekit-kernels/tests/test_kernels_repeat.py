@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from dataclasses import dataclass
 
 import pytest
@@ -61,19 +62,22 @@ def test_repeated_launches_take_the_new_addresses(notes) -> None:
 
     def call(x, y, memory):
         def function():
-            ran.append(x)
+            ran.append(x.shape)
             launcher((2, 3), x[1:], (y, (memory, None, 2.5)), Descriptor(memory[16:], [16]), SIZE=8)
             launcher((1,), (x,), torch.empty(0), SIZE=8)
             return memory[:12].view(3, 4), None
 
         return repeated(("key",), [x, None, y], [memory], function)
 
-    first, second = ([torch.empty(n, 8), torch.empty(4), torch.empty(64)] for n in (4, 4))
+    first, second = ([torch.empty(4, 8), torch.empty(4), torch.empty(64)] for _ in range(2))
     call(*first)
     notes.new()
     rows, nothing = call(*second)
     made = notes.new()
-    assert len(ran) == 1, "the function runs once"
+    assert ran == [first[0].shape], "the function runs once"
+    kept = weakref.ref(first[2])
+    first.clear()
+    assert kept() is None, "a recording keeps no memory"
     assert nothing is None and rows.shape == (3, 4) and rows.data_ptr() == second[2].data_ptr()
     repeated = Launches()
     call(*second)

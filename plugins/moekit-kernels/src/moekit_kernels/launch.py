@@ -174,7 +174,7 @@ class Launches:
                 None if t is None else (starts.index((t.data_ptr(), t.dtype)), t.shape, t.stride())
                 for t in made
             ]
-            launches = [(*how, _place(args, spans), values) for *how, args, values in tape]
+            launches = [(*how, _recorded(args, spans), values) for *how, args, values in tape]
             self._recordings[found] = launches, parts
         return made
 
@@ -191,24 +191,34 @@ def _span(tensor: torch.Tensor | None) -> range:
     return range(start := tensor.data_ptr(), start + (last + 1) * tensor.itemsize)
 
 
-def _place(value: Any, spans: Sequence[range]) -> Any:
-    """Return what `_filled` makes the argument of.
+def _recorded(args: tuple[Any, ...], spans: Sequence[range]) -> tuple[list[Any], ...]:
+    """Return arguments without addresses, where tensors' go, and where the rest goes.
 
     Raises ValueError for a tensor that begins in none of ``spans``, or in two.
     """
-    if isinstance(value, tuple):
-        return tuple([_place(each, spans) for each in value])
-    described = hasattr(value, "block_shape")
-    tensor = value.base if described else value
-    if not isinstance(tensor, torch.Tensor):
-        return value
-    if not tensor.numel():
-        return 0
-    (index,) = (i for i, span in enumerate(spans) if tensor.data_ptr() in span)
-    offset = tensor.data_ptr() - spans[index].start
-    if not described:
-        return [index, offset]
-    kind, fields = type(value), {**vars(value), "base": None}
+    values, addresses, made = list(args), list[Any](), list[Any]()
+    for at, value in enumerate(args):
+        described = hasattr(value, "block_shape")
+        tensor = value.base if described else value
+        if isinstance(value, tuple):
+            nested = _recorded(value, spans)
+            values[at] = tuple(nested[0])
+            if any(nested[1:]):
+                made.append((at, functools.partial(_filled, nested)))
+        elif isinstance(tensor, torch.Tensor):
+            values[at] = 0
+            if tensor.numel():
+                (index,) = (i for i, span in enumerate(spans) if tensor.data_ptr() in span)
+                place = index, tensor.data_ptr() - spans[index].start
+                if described:
+                    made.append((at, _descriptors(value, *place)))
+                else:
+                    addresses.append((at, *place))
+    return values, addresses, made
+
+
+def _descriptors(like: Any, index: int, offset: int) -> Callable[[Sequence[int]], Any]:
+    kind, fields = type(like), {**vars(like), "base": None}
 
     @functools.lru_cache(_MAX_DESCRIPTORS)
     def descriptor(address: int) -> Any:
@@ -219,14 +229,15 @@ def _place(value: Any, spans: Sequence[range]) -> Any:
     return lambda addresses: descriptor(addresses[index] + offset)
 
 
-def _filled(places: Sequence[Any], addresses: Sequence[int]) -> list[Any]:
+def _filled(recorded: tuple[list[Any], ...], addresses: Sequence[int]) -> tuple[Any, ...]:
     """Return the arguments of a call with these addresses of its tensors."""
-    return [
-        addresses[each[0]] + each[1] if type(each) is list
-        else tuple(_filled(each, addresses)) if type(each) is tuple
-        else each(addresses) if callable(each) else each
-        for each in places
-    ]  # fmt: skip
+    values, places, made = recorded
+    filled = values.copy()
+    for at, index, offset in places:
+        filled[at] = addresses[index] + offset
+    for at, make in made:
+        filled[at] = make(addresses)
+    return tuple(filled)
 
 
 def cdiv(a: int, b: int) -> int:
