@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from moekit_kernels import launch
+from moekit_kernels import launch, rows
 from moekit_kernels.launch import Launcher, Launches
 from noted_launches import Notes
+
+from moekit.problem.quant import scheme
 
 
 class Kernel:
@@ -105,6 +107,26 @@ def test_what_cannot_be_repeated_runs_each_time(notes) -> None:
         assert call("result", [x], x, (elsewhere,)) == (elsewhere,)
     assert len(ran) == 9
     assert len(notes.new()) == 9
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_quantizing_repeats_its_launch(monkeypatch, notes, masked) -> None:
+    operand = scheme("fp8_block").activation
+
+    def quantized(x: torch.Tensor) -> list[object]:
+        """Return the launch, with a letter for each tensor's address."""
+        mask = torch.ones(5, dtype=torch.bool) if masked else None
+        q, scale = rows.quantize_activations(x, operand, None, mask)
+        found = zip((x, q, scale, mask), "xqsm", strict=True)
+        names = {each.data_ptr(): name for each, name in found if each is not None}
+        (launched,) = notes.new()
+        assert set(names) <= set(launched)
+        return [names.get(each, each) if type(each) is int else each for each in launched]
+
+    monkeypatch.setattr(rows, "_launches", launches := Launches())
+    made = [quantized(torch.empty(5, 256)) for _ in range(3)]
+    assert len(launches._recordings) == 1 and None not in launches._recordings.values()
+    assert made[0] == made[1] == made[2]
 
 
 def test_a_failure_is_not_recorded_and_threads_have_their_own_tapes(notes) -> None:

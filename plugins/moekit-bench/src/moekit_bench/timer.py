@@ -25,8 +25,8 @@ from .records import Result
 
 T = TypeVar("T")
 
-# Calls in a row that an eager time is the mean of, as a model makes them: after a wait for the
-# device a process takes twice as long for its first ones. The device's queue holds their launches.
+# Calls in a row that an eager time is the mean of, as a model makes them: a process takes longer
+# for its first ones after a wait for the device. The device's queue holds their launches.
 EAGER_CALLS = 24
 # At least what the clock of any GPU does in a microsecond.
 _CYCLES_PER_US = 2000
