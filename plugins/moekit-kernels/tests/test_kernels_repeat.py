@@ -88,6 +88,14 @@ def test_repeated_launches_take_the_new_addresses(notes) -> None:
     assert len(ran) == 3, "another shape is another recording"
 
 
+def test_a_variable_turns_it_off(notes, monkeypatch) -> None:
+    monkeypatch.setenv("MOEKIT_TRITON_REPEAT", "0")
+    repeated, ran, x = Launches(), [], torch.empty(4)
+    for _ in range(3):
+        repeated((), [x], [], lambda: ran.append(x))
+    assert len(ran) == 3
+
+
 def test_what_cannot_be_repeated_runs_each_time(notes) -> None:
     """An argument from elsewhere, tensors that overlap, results from elsewhere."""
     launcher, x, elsewhere, ran = Launcher(Kernel()), torch.empty(64), torch.empty(4), []
@@ -123,7 +131,8 @@ def test_quantizing_repeats_its_launch(monkeypatch, notes, masked) -> None:
         assert set(names) <= set(launched)
         return [names.get(each, each) if type(each) is int else each for each in launched]
 
-    monkeypatch.setattr(rows, "_launches", launches := Launches())
+    launches = Launches()
+    monkeypatch.setattr(rows, "launches_of", lambda *what: launches)
     made = [quantized(torch.empty(5, 256)) for _ in range(3)]
     assert len(launches._recordings) == 1 and None not in launches._recordings.values()
     assert made[0] == made[1] == made[2]

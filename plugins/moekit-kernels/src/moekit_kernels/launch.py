@@ -120,11 +120,12 @@ class Launches:
     """Records the launches of functions, and makes them again for tensors of the same forms.
 
     The functions make device work by `Launcher` alone. Where an argument lies in none of their
-    tensors, each call runs them.
+    tensors, or MOEKIT_TRITON_REPEAT=0 is in the environment, each call runs them.
     """
 
     def __init__(self) -> None:
         self._recordings: dict[tuple[object, ...], Any] = {}
+        self._repeats = switch("MOEKIT_TRITON_REPEAT", True)
 
     def __call__(
         self,
@@ -138,7 +139,8 @@ class Launches:
         key: what decides the launches, besides the dtypes, shapes and strides of ``given``. memory:
         tensors whose forms follow from these.
         """
-        if INTERPRETED or getattr(_tape, "launches", None) is not None or _profiled():
+        recording = getattr(_tape, "launches", None) is not None
+        if INTERPRETED or recording or not self._repeats or _profiled():
             return function()
         device, addresses = torch._C._cuda_getDevice(), [each.data_ptr() for each in memory]
         form = [device, *key, *[address % 16 for address in addresses]]
@@ -150,11 +152,11 @@ class Launches:
                 addresses.append(address := tensor.data_ptr())
                 strides = tensor.is_contiguous() or tensor.stride()
                 form += tensor.dtype, tensor.shape, strides, address % 16
-        recording = self._recordings.get(found := tuple(form), ())
-        if recording is None:
+        recorded = self._recordings.get(found := tuple(form), ())
+        if recorded is None:
             return function()
-        if recording:
-            launches, made = recording
+        if recorded:
+            launches, made = recorded
             stream = torch._C._cuda_getCurrentRawStream(device)
             for run, grid, how, args, values in launches:
                 run(*grid, stream, *how, None, None, None, *_filled(args, addresses), *values)

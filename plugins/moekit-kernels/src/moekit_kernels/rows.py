@@ -14,7 +14,7 @@ import triton.language as tl
 from moekit.plugin import OperandQuant
 from moekit.plugin import quantize as in_torch
 
-from .launch import Launcher, Launches, cdiv, next_power_of_2, wait_then_launch_dependents
+from .launch import Launcher, cdiv, launches_of, next_power_of_2, wait_then_launch_dependents
 from .numerics import (
     INTERPRETED,
     NO_ACTIVATION,
@@ -34,8 +34,6 @@ __all__ = [
     "quantize_rows_per_tensor", "row_programs", "rows_of_program", "weight_and_reduce",
     "weighted_sum",
 ]  # fmt: skip
-
-_launches = Launches()
 
 AMAX_PARTIALS = 4 if INTERPRETED else 256
 """fp32 entries of scratch for a dynamic per-tensor scale, one per program."""
@@ -150,7 +148,7 @@ def quantize_activations(
         shape = (x_RH.shape[0], operand.scale_shape(*x_RH.shape)[1])
         scale = torch.empty(shape, dtype=torch.float32, device=x_RH.device)
         given = x_RH, q, scale, valid_rows
-        _launches((), given, (), partial(quantize_rows, x_RH, q, scale, valid))
+        launches_of(quantize_rows)((), given, (), partial(quantize_rows, x_RH, q, scale, valid))
         return q, scale
     if static_scale is not None:
         quantize_rows_per_tensor(x_RH, q, static_scale, valid, scratch=None)
