@@ -31,14 +31,14 @@ __all__ = [
     "wait_then_launch_dependents",
 ]  # fmt: skip
 
-# One thread compiles at a time.
-_compiling = threading.Lock()
-_RUNTIME = triton.knobs.runtime
-_ONES: tuple[tuple[int, ...], ...] = ((1, 1, 1), (1, 1), (1,), ())  # what shorter grids lack
 _MAX_RECORDINGS = 64  # of a `Launches`; beyond, it forgets them all
 _MAX_DESCRIPTORS = 256  # of an argument, one for each address
 # ``launches`` of this thread while `Launches` records them.
 _tape = threading.local()
+# One thread compiles at a time.
+_compiling = threading.Lock()
+_RUNTIME = triton.knobs.runtime
+_ONES: tuple[tuple[int, ...], ...] = ((1, 1, 1), (1, 1), (1,), ())  # what shorter grids lack
 
 
 class Launcher:
