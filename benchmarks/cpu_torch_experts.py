@@ -96,7 +96,7 @@ def read_rate() -> float:
     """Return the bytes/s at which all threads together read memory, the best of several sums."""
     data = torch.ones(128 << 20, dtype=torch.float32)
     timer = Timer(data.device)
-    return data.nbytes / min(timer.eager_us(data.sum) for _ in range(5)) * 1e6
+    return data.nbytes / min(timer.eager_us(data.sum)[0] for _ in range(5)) * 1e6
 
 
 def cell(calls, x: torch.Tensor, routings, clock, budget: float) -> dict[str, float]:

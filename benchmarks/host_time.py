@@ -30,7 +30,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from moekit_bench import Table, Timer, inputs
+from moekit_bench import EAGER_CALLS, Table, Timer, inputs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moekit
@@ -138,11 +138,11 @@ def steps(name: str, tokens: int, module: Any) -> dict[str, Step]:
 def measure(found: dict[str, Step], device: torch.device, repeats: int) -> dict[str, float]:
     """Return the microseconds of each step; the first three rounds are not counted."""
     timer, cuda = Timer(device), device.type == "cuda"
-    calls = 8 if cuda else 200  # in a row; fewer than the queue holds
+    calls = EAGER_CALLS if cuda else 200
     taken: dict[str, list[float]] = {name: [] for name in found}
     for round in range(repeats + 3):
         for name, step in found.items():
-            us = timer.host_us(lambda step=step: [step() for _ in range(calls)]) / calls
+            _, us = timer.eager_us(step, calls)
             if round >= 3:
                 taken[name].append(us)
     typical = statistics.median if cuda else min  # without a device the fastest is undisturbed

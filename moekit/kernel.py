@@ -39,7 +39,7 @@ from moekit.runtime.calls import Calls, Observer
 from moekit.runtime.checks import check_call, check_shared, check_tokens
 from moekit.runtime.device import elsewhere, on_device
 from moekit.runtime.rows import ALIGNMENT, aligned, quantize_dispatched, quantized_by
-from moekit.runtime.workspace import Layout, Scratch, Workspace, settle
+from moekit.runtime.workspace import Scratch, Workspace, layout_of, settle
 
 if TYPE_CHECKING:
     from moekit.runtime.memory import MemoryReport
@@ -101,8 +101,7 @@ class ModularKernel:
 
             self._calls = GroupCalls(dispatcher, experts.spec.name, peer_timeout, self.checked)
         self._made_for = checks.weights_of(self.problem)
-        # Layouts of the scratch by rows.
-        self._layout = lru_cache(_MAX_LAYOUTS)(lambda rows: Layout(experts.workspace(rows)))
+        self._layout = lru_cache(_MAX_LAYOUTS)(lambda rows: layout_of(*experts.workspace(rows)))
         taken = dispatcher.spec.ids_dtype
         self._ids_dtype = None if taken == "any" else getattr(torch, taken)
         self._fused = experts.spec.fused

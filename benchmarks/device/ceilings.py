@@ -35,7 +35,7 @@ def measure_ceilings(device: torch.device) -> Ceilings:
 
 def _best_seconds(function: Callable[[], Tensor], device: torch.device) -> float:
     timer = Timer(device)
-    return min([timer.eager_us(function) for _ in range(10)][1:]) / 1e6
+    return min([timer.eager_us(function)[0] for _ in range(10)][1:]) / 1e6
 
 
 if __name__ == "__main__":

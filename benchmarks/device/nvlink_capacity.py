@@ -6,7 +6,7 @@
 graphs   microseconds of a call in a CUDA graph of four calls, median of 15, on the slowest rank:
          nvlink_ht composed for T tokens; composed for 8192 and told `max_tokens`; not told;
          naive. The first two must give equal bits
-eager    the same calls without a graph, and their host time
+eager    told calls of nvlink_ht and of naive without a graph, and their host time
 parts    a call of two or four parts: the combine of one runs beside the experts of the next, on
          another stream
 
@@ -16,15 +16,15 @@ Results: benchmarks/results/2026-11-28-h200-capacity.md.
 from __future__ import annotations
 
 import os
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from moekit_bench import Prepared, Timer
+from moekit_bench.timer import from_all_ranks
 from torch import Tensor
 
 import moekit
@@ -32,9 +32,9 @@ from moekit.plugin import Routing
 
 E, K, H, I, CAPACITY = 128, 8, 2048, 768, 8192
 CALLS, TURNS = 4, 15
-GRAPHS, EAGER, PARTS = (1, 16, 128, 512, 1024, 4096, 8192), (16, 128, 1024, 4096), (4096, 8192)
+TOKENS, PARTS = (1, 16, 128, 512, 1024, 4096, 8192), (4096, 8192)
 OBSERVER = SimpleNamespace(computed=bool, failed=print)
-Call = Callable[[int], Tensor]
+Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Rank:
@@ -42,6 +42,7 @@ class Rank:
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
+        self.device = torch.device("cuda", rank)
         self.draw = torch.Generator("cuda").manual_seed(rank)
         shapes = (E // ranks, 2 * I, H), (E // ranks, H, I)
         self.weights = moekit.ExpertWeights(*(0.02 * self.random(*s) for s in shapes))
@@ -66,52 +67,12 @@ class Rank:
 
         return [one() for _ in range(CALLS)]
 
-    def slowest(self, times: list[float]) -> float:
-        found = torch.tensor(statistics.median(times))
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return float(found)
-
-    def in_graph(self, call: Call) -> tuple[float, list[Tensor]]:
-        """Return microseconds of a call, and the outputs."""
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for i in (*range(CALLS), *range(CALLS)):
-                call(i)
-        torch.cuda.synchronize()
-        dist.barrier()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            outs = [call(i) for i in range(CALLS)]
-        times = []
-        for _ in range(3 + TURNS):
-            torch.cuda.synchronize()
-            dist.barrier()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            graph.replay()
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1000 / CALLS)
-        return self.slowest(times[3:]), outs
-
-    def eager(self, call: Call) -> tuple[float, float]:
-        """Return microseconds of a call, and of its host time."""
-        times, hosts = [], []
-        for _ in range(3 + TURNS):
-            torch.cuda.synchronize()
-            dist.barrier()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            call(0)
-            begin.record()
-            started = time.perf_counter()
-            for i in range(CALLS):
-                call(i)
-            hosts.append((time.perf_counter() - started) * 1e6 / CALLS)
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1000 / CALLS)
-        return self.slowest(times[3:]), self.slowest(hosts[3:])
+    def times(self, call: Call, inputs: list[tuple[Tensor, Tensor, Tensor]]) -> list[float]:
+        """Return microseconds on the slowest rank: in a graph, without one, on the host."""
+        timer = Timer(self.device, ranks=True)
+        found = Prepared(call, inputs, self.device, timer=timer).time(TURNS)
+        mine = found.graph_us, found.eager_us, found.host_us
+        return list(map(max, zip(*from_all_ranks(mine), strict=True)))
 
     def print(self, *cells: object) -> None:
         if self.rank == 0:
@@ -120,11 +81,8 @@ class Rank:
             )
 
 
-def calls_of(
-    kernel: moekit.ModularKernel, packed: moekit.PackedWeights, inputs: list, most: int | None
-) -> Call:
-    def call(i: int) -> Tensor:
-        x, weights, ids = inputs[i]
+def calls_of(kernel: moekit.ModularKernel, packed: moekit.PackedWeights, most: int | None) -> Call:
+    def call(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         return kernel(x, packed, Routing(weights, ids, max_tokens=most))
 
     return call
@@ -133,32 +91,26 @@ def calls_of(
 def compare(rank: Rank) -> None:
     large, naive = rank.kernel("nvlink_ht", CAPACITY), rank.kernel("naive", CAPACITY)
     packed = large.pack(rank.weights)
-    rank.print("T", "composed for T", "for 8192, told", "for 8192, not told", "naive", "equal bits")
-    for tokens in GRAPHS:
+    rank.print("T", "composed for T", "for 8192, told", "for 8192, not told", "naive",
+               "told, eager", "host", "naive, eager", "host", "equal bits")  # fmt: skip
+    for tokens in TOKENS:
         inputs = rank.inputs(tokens)
         small = rank.kernel("nvlink_ht", tokens)
-        want_us, want = rank.in_graph(calls_of(small, packed, inputs, None))
-        told_us, told = rank.in_graph(calls_of(large, packed, inputs, tokens))
-        other_us, _ = rank.in_graph(calls_of(large, packed, inputs, None))
-        naive_us, _ = rank.in_graph(calls_of(naive, packed, inputs, None))
-        equal = all(map(torch.equal, want, told))
-        rank.print(tokens, want_us, told_us, other_us, naive_us, equal)
+        calls = [calls_of(small, packed, None)]
+        calls += [calls_of(large, packed, most) for most in (tokens, None)]
+        calls += [calls_of(naive, packed, tokens)]
+        found = [rank.times(call, inputs) for call in calls]
+        equal = all(torch.equal(calls[0](*each), calls[1](*each)) for each in inputs)
+        rank.print(tokens, *(each[0] for each in found), *found[1][1:], *found[3][1:], equal)
         small.destroy()
-    rank.print("T", "nvlink_ht eager", "host", "naive eager", "host")
-    for tokens in EAGER:
-        inputs = rank.inputs(tokens)
-        found = [rank.eager(calls_of(k, packed, inputs, tokens)) for k in (large, naive)]
-        rank.print(tokens, *found[0], *found[1])
 
 
-def in_parts(
-    kernel: moekit.ModularKernel, packed: moekit.PackedWeights, inputs: list, parts: int
-) -> Call:
+def in_parts(kernel: moekit.ModularKernel, packed: moekit.PackedWeights, parts: int) -> Call:
     """Return calls whose transfers run on another stream, two parts ahead of the experts."""
     transfers, dispatcher = torch.cuda.Stream(priority=-1), kernel.dispatcher
 
-    def call(i: int) -> Tensor:
-        (x, weights, ids), here = inputs[i], torch.cuda.current_stream()
+    def call(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        here = torch.cuda.current_stream()
         out, each, arrived, held = torch.empty_like(x), -(-len(x) // parts), [], []
         transfers.wait_stream(here)
 
@@ -195,9 +147,8 @@ def split(rank: Rank) -> None:
     rank.print("T", "whole", "two parts", "four parts")
     for tokens in PARTS:
         inputs = rank.inputs(tokens)
-        whole, _ = rank.in_graph(calls_of(kernel, packed, inputs, tokens))
-        parts = [rank.in_graph(in_parts(kernel, packed, inputs, n))[0] for n in (2, 4)]
-        rank.print(tokens, whole, *parts)
+        calls = [calls_of(kernel, packed, tokens), *(in_parts(kernel, packed, n) for n in (2, 4))]
+        rank.print(tokens, *(rank.times(call, inputs)[0] for call in calls))
 
 
 def main(rank: int, ranks: int, store: str, work: str) -> None:

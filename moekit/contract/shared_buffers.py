@@ -6,7 +6,7 @@ import atexit
 from collections import Counter
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,8 +16,8 @@ from moekit.errors import InvalidInput
 
 T = TypeVar("T")
 
-# The stream of the last launch in each group.
-_streams: WeakKeyDictionary[dist.ProcessGroup, torch.cuda.Stream] = WeakKeyDictionary()
+# The stream of the last launch in each group, and its number.
+_last: WeakKeyDictionary[dist.ProcessGroup, list[Any]] = WeakKeyDictionary()
 
 
 class SharedBuffers(Generic[T]):
@@ -95,14 +95,14 @@ class CallBuffers(Generic[T]):
 
         most: calls that may be in flight; None: no limit.
         """
-        self._make, self._group, self._most = make, group, most
+        self._make, self._most, self._last = make, most, _last.setdefault(group, [None, None])
         self.all = [_made(make)]
         self._busy: set[int] = set()
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
         """The stream of the last launch in the group, after which all launches have ended."""
-        return _streams.get(self._group)
+        return self._last[0]  # type: ignore[no-any-return]
 
     @property
     def in_flight(self) -> int:
@@ -145,11 +145,11 @@ class CallBuffers(Generic[T]):
         """
         if not _has_device() or torch.cuda.is_current_stream_capturing():
             return
-        stream, last = torch.cuda.current_stream(), self.stream
-        if stream != last:
-            if last is not None:
-                stream.wait_stream(last)
-            _streams[self._group] = stream
+        number = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+        if number != self._last[1]:
+            if self.stream is not None:
+                torch.cuda.current_stream().wait_stream(self.stream)
+            self._last[:] = torch.cuda.current_stream(), number
 
 
 def _made(make: Callable[[], T]) -> T:

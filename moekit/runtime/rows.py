@@ -49,9 +49,9 @@ def quantize_for_transfer(
     The scales are (T, groups) fp32, also where a rank's tokens share one: it differs between
     ranks, so it travels with every row. Tokens without an expert do not influence it.
     """
-    valid_T = (ids_TK >= 0).any(dim=1) if problem.quant.shared_scale else None
-    x, scale = quantize(x_TH, valid_T)
-    return x.contiguous(), scale.float().expand(len(x_TH), scale.shape[-1]).contiguous()
+    x, scale = quantize(x_TH, (ids_TK >= 0).any(dim=1) if problem.quant.shared_scale else None)
+    scale = scale if scale.shape[0] == x.shape[0] else scale.expand(x.shape[0], -1)
+    return x.contiguous(), scale.float().contiguous()
 
 
 def quantize_dispatched(

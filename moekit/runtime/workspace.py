@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -29,6 +29,9 @@ class Layout:
             views.append(buffer[offset : offset + spec.nbytes].view(spec.dtype).view(spec.shape))
             offset += Workspace.nbytes_for([spec])
         return views
+
+
+layout_of = lru_cache(_MAX_LAYOUTS)(lambda *specs: Layout(specs))  # one for all layers
 
 
 class Scratch(list[Tensor]):
@@ -103,9 +106,7 @@ class Workspace:
         capturing, stream = _probe(device)
         if stream() or capturing():
             return Scratch(layout.views(_allocate(layout.nbytes, device)))
-        idle = self._idle.get(device)
-        if idle is None:
-            idle = self._idle.setdefault(device, [])
+        idle = self._idle.get(device) or self._idle.setdefault(device, [])
         arena: _Arena | None
         try:
             arena = idle.pop()

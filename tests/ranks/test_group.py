@@ -261,6 +261,9 @@ def test_calls_on_several_streams_run_in_order(monkeypatch):
     streams = Streams()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", streams.current_stream)
+    number = lambda device: streams.current.stream_id  # noqa: E731
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", number, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", int, raising=False)
     monkeypatch.setattr(
         torch.cuda, "is_current_stream_capturing", streams.is_current_stream_capturing
     )

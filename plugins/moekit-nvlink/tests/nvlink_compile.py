@@ -74,7 +74,8 @@ class Layer:
         if problem.quant.activation is not None:
             x = x.to(problem.quant.activation.torch_dtype)
             scale = torch.empty(problem.quant.activation.scale_shape(self.tokens, self.hidden))
-        steps, arrived = rank.send(buffer, x, scale, Routing(ids.float(), ids))
+        made, arrived = rank.send(buffer, x, scale, Routing(ids.float(), ids))
+        steps = made()
         out = torch.empty(self.tokens, self.hidden, dtype=self.dtype)
         grads = torch.empty(self.tokens, self.top_k) if self.training else None
         steps += rank.gather(arrived.handle, out, grads)

@@ -91,7 +91,7 @@ class Host:
             self._poison(buffer)
             scale = None if scales is None else scales[b]
             each, tokens = transfer.send(buffer, xs[b], scale, routings[b])
-            steps.append(each)
+            steps.append(each())
             arrived.append(tokens)
         self._take(steps)
         return Flight(place, arrived, [len(xs[i // copies]) for i in range(len(self.layer))])

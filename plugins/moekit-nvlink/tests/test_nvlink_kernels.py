@@ -287,10 +287,11 @@ def test_a_rank_that_does_not_come_makes_nan_and_is_named(batched, monkeypatch) 
     host, draw = shape.host(), torch.Generator().manual_seed(0)
     call = Call(shape, host, (4,), "random", draw)
     host.open()
-    steps = [
+    sent = [
         t.send(b, x, None, r)
         for t, b, x, r in zip(host.ranks, host.sets[0], call.xs, call.routings, strict=True)
     ]
+    steps = [(made(), arrived) for made, arrived in sent]
     for step in range(len(steps[0][0])):  # rank 2 stays away
         for rank in (0, 1):
             steps[rank][0][step]()

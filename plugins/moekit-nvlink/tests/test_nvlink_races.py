@@ -70,7 +70,7 @@ class Layer:
             steps, arrived = moves.send(
                 host.sets[place][rank], call.xs[batch], None, call.routings[batch]
             )
-            for step in steps:
+            for step in steps():
                 step()
             return number, arrived
 

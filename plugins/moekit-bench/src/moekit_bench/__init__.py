@@ -13,9 +13,10 @@ from .limits import Work, known_ceilings, limit_us, work
 from .records import Ceilings, Result
 from .report import Table
 from .shapes import SHAPES, inputs, random_weights, shape
-from .timer import Prepared, Timer, take_turns
+from .timer import EAGER_CALLS, Prepared, Timer, take_turns
 
 __all__ = [
+    "EAGER_CALLS",
     "SHAPES",
     "Case",
     "Ceilings",

@@ -24,6 +24,9 @@ from .records import Result
 
 T = TypeVar("T")
 
+# Calls in a row that an eager time is the mean of, as a model makes them: a process takes longer
+# for its first ones after a wait for the device. The device's queue holds their launches.
+EAGER_CALLS = 24
 # At least what the clock of any GPU does in a microsecond.
 _CYCLES_PER_US = 2000
 # For which ranks wait for each other: one of them may compile.
@@ -59,20 +62,16 @@ class Timer:
             dist.barrier()
             synchronize(self.device)
 
-    def eager_us(self, function: Callable[[], object]) -> float:
-        """Return the microseconds from a drained queue to a drained queue."""
+    def eager_us(self, function: Callable[[], object], times: int = 1) -> tuple[float, float]:
+        """Return the microseconds of one of ``times`` calls in a row, from a drained queue to a
+        drained queue, and those until it returns."""
         self.drain()
         start = time.perf_counter()
-        function()
+        for _ in range(times):
+            function()
+        host = time.perf_counter() - start
         synchronize(self.device)
-        return (time.perf_counter() - start) * 1e6
-
-    def host_us(self, function: Callable[[], object]) -> float:
-        """Return the microseconds until ``function`` returns, from a drained queue."""
-        self.drain()
-        start = time.perf_counter()
-        function()
-        return (time.perf_counter() - start) * 1e6
+        return (time.perf_counter() - start) * 1e6 / times, host * 1e6 / times
 
     def queued_us(self, function: Callable[[], object], times: int = 1) -> float:
         """Return the microseconds of one of ``times`` calls on the device, which starts when the
@@ -184,11 +183,11 @@ class Prepared:
             if self.graph is not None:
                 self._graph_us.append(timer.queued_us(self.graph.replay) / count)
             return
-        self._eager_us.append(timer.eager_us(self.all_calls) / count)
-        if self.device.type != "cpu":
-            for each in self.inputs:
-                self._host_us.append(timer.host_us(lambda e=each: self.call(*e)))  # type: ignore[misc]
-            synchronize(self.device)
+        on_host = self.device.type == "cpu"
+        eager, host = timer.eager_us(self.all_calls, 1 if on_host else -(-EAGER_CALLS // count))
+        self._eager_us.append(eager / count)
+        if not on_host:
+            self._host_us.append(host / count)
 
     def time(self, replays: int) -> Result:
         """Take ``replays`` turns of each kind. Raises what the call raises."""

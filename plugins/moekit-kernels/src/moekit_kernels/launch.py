@@ -1,6 +1,7 @@
 """Launch Triton kernels by a short key instead of inspecting every argument on every call.
 
-Triton's own inspection takes the host longer than a small kernel takes the device.
+Triton's own inspection takes the host longer than a small kernel takes the device. So does the
+Python that chooses and divides the work of a call: `Launches` runs it once.
 
 Programmatic dependent launch, PDL (Hopper and later): a kernel starts while the previous one is
 still ending, which hides the gap between them. In return, every program of a kernel with a
@@ -12,6 +13,9 @@ environment turns PDL off.
 
 import functools
 import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,10 +27,14 @@ from moekit.plugin import switch
 from .numerics import INTERPRETED
 
 __all__ = [
-    "Constants", "Launcher", "cdiv", "next_power_of_2", "pdl_enabled",
-    "wait_then_launch_dependents",
+    "Constants", "Launcher", "Launches", "cdiv", "launches_of", "next_power_of_2",
+    "pdl_enabled", "wait_then_launch_dependents",
 ]  # fmt: skip
 
+_MAX_RECORDINGS = 64  # of a `Launches`; beyond, it forgets them all
+_MAX_DESCRIPTORS = 256  # of an argument, one for each address
+# ``launches`` of this thread while `Launches` records them.
+_tape = threading.local()
 # One thread compiles at a time.
 _compiling = threading.Lock()
 _RUNTIME = triton.knobs.runtime
@@ -97,18 +105,151 @@ class Launcher:
             values = [constants[name] for name in self._kernel.arg_names[len(args) :]]
             # Triton looks for these in Python.
             how = compiled.run, compiled.function, compiled.packed_metadata
-            self._compiled[key] = compiled, *how, values
-            return
-        compiled, run, function, metadata, values = found
-        hooks = _RUNTIME.launch_enter_hook
-        if hooks is not None and getattr(hooks, "calls", True):  # a profiler's
-            compiled[(*grid, 1, 1)[:3]](*args, *values)
-            return
-        # `compiled[grid](...)` ends in this, after it has looked for the stream and for hooks.
-        run(
-            *grid, *_ONES[len(grid)], torch._C._cuda_getCurrentRawStream(device), function,
-            metadata, None, None, None, *passed, *values,
-        )  # fmt: skip
+            found = self._compiled[key] = compiled, *how, values
+        elif _profiled():
+            found[0][(*grid, 1, 1)[:3]](*args, *found[4])
+        else:
+            _, run, function, metadata, values = found
+            # `compiled[grid](...)` ends in this, after it has looked for the stream and for hooks.
+            run(
+                *grid, *_ONES[len(grid)], torch._C._cuda_getCurrentRawStream(device), function,
+                metadata, None, None, None, *passed, *values,
+            )  # fmt: skip
+        if (launches := getattr(_tape, "launches", None)) is not None:
+            run, *how = found[1:4]
+            launches.append((run, (*grid, *_ONES[len(grid)]), how, args, found[4]))
+
+
+def _profiled() -> bool:
+    """Return whether a profiler follows Triton's launches."""
+    hooks = _RUNTIME.launch_enter_hook
+    return hooks is not None and bool(getattr(hooks, "calls", True))
+
+
+class Launches:
+    """Records the launches of functions, and makes them again for tensors of the same forms.
+
+    The functions make device work by `Launcher` alone. Where an argument lies in none of their
+    tensors, or MOEKIT_TRITON_REPEAT=0 is in the environment, each call runs them.
+    """
+
+    def __init__(self) -> None:
+        self._recordings: dict[tuple[object, ...], Any] = {}
+        self._repeats = switch("MOEKIT_TRITON_REPEAT", True)
+
+    def __call__(
+        self,
+        key: tuple[object, ...],
+        given: Sequence[torch.Tensor | None],
+        memory: Sequence[torch.Tensor],
+        function: Callable[[], Any],
+    ) -> Any:
+        """Return what ``function`` returns: None, or parts of ``memory`` from its beginnings on.
+
+        key: what decides the launches, besides the dtypes, shapes and strides of ``given``. memory:
+        tensors whose forms follow from these.
+        """
+        recording = getattr(_tape, "launches", None) is not None
+        if INTERPRETED or recording or not self._repeats or _profiled():
+            return function()
+        device, addresses = torch._C._cuda_getDevice(), [each.data_ptr() for each in memory]
+        form = [device, *key, *[address % 16 for address in addresses]]
+        for tensor in given:
+            if tensor is None:
+                form.append(None)
+                addresses.append(0)
+            else:
+                addresses.append(address := tensor.data_ptr())
+                strides = tensor.is_contiguous() or tensor.stride()
+                form += tensor.dtype, tensor.shape, strides, address % 16
+        recorded = self._recordings.get(found := tuple(form), ())
+        if recorded is None:
+            return function()
+        if recorded:
+            launches, made = recorded
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            for run, grid, how, args, values in launches:
+                run(*grid, stream, *how, None, None, None, *_filled(args, addresses), *values)
+            return made and [each and memory[each[0]].as_strided(*each[1:]) for each in made]
+        tape = _tape.launches = list[tuple[Any, ...]]()
+        try:
+            made = function()
+        finally:
+            _tape.launches = None
+        if len(self._recordings) >= _MAX_RECORDINGS:
+            self._recordings.clear()
+        self._recordings[found] = None
+        with suppress(ValueError):
+            spans = [_span(tensor) for tensor in (*memory, *given)]
+            starts = [(tensor.data_ptr(), tensor.dtype) for tensor in memory]
+            parts = made and [
+                None if t is None else (starts.index((t.data_ptr(), t.dtype)), t.shape, t.stride())
+                for t in made
+            ]
+            launches = [(*how, _recorded(args, spans), values) for *how, args, values in tape]
+            self._recordings[found] = launches, parts
+        return made
+
+
+launches_of = functools.lru_cache(256)(lambda *what: Launches())
+"""Return the launches that layers share which are equal in ``what``."""
+
+
+def _span(tensor: torch.Tensor | None) -> range:
+    """Return the addresses of the tensor's bytes."""
+    if tensor is None or not tensor.numel():
+        return range(0)
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return range(start := tensor.data_ptr(), start + (last + 1) * tensor.itemsize)
+
+
+def _recorded(args: tuple[Any, ...], spans: Sequence[range]) -> tuple[list[Any], ...]:
+    """Return arguments without addresses, where tensors' go, and where the rest goes.
+
+    Raises ValueError for a tensor that begins in none of ``spans``, or in two.
+    """
+    values, addresses, made = list(args), list[Any](), list[Any]()
+    for at, value in enumerate(args):
+        described = hasattr(value, "block_shape")
+        tensor = value.base if described else value
+        if isinstance(value, tuple):
+            nested = _recorded(value, spans)
+            values[at] = tuple(nested[0])
+            if any(nested[1:]):
+                made.append((at, functools.partial(_filled, nested)))
+        elif isinstance(tensor, torch.Tensor):
+            values[at] = 0
+            if tensor.numel():
+                (index,) = (i for i, span in enumerate(spans) if tensor.data_ptr() in span)
+                place = index, tensor.data_ptr() - spans[index].start
+                if described:
+                    made.append((at, _descriptors(value, *place)))
+                else:
+                    addresses.append((at, *place))
+    return values, addresses, made
+
+
+def _descriptors(like: Any, index: int, offset: int) -> Callable[[Sequence[int]], Any]:
+    kind, fields = type(like), {**vars(like), "base": None}
+
+    @functools.lru_cache(_MAX_DESCRIPTORS)
+    def descriptor(address: int) -> Any:
+        made = object.__new__(kind)
+        vars(made).update(fields, base=SimpleNamespace(data_ptr=lambda: address))
+        return made
+
+    return lambda addresses: descriptor(addresses[index] + offset)
+
+
+def _filled(recorded: tuple[list[Any], ...], addresses: Sequence[int]) -> tuple[Any, ...]:
+    """Return the arguments of a call with these addresses of its tensors."""
+    values, places, made = recorded
+    filled = values.copy()
+    for at, index, offset in places:
+        filled[at] = addresses[index] + offset
+    for at, make in made:
+        filled[at] = make(addresses)
+    return tuple(filled)
 
 
 def cdiv(a: int, b: int) -> int:

@@ -5,6 +5,7 @@ old values) do not matter.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -13,7 +14,7 @@ import triton.language as tl
 from moekit.plugin import OperandQuant
 from moekit.plugin import quantize as in_torch
 
-from .launch import Launcher, cdiv, next_power_of_2, wait_then_launch_dependents
+from .launch import Launcher, cdiv, launches_of, next_power_of_2, wait_then_launch_dependents
 from .numerics import (
     INTERPRETED,
     NO_ACTIVATION,
@@ -146,7 +147,8 @@ def quantize_activations(
     if not operand.per_tensor:
         shape = (x_RH.shape[0], operand.scale_shape(*x_RH.shape)[1])
         scale = torch.empty(shape, dtype=torch.float32, device=x_RH.device)
-        quantize_rows(x_RH, q, scale, valid)
+        given = x_RH, q, scale, valid_rows
+        launches_of(quantize_rows)((), given, (), partial(quantize_rows, x_RH, q, scale, valid))
         return q, scale
     if static_scale is not None:
         quantize_rows_per_tensor(x_RH, q, static_scale, valid, scratch=None)

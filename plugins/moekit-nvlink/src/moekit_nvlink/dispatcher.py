@@ -11,13 +11,14 @@ The host waits for nothing, so that a call can be captured in a CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
+from moekit_kernels.launch import launches_of
 from torch import Tensor
 
 from moekit.errors import MoekitError
@@ -70,6 +71,7 @@ class _Dispatcher(PrepareAndFinalize):
     ) -> None:
         settings = Settings.read()
         self._transfer = self._transfers.of(problem, settings)
+        self._launches = launches_of(self._transfer)
         super().__init__(spec, problem, resolve(problem, group, _PROTOCOL))
         made_in, layout = self.group, self._transfer.layout
         assert made_in is not None
@@ -92,8 +94,9 @@ class _Dispatcher(PrepareAndFinalize):
         buffer = self.lease.value.take()
         try:
             steps, arrived = self._transfer.send(buffer, x, scale, routing)
-            for step in steps:
-                step()
+            call: Call = arrived.handle
+            given = x, scale, routing.topk_ids, arrived.expert_num_tokens
+            self._launch(call, given, steps)
         except BaseException:
             self.lease.value.calls.give_back(buffer)
             raise
@@ -101,15 +104,16 @@ class _Dispatcher(PrepareAndFinalize):
 
     def output(self, dispatched: Dispatched) -> Tensor:
         """Return memory for y that other ranks read."""
-        y, rows = self._transfer.output(dispatched.handle), len(dispatched.x)
-        return y if len(y) == rows else y[:rows]
+        y, rows = self._transfer.output(dispatched.handle), dispatched.x.shape[0]
+        return y if y.shape[0] == rows else y[:rows]
 
     def finalize(
         self, y: Tensor | Unreduced, dispatched: Dispatched, out_TH: Tensor
     ) -> Pending[Tensor]:
         call: Call = dispatched.handle
         if isinstance(y, Unreduced):
-            self._gather(call, out_TH, partial(self._transfer.reduce, call, y))
+            reduce = partial(self._transfer.reduce, call, y)
+            self._gather(call, out_TH, reduce, y.rows_NH, y.places_RK)
             return Pending.ready(out_TH)
         mine = self.output(dispatched)
         if y.data_ptr() != mine.data_ptr():
@@ -139,15 +143,29 @@ class _Dispatcher(PrepareAndFinalize):
             tokens.handle.buffer.refused.fill_(1)  # the combine tells all ranks
             self.abandon(tokens)
 
-    def _gather(self, call: Call, out_TH: Tensor, steps: Callable[[Tensor], list[Step]]) -> None:
+    def _gather(
+        self, call: Call, out_TH: Tensor, steps: Callable[[Tensor], list[Step]],
+        *given: Tensor | None,
+    ) -> None:  # fmt: skip
+        """given: the tensors of ``steps`` but the output."""
         out = out_TH if out_TH.stride(1) == 1 else torch.empty_like(out_TH).contiguous()
         calls = self.lease.value.calls
         calls.keep_order()
-        for step in steps(out):
-            step()
+        self._launch(call, (out, *given), partial(steps, out))
         calls.give_back(call.buffer)
         if out is not out_TH:
             out_TH.copy_(out)
+
+    def _launch(
+        self, call: Call, given: Sequence[Tensor | None], steps: Callable[[], list[Step]]
+    ) -> None:
+        def launch() -> None:
+            for step in steps():
+                step()
+
+        held = {**vars(call.buffer), **vars(call.buffer.lost)}.values()
+        memory = [each for each in held if isinstance(each, Tensor)]
+        self._launches((call.layout.slots,), (call.places, call.weights, *given), memory, launch)
 
     # -- memory -----------------------------------------------------------------------------
 
@@ -172,7 +190,7 @@ class HighThroughputDispatcher(_Dispatcher):
     def takes_unreduced(self, dispatched: Dispatched) -> bool:
         """Return whether there are enough tokens to sum over K while others' sums travel."""
         call: Call = dispatched.handle
-        return self._transfer.layout.chunks > 1 and len(call.places) >= REDUCED_FROM
+        return self._transfer.layout.chunks > 1 and call.places.shape[0] >= REDUCED_FROM
 
 
 class LowLatencyDispatcher(_Dispatcher):

@@ -72,7 +72,8 @@ class TrainableHighThroughput(HighThroughputDispatcher, TrainableDispatcher):
             out_TH = torch.empty((T, self.problem.hidden_size), dtype=self.problem.dtype,
                                  device=call.weights.device)  # fmt: skip
             out_TK = torch.empty_like(call.weights)
-            self._gather(call, out_TH, partial(self._transfer.gather, call, grads_TK=out_TK))
+            gather = partial(self._transfer.gather, call, grads_TK=out_TK)
+            self._gather(call, out_TH, gather, out_TK)
             return None if grad_RH is None else out_TH, None if grad_RK is None else out_TK
 
         return Pending(come_home)

@@ -106,7 +106,8 @@ class Tile:
 class Call:
     """The results of a dispatch that its combine needs.
 
-    layout: of this call. places: int32 (T, entries), the rows of each token.
+    layout: of this call. places: int32 (T, entries), the rows of each token; batched: (2, T,
+    entries), before them their positions.
     """
 
     buffer: Buffer
@@ -134,8 +135,9 @@ class Transfer(ABC):
     @abstractmethod
     def send(
         self, buffer: Buffer, x: Tensor, scale: Tensor | None, routing: Routing
-    ) -> tuple[list[Step], Dispatched]:
-        """Return the steps that transfer x (T, ...) and what belongs to it, and what arrives."""
+    ) -> tuple[Callable[[], list[Step]], Dispatched]:
+        """Return what arrives, and before it what returns the steps that transfer x (T, ...) and
+        what belongs to it."""
 
     def of_call(self, routing: Routing) -> Layout:
         """Return the layout of a call."""
@@ -165,10 +167,10 @@ class Transfer(ABC):
         tile = Tile.of_combine(T, H, out_TH.itemsize, at.entries * r.tp, self.settings.programs)
         return [partial(
             _combine, (tile.programs,),
-            out_TH, out_TH if grads_TK is None else grads_TK, buffer.peers, call.places,
-            call.weights, buffer.counters, buffer.epoch, buffer.refused, buffer.lost.ranks,
-            buffer.lost.flags, T, out_TH.stride(0), r.rank, at.rows, _SPINS, at.y, at.grads,
-            at.flags,
+            out_TH, out_TH if grads_TK is None else grads_TK, buffer.peers,
+            call.places[-1] if self.batched else call.places, call.weights, buffer.counters,
+            buffer.epoch, buffer.refused, buffer.lost.ranks, buffer.lost.flags, T,
+            out_TH.stride(0), r.rank, at.rows, _SPINS, at.y, at.grads, at.flags,
             RANKS=r.count, RANKS_2=r.count_2, TP=r.tp, LISTED=self.batched, ROWS_EACH=at.entries,
             CHUNKS=at.chunks, H=H, K=K, K_2=next_power_of_2(max(1, K)), TOKENS=tile.tokens,
             COLUMNS=tile.columns, STAGES=tile.stages, num_warps=tile.warps,
@@ -220,34 +222,37 @@ class RowTransfer(Transfer):
 
     def send(
         self, buffer: Buffer, x: Tensor, scale: Tensor | None, routing: Routing
-    ) -> tuple[list[Step], Dispatched]:
+    ) -> tuple[Callable[[], list[Step]], Dispatched]:
         r, at, (T, K) = self.ranks, self.of_call(routing), routing.topk_ids.shape
         places = torch.empty((T, r.shares), dtype=torch.int32, device=x.device)
-        words, row_words = _words(x, places)
-        groups = 0 if scale is None else scale.shape[1]
-        tile = Tile.of_dispatch(T, row_words, self.settings)
-        scan = 128 if T <= 128 else 512  # tokens whose ids a program reads at once
-        steps: list[Step] = [
-            partial(
-                _dispatch_rows, (tile.programs,),
-                words, routing.topk_weights if scale is None else scale, routing.topk_ids,
-                routing.topk_weights, buffer.peers, places, buffer.counters, buffer.epoch,
-                T, r.rank, at.x, at.scale, at.ids, at.weights, at.flags,
-                SHARES=r.shares, SHARES_2=next_power_of_2(r.shares), RANKS_2=r.count_2,
-                TP=r.tp, COPIES=r.copies, SHARE=r.share, LARGER=r.larger, K=K,
-                K_2=next_power_of_2(K), WORDS=row_words, GROUPS=groups,
-                GROUPS_2=next_power_of_2(max(1, groups)), SPREAD=r.count > 2,
-                TOKENS=tile.tokens, WORDS_TILE=tile.columns, STAGES=tile.stages, SCAN=scan,
-                num_warps=tile.warps,
-            ),
-            partial(
-                _receive_rows, (r.batches,),
-                buffer.peers, buffer.used, buffer.rows, buffer.refused, buffer.epoch,
-                buffer.lost.ranks, buffer.lost.flags, r.rank, at.slots // r.batches, _SPINS, at.ids,
-                at.flags, RANKS=r.count, RANKS_2=r.count_2, COPIES=r.copies, K=K,
-                K_2=next_power_of_2(K), SCAN=256, num_warps=4,
-            ),
-        ]  # fmt: skip
+
+        def steps() -> list[Step]:
+            words, row_words = _words(x, places)
+            groups = 0 if scale is None else scale.shape[1]
+            tile = Tile.of_dispatch(T, row_words, self.settings)
+            scan = 128 if T <= 128 else 512  # tokens whose ids a program reads at once
+            return [
+                partial(
+                    _dispatch_rows, (tile.programs,),
+                    words, routing.topk_weights if scale is None else scale, routing.topk_ids,
+                    routing.topk_weights, buffer.peers, places, buffer.counters, buffer.epoch,
+                    T, r.rank, at.x, at.scale, at.ids, at.weights, at.flags,
+                    SHARES=r.shares, SHARES_2=next_power_of_2(r.shares), RANKS_2=r.count_2,
+                    TP=r.tp, COPIES=r.copies, SHARE=r.share, LARGER=r.larger, K=K,
+                    K_2=next_power_of_2(K), WORDS=row_words, GROUPS=groups,
+                    GROUPS_2=next_power_of_2(max(1, groups)), SPREAD=r.count > 2,
+                    TOKENS=tile.tokens, WORDS_TILE=tile.columns, STAGES=tile.stages, SCAN=scan,
+                    num_warps=tile.warps,
+                ),
+                partial(
+                    _receive_rows, (r.batches,),
+                    buffer.peers, buffer.used, buffer.rows, buffer.refused, buffer.epoch,
+                    buffer.lost.ranks, buffer.lost.flags, r.rank, at.slots // r.batches, _SPINS,
+                    at.ids, at.flags, RANKS=r.count, RANKS_2=r.count_2, COPIES=r.copies, K=K,
+                    K_2=next_power_of_2(K), SCAN=256, num_warps=4,
+                ),
+            ]  # fmt: skip
+
         return steps, self._arrived(
             Call(buffer, at, places, routing.topk_weights), x, scale,
             topk_ids=buffer.region(at.ids, (at.rows, K), torch.int32),
@@ -264,44 +269,47 @@ class AssignmentTransfer(Transfer):
 
     def send(
         self, buffer: Buffer, x: Tensor, scale: Tensor | None, routing: Routing
-    ) -> tuple[list[Step], Dispatched]:
+    ) -> tuple[Callable[[], list[Step]], Dispatched]:
         p, r, at, (T, K) = self.problem, self.ranks, self.of_call(routing), routing.topk_ids.shape
         experts, mine = p.num_physical_experts, p.local_experts
-        positions, places = torch.empty((2, T, K), dtype=torch.int32, device=x.device)
+        positions, places = both = torch.empty((2, T, K), dtype=torch.int32, device=x.device)
         counts = torch.empty(len(mine), dtype=torch.int32, device=x.device)
-        words, row_words = _words(x, places)
-        groups = 0 if scale is None else scale.shape[1]
-        tile = Tile.of_assignments(T, row_words, self.settings.programs)
-        lost = buffer.lost
-        steps: list[Step] = [
-            partial(
-                _count, (-(-experts // 8),),
-                routing.topk_ids, positions, buffer.peers, buffer.counters, buffer.epoch,
-                T * K, r.rank, at.slots, at.counts, at.flags,
-                RANKS=r.count, RANKS_2=r.count_2, COPIES=r.copies, EXPERTS=experts, TILE=8,
-                SCAN=512, num_warps=4,
-            ),
-            partial(
-                _dispatch_assignments, (tile.programs,),
-                words, routing.topk_weights if scale is None else scale, routing.topk_ids,
-                positions, buffer.peers, places, buffer.counters, buffer.epoch, buffer.refused,
-                lost.ranks, lost.flags, T, r.rank, at.slots, at.rows, _SPINS, at.x, at.scale,
-                at.counts, at.flags,
-                RANKS=r.count, RANKS_2=r.count_2, TP=r.tp, COPIES=r.copies,
-                BATCHES_2=next_power_of_2(r.batches), EXPERTS=experts, SHARE=r.share,
-                LARGER=r.larger, K=K, K_2=next_power_of_2(K), WORDS=row_words, GROUPS=groups,
-                GROUPS_2=next_power_of_2(max(1, groups)), WORDS_TILE=tile.columns,
-                num_warps=tile.warps,
-            ),
-            partial(
-                _receive_assignments, (1,),
-                buffer.peers, counts, buffer.epoch, buffer.refused, lost.ranks, lost.flags, r.rank,
-                mine.start, len(mine), _SPINS, at.counts, at.flags,
-                RANKS=r.count, RANKS_2=r.count_2, BATCHES=r.batches, EXPERTS=experts,
-                LOCAL_2=next_power_of_2(len(mine)), num_warps=1,
-            ),
-        ]  # fmt: skip
-        call = Call(buffer, at, places, routing.topk_weights)
+
+        def steps() -> list[Step]:
+            words, row_words = _words(x, places)
+            groups = 0 if scale is None else scale.shape[1]
+            tile = Tile.of_assignments(T, row_words, self.settings.programs)
+            lost = buffer.lost
+            return [
+                partial(
+                    _count, (-(-experts // 8),),
+                    routing.topk_ids, positions, buffer.peers, buffer.counters, buffer.epoch,
+                    T * K, r.rank, at.slots, at.counts, at.flags,
+                    RANKS=r.count, RANKS_2=r.count_2, COPIES=r.copies, EXPERTS=experts, TILE=8,
+                    SCAN=512, num_warps=4,
+                ),
+                partial(
+                    _dispatch_assignments, (tile.programs,),
+                    words, routing.topk_weights if scale is None else scale, routing.topk_ids,
+                    positions, buffer.peers, places, buffer.counters, buffer.epoch, buffer.refused,
+                    lost.ranks, lost.flags, T, r.rank, at.slots, at.rows, _SPINS, at.x, at.scale,
+                    at.counts, at.flags,
+                    RANKS=r.count, RANKS_2=r.count_2, TP=r.tp, COPIES=r.copies,
+                    BATCHES_2=next_power_of_2(r.batches), EXPERTS=experts, SHARE=r.share,
+                    LARGER=r.larger, K=K, K_2=next_power_of_2(K), WORDS=row_words, GROUPS=groups,
+                    GROUPS_2=next_power_of_2(max(1, groups)), WORDS_TILE=tile.columns,
+                    num_warps=tile.warps,
+                ),
+                partial(
+                    _receive_assignments, (1,),
+                    buffer.peers, counts, buffer.epoch, buffer.refused, lost.ranks, lost.flags,
+                    r.rank, mine.start, len(mine), _SPINS, at.counts, at.flags,
+                    RANKS=r.count, RANKS_2=r.count_2, BATCHES=r.batches, EXPERTS=experts,
+                    LOCAL_2=next_power_of_2(len(mine)), num_warps=1,
+                ),
+            ]  # fmt: skip
+
+        call = Call(buffer, at, both, routing.topk_weights)
         arrived = self._arrived(call, x, scale, expert_num_tokens=counts)
         if len(mine) == arrived.x.shape[0]:
             return steps, arrived

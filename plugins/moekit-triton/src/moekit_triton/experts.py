@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
+from moekit_kernels.launch import launches_of
 from moekit_kernels.rows import quantize_activations, weight_and_reduce
 from torch import Tensor
 
@@ -54,6 +57,7 @@ class _TritonExperts(PermuteExpertsUnpermute):
         self._layer = Layer.of(problem)
         self._planner = Planner(problem, batched=spec.format is ActivationFormat.BATCHED)
         self._plans: dict[tuple[int, int], StandardPlan | Batched] = {}
+        self._launches = launches_of(problem)
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
         return pack_weights(self.spec.name, weights, self.problem)
@@ -80,6 +84,20 @@ class _TritonExperts(PermuteExpertsUnpermute):
                     p.dtype_name, p.quant.name, rows, top_k, plan.describe(), self._planner.source,
                 )  # fmt: skip
         return plan
+
+    def _repeat(
+        self,
+        plan: StandardPlan | Batched,
+        call: Call | BatchedCall,
+        memory: Sequence[Tensor],
+        function: Callable[[], Any],
+    ) -> Any:
+        """Call ``function``, or repeat what it launched for tensors of the same forms."""
+        held = {**call.weights.experts, **call.weights.shared}
+        given = [each for each in call if each is None or isinstance(each, Tensor)]
+        if isinstance(call, Call) and call.adapters is not None:
+            given += *vars(call.adapters.stack).values(), call.adapters.slots_R
+        return self._launches((plan, *held), (*given, *held.values()), memory, function)
 
 
 class TritonExperts(_TritonExperts):
@@ -112,7 +130,7 @@ class TritonExperts(_TritonExperts):
         workspace: Sequence[Tensor],
     ) -> None:
         plan, call = self._call(y, tokens, weights, workspace)
-        plan.launch(call)
+        self._repeat(plan, call, workspace, partial(plan.launch, call))
 
     def apply_unreduced(
         self, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
@@ -120,8 +138,14 @@ class TritonExperts(_TritonExperts):
         if self._layer.split_weights:
             return None
         # No plan writes y but by the sum.
-        plan, call = self._call(workspace[GEMM_OUT], tokens, weights, workspace)
-        return plan.unreduced(call)
+        plan, call = self._call(workspace[GEMM_OUT][:0], tokens, weights, workspace)
+
+        def rows() -> tuple[Tensor, Tensor | None] | None:
+            made = plan.unreduced(call)
+            return None if made is None else (made.rows_NH, made.places_RK)
+
+        made = self._repeat(plan, call, workspace, rows)
+        return None if made is None else Unreduced(*made)
 
     def _call(
         self, y: Tensor, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
@@ -172,4 +196,5 @@ class BatchedTritonExperts(_TritonExperts):
         assert isinstance(plan, Batched)
         h, a, scale = workspace
         x, x_scale = tokens.x, tokens.x_scale
-        plan.launch(BatchedCall(self._layer, x, x_scale, counts_L, weights, y, (h, a, scale)))
+        call = BatchedCall(self._layer, x, x_scale, counts_L, weights, y, (h, a, scale))
+        self._repeat(plan, call, workspace, partial(plan.launch, call))

@@ -48,20 +48,8 @@ RING = gl.constexpr(8)
 def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Return the tensor descriptor of a matrix, in boxes of rows x columns."""
     assert tensor.data_ptr() % 16 == 0
-    made = object.__new__(TensorDescriptor)  # which validates all its fields in every launch
-    vars(made).update(_fields(tensor.shape, tensor.stride(), tensor.dtype, rows, columns))
-    made.base = tensor
-    return made
-
-
-@functools.lru_cache(1024)
-def _fields(
-    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int, columns: int
-) -> dict[str, Any]:
-    """Return the fields of a descriptor, validated."""
-    layout, base = _layout(rows, columns, dtype), torch.empty(0, dtype=dtype, device="cpu")
-    made = TensorDescriptor(base, list(shape), list(strides), [rows, columns], layout)
-    return dict(vars(made))
+    shape, strides, layout = tensor.shape, tensor.stride(), _layout(rows, columns, tensor.dtype)
+    return TensorDescriptor(tensor, list(shape), list(strides), [rows, columns], layout)
 
 
 @functools.cache
