@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
-from moekit_triton.calls import low_rank_addends, low_rank_entries
+from moekit_triton.calls import low_rank_entries, low_rank_sizes
 from moekit_triton.pins import PLAN_VARIABLE, pinned_plan
 
 import moekit
@@ -44,8 +45,7 @@ def test_memory_serves_fewer_rows() -> None:
     for rows in (1, 500, 512, 513, 8192, 8193, 20000):
         entries = low_rank_entries(problem, rows)
         for fewer in range(1, rows + 1, 97):
-            count = 2 * fewer
-            assert 16 * count * low_rank_addends(count) <= entries
+            assert math.prod(low_rank_sizes(2 * fewer, 16)) <= entries
 
 
 def test_plans_without_deltas_cannot_be_pinned(monkeypatch) -> None:

@@ -5,6 +5,7 @@ Shape suffixes: see `plans`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -123,17 +124,17 @@ class CallAdapters(NamedTuple):
         if pair is None:
             return None
         a, b = pair
-        count, columns = ids_RK.numel(), a.shape[2] * a.shape[3]
-        addends = low_rank_addends(count)
-        low_PAU = self.memory[: addends * count * columns].view(addends, count, columns)
+        sizes = low_rank_sizes(ids_RK.numel(), a.shape[2] * a.shape[3])
+        low_PAU = self.memory[: math.prod(sizes)].view(sizes)
         low = LowRank(low_PAU, b, self.slots_R, ids_RK.shape[1])
         shrink(x, x_scale, a, self.stack.scaling, low, rows, block_m)
         return low
 
 
-def low_rank_addends(count: int) -> int:
-    """Return the number of addends of `LowRank.low_PAU` for ``count`` assignments."""
-    return next(addends for most, addends in _ADDENDS if count <= most)
+def low_rank_sizes(count: int, columns: int) -> tuple[int, int, int]:
+    """Return the sizes of `LowRank.low_PAU` for so many assignments. Rows are multiples of 16, so
+    that no kernel is compiled for odd strides."""
+    return next(n for most, n in _ADDENDS if count <= most), -(-count // 16) * 16, columns
 
 
 def low_rank_entries(problem: MoEProblem, rows: int) -> int:
@@ -141,7 +142,7 @@ def low_rank_entries(problem: MoEProblem, rows: int) -> int:
     slots, count = problem.adapters, rows * problem.top_k
     assert slots is not None
     columns = slots.rank * (2 if slots.separate and problem.activation.gated else 1)
-    return columns * max(min(count, most) * addends for most, addends in _ADDENDS)
+    return columns * max((min(count, most) + 15) * addends for most, addends in _ADDENDS)
 
 
 class Call(NamedTuple):

@@ -45,22 +45,17 @@ class LowRank(NamedTuple):
 
 
 def shrink(
-    x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    a_SLGrK: torch.Tensor,
-    scaling_S: torch.Tensor,
-    low: LowRank,
-    rows: Rows,
-    block_m: int,
+    x: torch.Tensor, x_scale: torch.Tensor | None, a_SLGrK: torch.Tensor,
+    scaling_S: torch.Tensor, low: LowRank, rows: Rows, block_m: int,
     places_A: torch.Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write ``low.low_PAU`` for the assignments in ``rows``; each addend sums a part of K.
 
     x (rows, K), of A's dtype, or quantized with ``x_scale`` as in `grouped_gemm`. a_SLGrK: any
     strides. places_A: the row of x of each assignment; None: ``assignment // rows.top_k``.
     """
     slots, _, groups, rank, k = a_SLGrK.shape
-    parts, count, columns = low.low_PAU.shape
+    parts, _, columns = low.low_PAU.shape
     assert x.shape[1] == k and x.stride(1) == low.low_PAU.stride(2) == 1
     assert columns == groups * rank
     if rows.blocks == 0:
@@ -71,7 +66,8 @@ def shrink(
     _launch_shrink(
         (rows.blocks * parts, cdiv(columns, block_u), slots),
         x, a_SLGrK, low.low_PAU, rows.experts, rows.assignments, low.slots_R, scaling_S, x_scale,
-        places_A, count, k, x.stride(0), a_SLGrK.stride(), low.low_PAU.stride()[:2], scale,
+        places_A, low.slots_R.numel() * low.top_k, k, x.stride(0), a_SLGrK.stride(),
+        low.low_PAU.stride()[:2], scale,
         IDS=low.top_k, TOP_K=rows.top_k, DIRECT=rows.kind == "direct", SCALE=kind, RANK=rank,
         COLUMNS=columns, PARTS=parts, BLOCK_M=block_m, BLOCK_U=block_u,
         BLOCK_K=SCALE_GROUP if block_m <= 32 else SCALE_GROUP // 2, num_warps=4, num_stages=4,
@@ -138,56 +134,75 @@ def _shrink(
 
 @triton.jit
 def add_low_rank(
-    value, low, b, slot_M, assignment_M, expert, row0, rows, low_column, strides,
-    RANK: tl.constexpr, PARTS: tl.constexpr,
+    value, up, low, b, slot_M, assignment_M, expert, row0, up_rows, rows, strides,
+    RANK: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
-    """Return value (M, N) plus low @ B.T for rows with a slot; other rows keep their bits.
+    """Return value (M, N) plus low @ B.T for rows with a slot; other rows keep their bits. With
+    TWO, also for up, whose rows of B begin up_rows later.
 
-    row0: the tile's first row of B, which has ``rows`` rows. low_column: the first column of A's
-    group in low. The other arguments are in `LowRank`.
+    row0: the first row of B, of ``rows`` that may be read. The rest as `LowRank` says.
     """
     M: tl.constexpr = value.shape[0]
     N: tl.constexpr = value.shape[1]
-    if M * N >= 128 * 128:  # by halves of the columns: registers do not hold all deltas
+    if M * N * (2 if TWO else 1) >= 128 * 128:  # registers do not hold the deltas of all columns
         left, right = value.reshape(M, 2, N // 2).permute(0, 2, 1).split()
-        left = _add(left, low, b, slot_M, assignment_M, expert, row0, rows, low_column, strides,
-                    RANK, PARTS)  # fmt: skip
-        right = _add(right, low, b, slot_M, assignment_M, expert, row0 + N // 2, rows, low_column,
-                     strides, RANK, PARTS)  # fmt: skip
+        left_up, right_up = up.reshape(M, 2, N // 2).permute(0, 2, 1).split()
+        left, left_up = _add(left, left_up, low, b, slot_M, assignment_M, expert, row0, up_rows,
+                             rows, strides, RANK, COLUMNS, PARTS, TWO)  # fmt: skip
+        right, right_up = _add(right, right_up, low, b, slot_M, assignment_M, expert, row0 + N // 2,
+                               up_rows, rows, strides, RANK, COLUMNS, PARTS, TWO)  # fmt: skip
         value = tl.join(left, right).permute(0, 2, 1).reshape(M, N)
+        if TWO:
+            up = tl.join(left_up, right_up).permute(0, 2, 1).reshape(M, N)
     else:
-        value = _add(value, low, b, slot_M, assignment_M, expert, row0, rows, low_column, strides,
-                     RANK, PARTS)  # fmt: skip
-    return value
+        value, up = _add(value, up, low, b, slot_M, assignment_M, expert, row0, up_rows, rows,
+                         strides, RANK, COLUMNS, PARTS, TWO)  # fmt: skip
+    return value, up
 
 
 @triton.jit
 def _add(
-    value, low, b, slot_M, assignment_M, expert, row0, rows, low_column, strides,
-    RANK: tl.constexpr, PARTS: tl.constexpr,
+    value, up, low, b, slot_M, assignment_M, expert, row0, up_rows, rows, strides,
+    RANK: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
     row_N = row0 + tl.arange(0, value.shape[1])
-    ok_N = row_N < rows
     R: tl.constexpr = 16 if RANK <= 16 else (32 if RANK <= 32 else 64)
     b += expert.to(tl.int64) * strides[3] + row_N[None, :].to(tl.int64) * strides[4]
-    low += assignment_M[:, None].to(tl.int64) * strides[1] + low_column
-    slot = tl.min(tl.where(slot_M < 0, _NO_SLOT, slot_M))
-    while slot < _NO_SLOT:
+    low += assignment_M[:, None].to(tl.int64) * strides[1]
+    first_slot = tl.min(tl.where(slot_M < 0, _NO_SLOT, slot_M))
+    for slot in tl.range(first_slot, tl.max(slot_M) + 1, num_stages=2):
         mine_M = slot_M == slot
-        b_slot = b + slot.to(tl.int64) * strides[2]
+        end = tl.where(tl.max(mine_M.to(tl.int32)) > 0, rows, 0)  # no row: nothing is read
+        b_slot = b + tl.cast(slot, tl.int64) * strides[2]
         delta = tl.zeros(value.shape, tl.float32)
+        up_delta = tl.zeros(value.shape, tl.float32)
         for first in tl.static_range(0, RANK, R):
             r = first + tl.arange(0, R)
-            low_ok = mine_M[:, None] & (r < RANK)[None, :]
-            low_MR = tl.load(low + r[None, :], mask=low_ok, other=0.0)
-            for part in tl.static_range(1, PARTS):
-                low_MR += tl.load(low + part * strides[0] + r[None, :], mask=low_ok, other=0.0)
+            low_ok, r_ok = mine_M[:, None] & (r < RANK)[None, :], (r < RANK)[:, None]
             b_ptrs = b_slot + r[:, None].to(tl.int64) * strides[5]
-            b_RN = tl.load(b_ptrs, mask=(r < RANK)[:, None] & ok_N[None, :], other=0.0)
-            delta = dot(convert(low_MR, b.dtype.element_ty), b_RN, delta, "ieee")
+            b_RN = tl.load(b_ptrs, mask=r_ok & (row_N < end)[None, :], other=0.0)
+            low_MR = _between(low + r[None, :], low_ok, strides[0], b.dtype.element_ty, PARTS)
+            delta = dot(low_MR, b_RN, delta, "ieee")
+            if TWO:
+                b_ptrs += up_rows.to(tl.int64) * strides[4]
+                b_RN = tl.load(b_ptrs, mask=r_ok & (row_N + up_rows < end)[None, :], other=0.0)
+                if COLUMNS > RANK:  # up has an A of its own
+                    low_MR = _between(low + RANK + r[None, :], low_ok, strides[0],
+                                      b.dtype.element_ty, PARTS)  # fmt: skip
+                up_delta = dot(low_MR, b_RN, up_delta, "ieee")
         value = tl.where(mine_M[:, None], value + delta, value)
-        slot = tl.min(tl.where(slot_M > slot, slot_M, _NO_SLOT))
-    return value
+        if TWO:
+            up = tl.where(mine_M[:, None], up + up_delta, up)
+    return value, up
+
+
+@triton.jit
+def _between(low, ok, addend, DTYPE: tl.constexpr, PARTS: tl.constexpr):
+    """Return the sum of the addends in B's dtype."""
+    low_MR = tl.load(low, mask=ok, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        low_MR += tl.load(low + part * addend, mask=ok, other=0.0)
+    return convert(low_MR, DTYPE)
 
 
 _launch_shrink = Launcher(_shrink)
