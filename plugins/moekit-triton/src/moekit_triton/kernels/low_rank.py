@@ -64,7 +64,7 @@ def shrink(
     kind = "none" if x_scale is None else "group" if x_scale.shape[1] > 1 else "row"
     block_u = min(64, max(16, next_power_of_2(columns)))
     _launch_shrink(
-        (rows.blocks * parts, cdiv(columns, block_u), slots),
+        (rows.blocks * parts, cdiv(columns, block_u), 1 if rows.kind == "direct" else slots),
         x, a_SLGrK, low.low_PAU, rows.experts, rows.assignments, low.slots_R, scaling_S, x_scale,
         places_A, low.slots_R.numel() * low.top_k, k, x.stride(0), a_SLGrK.stride(),
         low.low_PAU.stride()[:2], scale,
@@ -84,17 +84,19 @@ def _shrink(
     """Store scaling x @ A.T for BLOCK_M rows, BLOCK_U columns, one part of K and one slot."""
     if PDL:
         wait_then_launch_dependents()
-    block, part, slot = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(2)
+    block, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     expert = tl.load(experts + block).to(tl.int64)
     if expert < 0:
         return
     m = tl.arange(0, BLOCK_M)
     if DIRECT:
+        slot = tl.load(slots + block // IDS)
         assignment_M = tl.where(m == 0, block, count)
     else:
+        slot = tl.program_id(2)
         assignment_M = tl.load(assignments + block * BLOCK_M + m)
     slot_M = tl.load(slots + assignment_M // IDS, mask=assignment_M < count, other=-1)
-    mine_M = slot_M == slot
+    mine_M = (slot_M == slot) & (slot_M >= 0)
     if tl.max(mine_M.to(tl.int32)) == 0:
         return
     u = tl.program_id(1) * BLOCK_U + tl.arange(0, BLOCK_U)
