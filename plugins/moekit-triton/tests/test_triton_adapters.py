@@ -9,9 +9,9 @@ import pytest
 import torch
 from moekit_kernels.numerics import INTERPRETED
 from moekit_triton.calls import low_rank_entries, low_rank_sizes
-from moekit_triton.kernels.tiles import DotTile, SortedTile
+from moekit_triton.kernels.tiles import DotTile
 from moekit_triton.pins import PLAN_VARIABLE, pinned_plan
-from moekit_triton.plans import Copied, DotProducts
+from moekit_triton.plans import DotProducts
 from triton_checks import use_plan
 
 import moekit
@@ -80,7 +80,9 @@ def test_memory_serves_fewer_rows() -> None:
 def test_plans_without_deltas_cannot_be_pinned(monkeypatch) -> None:
     problem = MoEProblem(num_experts=8, top_k=2, hidden_size=2048, intermediate_size=768,
                          device=DeviceSpec("cuda", (9, 0)))  # fmt: skip
-    monkeypatch.setenv(PLAN_VARIABLE, Copied(SortedTile(), SortedTile()).describe())
+    problem = problem.replace(adapters=AdapterSlots(1, 8))
+    monkeypatch.setenv(PLAN_VARIABLE, "dot_products: 2 rows w4 | 4 rows w8")
     assert pinned_plan(problem, batched=False) is not None
+    monkeypatch.setenv(PLAN_VARIABLE, "copied: 128x128x64 w8 s4 halves | 128x256x64 w8 s4")
     with pytest.raises(InvalidInput, match="adapters.* take plans of kind dot_products, direct or"):
-        pinned_plan(problem.replace(adapters=AdapterSlots(1, 8)), batched=False)
+        pinned_plan(problem, batched=False)
