@@ -28,7 +28,7 @@ from moekit_kernels.numerics import (
 from triton.language.extra import cuda
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .low_rank import LowRank, add_low_rank
+from .low_rank import LowRank, add_low_rank, prefetch_b
 from .operands import Epilogue, Rows
 from .order import tile_at
 from .packed import packed_products
@@ -431,6 +431,11 @@ def _compute(
     W_ROWS = 2 * N if GATED else N
 
     TWO: tl.constexpr = GATED or WIDE
+    if PDL and FINISH.rank > 0:
+        prefetch_b(pointers.low_b, slot_M, expert, row0, W_ROWS, low_strides, BLOCK_N, FINISH.rank)
+        if TWO:
+            prefetch_b(pointers.low_b, slot_M, expert, row0 + up_rows, W_ROWS, low_strides, BLOCK_N,
+                       FINISH.rank)  # fmt: skip
     if SCHEME.packed:
         acc, up = packed_products(
             a_rows, row_ok, w, pointers.w_scale, pointers.w_offset, expert, row0, N, W_ROWS, K,
@@ -455,8 +460,8 @@ def _compute(
         if PDL:
             cuda.gdc_wait()
         value, up_value = add_low_rank(
-            value, up_value, pointers.low, pointers.low_b, slot_M, assignment_M, expert, row0,
-            tl.cast(up_rows, tl.int32), W_ROWS, low_strides, FINISH.rank, FINISH.low_columns,
+            value, up_value, pointers.low, pointers.low_b, slot_M, row_ok, assignment_M, expert,
+            row0, tl.cast(up_rows, tl.int32), W_ROWS, low_strides, FINISH.rank, FINISH.low_columns,
             FINISH.low_addends, TWO,
         )  # fmt: skip
     if GATED:

@@ -135,18 +135,39 @@ def _shrink(
 
 
 @triton.jit
+def prefetch_b(b, slot_M, expert, row0, rows, strides, N: tl.constexpr, RANK: tl.constexpr):
+    """Bring B's N rows from row0 on to L2, of one slot of the tile; B has ``rows`` rows."""
+    slot = tl.max(slot_M)
+    if slot >= 0:
+        LINES: tl.constexpr = N * triton.cdiv(RANK, 64)  # of up to 128 bytes
+        line = tl.arange(0, LINES)
+        row, r = tl.minimum(row0 + line % N, rows - 1), line // N * 64
+        b += slot.to(tl.int64) * strides[2] + expert.to(tl.int64) * strides[3]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l",
+            [b + row.to(tl.int64) * strides[4] + r * strides[5]], tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
 def add_low_rank(
-    value, up, low, b, slot_M, assignment_M, expert, row0, up_rows, rows, strides,
+    value, up, low, b, slot_M, row_ok, assignment_M, expert, row0, up_rows, rows, strides,
     RANK: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
     """Return value (M, N) plus low @ B.T for rows with a slot; other rows keep their bits. With
     TWO, also for up, whose rows of B begin up_rows later.
 
-    row0: the first row of B, of ``rows`` that may be read. The rest as `LowRank` says.
+    row0: the tile's first row of B, which has ``rows`` rows. The other arguments are in `LowRank`.
     """
     M: tl.constexpr = value.shape[0]
     N: tl.constexpr = value.shape[1]
-    if M * N * (2 if TWO else 1) >= 128 * 128:  # registers do not hold the deltas of all columns
+    slot = tl.max(slot_M)
+    if (slot >= 0) & (tl.min(tl.where(row_ok, slot_M, _NO_SLOT)) == slot):
+        value, up = _products(
+            value, up, low + assignment_M[:, None].to(tl.int64) * strides[1], b, slot_M >= 0, slot,
+            expert, row0, up_rows, rows, strides, RANK, COLUMNS, PARTS, TWO,
+        )  # fmt: skip
+    elif M * N * (2 if TWO else 1) >= 128 * 128:  # registers do not hold the deltas of all columns
         left, right = value.reshape(M, 2, N // 2).permute(0, 2, 1).split()
         left_up, right_up = up.reshape(M, 2, N // 2).permute(0, 2, 1).split()
         left, left_up = _add(left, left_up, low, b, slot_M, assignment_M, expert, row0, up_rows,
@@ -167,34 +188,47 @@ def _add(
     value, up, low, b, slot_M, assignment_M, expert, row0, up_rows, rows, strides,
     RANK: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
-    row_N = row0 + tl.arange(0, value.shape[1])
-    R: tl.constexpr = 16 if RANK <= 16 else (32 if RANK <= 32 else 64)
-    b += expert.to(tl.int64) * strides[3] + row_N[None, :].to(tl.int64) * strides[4]
+    """Add the products of each slot to its rows alone: another slot's B may hold NaN."""
     low += assignment_M[:, None].to(tl.int64) * strides[1]
+    zeros = tl.zeros(value.shape, tl.float32)
     first_slot = tl.min(tl.where(slot_M < 0, _NO_SLOT, slot_M))
     for slot in tl.range(first_slot, tl.max(slot_M) + 1, num_stages=2):
         mine_M = slot_M == slot
         end = tl.where(tl.max(mine_M.to(tl.int32)) > 0, rows, 0)  # no row: nothing is read
-        b_slot = b + tl.cast(slot, tl.int64) * strides[2]
-        delta = tl.zeros(value.shape, tl.float32)
-        up_delta = tl.zeros(value.shape, tl.float32)
-        for first in tl.static_range(0, RANK, R):
-            r = first + tl.arange(0, R)
-            low_ok, r_ok = mine_M[:, None] & (r < RANK)[None, :], (r < RANK)[:, None]
-            b_ptrs = b_slot + r[:, None].to(tl.int64) * strides[5]
-            b_RN = tl.load(b_ptrs, mask=r_ok & (row_N < end)[None, :], other=0.0)
-            low_MR = _between(low + r[None, :], low_ok, strides[0], b.dtype.element_ty, PARTS)
-            delta = dot(low_MR, b_RN, delta, "ieee")
-            if TWO:
-                b_ptrs += up_rows.to(tl.int64) * strides[4]
-                b_RN = tl.load(b_ptrs, mask=r_ok & (row_N + up_rows < end)[None, :], other=0.0)
-                if COLUMNS > RANK:  # up has an A of its own
-                    low_MR = _between(low + RANK + r[None, :], low_ok, strides[0],
-                                      b.dtype.element_ty, PARTS)  # fmt: skip
-                up_delta = dot(low_MR, b_RN, up_delta, "ieee")
+        delta, up_delta = _products(
+            zeros, zeros, low, b, mine_M, slot, expert, row0, up_rows, end, strides, RANK, COLUMNS,
+            PARTS, TWO,
+        )  # fmt: skip
         value = tl.where(mine_M[:, None], value + delta, value)
         if TWO:
             up = tl.where(mine_M[:, None], up + up_delta, up)
+    return value, up
+
+
+@triton.jit
+def _products(
+    value, up, low, b, mine_M, slot, expert, row0, up_rows, rows, strides,
+    RANK: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, TWO: tl.constexpr,
+):  # fmt: skip
+    """Return value + low @ B.T, and up's if TWO, with one slot's B; low: pointers to rows."""
+    R: tl.constexpr = 16 if RANK <= 16 else (32 if RANK <= 32 else 64)
+    row_N = row0 + tl.arange(0, value.shape[1])
+    b += tl.cast(slot, tl.int64) * strides[2] + expert.to(tl.int64) * strides[3]
+    b += row_N[None, :].to(tl.int64) * strides[4]
+    for first in tl.static_range(0, RANK, R):
+        r = first + tl.arange(0, R)
+        low_ok, r_ok = mine_M[:, None] & (r < RANK)[None, :], (r < RANK)[:, None]
+        b_ptrs = b + r[:, None].to(tl.int64) * strides[5]
+        b_RN = tl.load(b_ptrs, mask=r_ok & (row_N < rows)[None, :], other=0.0)
+        low_MR = _between(low + r[None, :], low_ok, strides[0], b.dtype.element_ty, PARTS)
+        value = dot(low_MR, b_RN, value, "ieee")
+        if TWO:
+            b_ptrs += up_rows.to(tl.int64) * strides[4]
+            b_RN = tl.load(b_ptrs, mask=r_ok & (row_N + up_rows < rows)[None, :], other=0.0)
+            if COLUMNS > RANK:  # up has an A of its own
+                low_MR = _between(low + RANK + r[None, :], low_ok, strides[0], b.dtype.element_ty,
+                                  PARTS)  # fmt: skip
+            up = dot(low_MR, b_RN, up, "ieee")
     return value, up
 
 

@@ -309,7 +309,7 @@ def _rows(
     if FORM.rank > 0:
         slot_M = tl.load(pointers.slots + assignment_M // FORM.top_k, mask=ok_M, other=-1)
         acc, up = add_low_rank(
-            acc, up, pointers.low, pointers.low_b, slot_M, assignment_M, expert, col0,
+            acc, up, pointers.low, pointers.low_b, slot_M, ok_M, assignment_M, expert, col0,
             tl.cast(N, tl.int32), 2 * N if TWO else N, low_strides, FORM.rank,
             FORM.low_columns, FORM.low_addends, TWO,
         )  # fmt: skip
