@@ -59,6 +59,8 @@ def generate(asked: dict[str, Any]) -> dict[str, Any]:
     prompts = asked.get("prompts", PROMPTS)
     llm = LLM(asked["model"], **(_DEFAULTS | asked["engine"]))
     found: dict[str, Any] = {"first": complete(llm, prompts)}
+    if adapters := asked.get("adapters"):
+        found["adapted"] = complete(llm, prompts, adapters)
     if path := asked.get("load"):
         llm.collective_rpc(load_experts, args=(path,))
         found["loaded"] = complete(llm, prompts)
@@ -80,15 +82,20 @@ def load_experts(worker: Any, folder: str) -> None:
     worker.model_runner.model.load_weights((n, t) for n, t in tensors if ".experts." in n)
 
 
-def complete(llm: Any, prompts: list[list[int]]) -> list[dict[str, Any]]:
-    """Return the greedy completion of every prompt."""
+def complete(
+    llm: Any, prompts: list[list[int]], adapters: list[str] | None = None
+) -> list[dict[str, Any]]:
+    """Return the greedy completion of every prompt. adapters: folders, "" for none."""
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
     sampling = SamplingParams(
         temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=1, detokenize=False
     )
     asked: Any = [{"prompt_token_ids": ids} for ids in prompts]
-    outputs = [r.outputs[0] for r in llm.generate(asked, sampling, use_tqdm=False)]
+    used = [LoRARequest(path, 1, path) if path else None for path in adapters or ()] or None
+    results = llm.generate(asked, sampling, use_tqdm=False, lora_request=used)
+    outputs = [r.outputs[0] for r in results]
     return [
         {
             "tokens": list(o.token_ids),

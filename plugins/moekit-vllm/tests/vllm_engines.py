@@ -49,6 +49,7 @@ class Engines:
             more: "engine" has arguments of vLLM's LLM, and "prompts" other prompts. "load" names a
                 checkpoint whose experts are then written into the model while it serves
                 ("loaded"), and "reload" one for vLLM's ``reload_weights`` ("reloaded").
+                "adapters" names the folder of each prompt's adapter, "" for none ("adapted").
 
         Returns:
             For each of these, the tokens and log probabilities of every prompt; also moekit's

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import moekit
 from moekit import ModularKernel, MoEProblem, PackedWeights, Routing
 from moekit.plugin import exchange, reason_of, summary
 from moekit_vllm import versions, weights
+from moekit_vllm.lora import ServedAdapters
 from moekit_vllm.packed import copy, form, forms
 from moekit_vllm.problem import exchanges_tokens, problem_of, too_slow
 from moekit_vllm.settings import Mode, say_once
@@ -36,6 +37,7 @@ class LayerExperts:
         packed: The weights. Those that belong to one expert are parameters of the layer, so that
             vLLM moves experts between ranks (EPLB) and restores weights as it does for its own.
         parameters: The packed weights by the names under which the layer holds them.
+        lora: The adapters, or None in an engine without LoRA.
         to_physical: (P,) int64, the place of each of vLLM's physical experts in moekit's order,
             or None if both have the same order.
     """
@@ -44,6 +46,7 @@ class LayerExperts:
     packed: PackedWeights
     to_physical: Tensor | None
     parameters: Mapping[str, nn.Parameter]
+    lora: ServedAdapters | None = None
 
     @classmethod
     def of(cls, layer: Any, method: Any, before: LayerExperts | None) -> LayerExperts:
@@ -66,7 +69,8 @@ class LayerExperts:
                 if reasons := _against(kernel, packed, before):
                     raise refusal(*reasons)
             del loaded
-            made = before or cls(kernel, packed, order, _held(layer, packed))
+            served = None if problem.adapters is None else ServedAdapters(problem)
+            made = before or cls(kernel, packed, order, _held(layer, packed), served)
             copy(packed, into=made.packed)
             if order is not None and made.to_physical is not None:
                 made.to_physical.copy_(order)  # vLLM's sleep mode may have discarded it
@@ -86,14 +90,18 @@ class LayerExperts:
             topk_weights: (T, K).
             topk_ids: (T, K) vLLM's physical experts, of all ranks.
         """
+        packed, slots = self.packed, None
+        if self.lora is not None:
+            packed, slots = replace(packed, adapters=self.lora.stack), self.lora.ids(len(x))
         if len(x) > _warmed.get(self.kernel, 0):
-            _warm_up(self.kernel, self.packed, len(x))
+            _warm_up(self.kernel, packed, len(x))
         ids = topk_ids
         if self.to_physical is not None:
             ids = torch.where(ids < 0, -1, self.to_physical[ids.clamp(min=0)])
         ranks = self.kernel.problem.parallel.ep_size
         most = versions.most_tokens(ranks) if self.dispatches else None
-        return self.kernel(x, self.packed, Routing(topk_weights.float(), ids, max_tokens=most))
+        routing = Routing(topk_weights.float(), ids, max_tokens=most, adapter_ids=slots)
+        return self.kernel(x, packed, routing)
 
 
 def _warm_up(kernel: ModularKernel, packed: PackedWeights, num_tokens: int) -> None:

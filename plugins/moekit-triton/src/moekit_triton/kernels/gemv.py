@@ -142,7 +142,7 @@ def _low_rank(low: LowRank | None) -> tuple[Any, ...]:
     return *low[:3], low.low_PAU.stride(0), *low.b_SLNr.stride()[:2]
 
 
-def _low_rank_form(low: LowRank | None) -> dict[str, int]:
+def _low_rank_form(low: LowRank | None) -> dict[str, Any]:
     rank, columns, addends = low.form[:3] if low else (0, 0, 0)
     return {"RANK": rank, "RANKS": next_power_of_2(rank), "LOW_COLUMNS": columns,
             "ADDENDS": addends}  # fmt: skip
