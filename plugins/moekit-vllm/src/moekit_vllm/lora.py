@@ -25,6 +25,7 @@ def room(config: Any) -> AdapterSlots | None:
     """Return the room for adapters that a layer with this config needs, None for none."""
     if not config.is_lora_enabled:
         return None
+    versions.lora_classes()  # an ImportError here leaves the layer to vLLM
     lora = versions.lora_config()
     return AdapterSlots(lora.max_loras, lora.max_lora_rank, separate=config.is_act_and_mul)
 
@@ -67,7 +68,7 @@ class ServedAdapters:
 
     def take(self, context: Any) -> None:
         """Hold the memory of a context's tensors; vLLM multiplies B by the scaling itself."""
-        # vLLM writes the slots here for each pass; rows that pad a batch have those of former ones.
+        # vLLM writes the slots here for each pass; rows that pad a batch keep former slots.
         self._slots: Tensor = context.punica_wrapper._token_lora_indices.fill_(-1)
         w13_a, w13_b = context.w13_lora_a_stacked, context.w13_lora_b_stacked
         (w2_a,), (w2_b,) = context.w2_lora_a_stacked, context.w2_lora_b_stacked

@@ -225,7 +225,7 @@ def _products(
         if TWO:
             b_ptrs += up_rows.to(tl.int64) * strides[4]
             b_RN = tl.load(b_ptrs, mask=r_ok & (row_N + up_rows < rows)[None, :], other=0.0)
-            if COLUMNS > RANK:  # up has an A of its own
+            if COLUMNS > RANK:  # up has another A
                 low_MR = _between(low + RANK + r[None, :], low_ok, strides[0], b.dtype.element_ty,
                                   PARTS)  # fmt: skip
             up = dot(low_MR, b_RN, up, "ieee")
