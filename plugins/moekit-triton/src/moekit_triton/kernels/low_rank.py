@@ -192,7 +192,9 @@ def _add(
     low += assignment_M[:, None].to(tl.int64) * strides[1]
     zeros = tl.zeros(value.shape, tl.float32)
     first_slot = tl.min(tl.where(slot_M < 0, _NO_SLOT, slot_M))
-    for slot in tl.range(first_slot, tl.max(slot_M) + 1, num_stages=2):
+    # More would not fit in shared memory with the largest tiles.
+    STAGES: tl.constexpr = 2 if RANK <= 32 and COLUMNS == RANK else 1
+    for slot in tl.range(first_slot, tl.max(slot_M) + 1, num_stages=STAGES):
         mine_M = slot_M == slot
         end = tl.where(tl.max(mine_M.to(tl.int32)) > 0, rows, 0)  # no row: nothing is read
         delta, up_delta = _products(
