@@ -115,8 +115,6 @@ class CompositeExpertsSpec(CompositeSpec, ExpertsSpec):
         return self.bridged_to(format)
 
     def unsupported(self, problem: MoEProblem) -> list[str]:
-        if problem.adapters is not None:
-            return ["does not take adapters (LoRA): name one of its members"]
         return super().unsupported(problem) or self.unsupported_behind(self.format)
 
     def unsupported_behind(self, format: ActivationFormat) -> list[str]:

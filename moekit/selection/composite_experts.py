@@ -19,6 +19,7 @@ from moekit.contract import (
     PermuteExpertsUnpermute,
     Unreduced,
 )
+from moekit.contract.adapters import AdapterExperts
 from moekit.contract.specs import ExpertsSpec
 from moekit.contract.sums import weight_and_reduce
 from moekit.discovery.answers import packed_by
@@ -47,7 +48,7 @@ class CompositeWeights(PackedWeights):
         return self.nbytes - max(member.nbytes for member in self.members)
 
 
-class CompositeExperts(PermuteExpertsUnpermute):
+class CompositeExperts(AdapterExperts):
     """STANDARD or BATCHED, as the spec says; members of the other format are bridged."""
 
     spec: CompositeExpertsSpec
@@ -55,7 +56,8 @@ class CompositeExperts(PermuteExpertsUnpermute):
     def __init__(self, spec: ExpertsSpec, problem: MoEProblem) -> None:
         assert isinstance(spec, CompositeExpertsSpec)
         super().__init__(spec, problem)
-        self.members = [bridge(m.load(), m, problem, spec.format) for m in spec.members]
+        made = (replace(m, target=m.target_for(problem) or m.target) for m in spec.members)
+        self.members = [bridge(m.load(), m, problem, spec.format) for m in made]
         self._most, self._serving = spec.bounds
         for member in self.members:
             if member.weight_and_reduce is not weight_and_reduce:  # the same bits, faster
@@ -141,6 +143,8 @@ class CompositeExperts(PermuteExpertsUnpermute):
         assert isinstance(weights, CompositeWeights)
         index = self._index(tokens.x.shape[-2])
         member, own = self.members[index], weights.members[index]
+        if weights.adapters is not None:
+            own = replace(own, adapters=weights.adapters)
         quantizes = self.problem.quant.activation is not None and tokens.x_scale is None
         if quantizes and not member.spec.takes_unquantized:
             tokens = quantize_dispatched(member, tokens, own)

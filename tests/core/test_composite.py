@@ -13,18 +13,21 @@ import pytest
 import torch
 
 import moekit
+from moekit.backends.reference import oracle
 from moekit.backends.torch_experts import TorchExperts
 from moekit.contract import PackedWeights
 from moekit.contract.specs import ExpertsSpec
 from moekit.discovery.registry import Registry, registry
 from moekit.errors import BackendBroken, UnknownBackend, Unsupported
 from moekit.plugin import weight_and_reduce
-from moekit.problem import ActivationFormat
+from moekit.problem import ActivationFormat, AdapterSlots
 from moekit.runtime.workspace import Workspace
 from moekit.selection.composite import composite
 from moekit.selection.composite_experts import CompositeExperts
+from moekit.testing.adapters import random_adapters
 from moekit.testing.calls import QUANTIZED_WIRE, check_call, kit_registry
 from moekit.testing.cases import make_case, random_weights
+from moekit.testing.compare import complain
 from moekit.testing.experts import ExpertsCalls
 
 PROBLEM = moekit.MoEProblem(
@@ -205,6 +208,25 @@ def test_every_size_is_served_by_its_member() -> None:
     assert names == ["torch", "torch", "turned", "turned", "torch", "torch"]
     assert len(kernel.experts.members) == 2
     assert str(kernel.explanation.chosen) == "local + torch:4|turned:9|torch"
+
+
+@interpreted
+def test_members_take_adapters() -> None:
+    """Each call goes to its member with the adapters; if a member has none, the reason says so."""
+    p = PROBLEM.replace(adapters=AdapterSlots(2, 4))
+    kernel = moekit.compose(p, "local", "torch:4|triton")
+    adapters = random_adapters(p)
+    for tokens in (3, 9):
+        case = make_case(p, tokens)
+        ids = torch.arange(tokens, dtype=torch.int32) % 3 - 1
+        routing = replace(case.routing, adapter_ids=ids)
+        packed = replace(kernel.pack(case.weights), adapters=adapters)
+        out = kernel(case.x, packed, routing)
+        assert not complain(out, oracle(case.x, case.weights, routing, p, adapters), p)
+    spec = composite("torch:4|triton", registry().expert)
+    without = replace(spec.members[1], adapters=None)
+    made = replace(spec, members=(spec.members[0], without))
+    assert made.unsupported(p) == ["does not take adapters (LoRA) (triton)"]
 
 
 def test_sizes_are_tokens_of_one_rank() -> None:

@@ -341,7 +341,7 @@ def test_what_takes_no_adapters_says_so() -> None:
     with pytest.raises(InvalidProblem, match="at most 256"):
         AdapterSlots(1, 257)
     known = registry().copy()
-    known.register(replace(registry().expert("torch"), name="other"))
+    known.register(replace(registry().expert("torch"), name="other", adapters=None))
     for experts in ("ktransformers", "torch:4|other"):
         with pytest.raises(Unsupported, match="does not take adapters"):
             moekit.compose(problem(), experts=experts, backends=known)

@@ -60,6 +60,20 @@ def test_weights_change_while_serving(saved, engines, tmp_path) -> None:
             assert_same(fresh, ours["first"])
 
 
+@pytest.mark.parametrize("eager", [True, False])
+def test_adapters(saved, engines, tmp_path, eager) -> None:
+    """Two prompts of a batch have an adapter (LoRA) of the experts, as if it were merged."""
+    adapter, merged = models.adapter_of(saved("qwen3_moe"), tmp_path)
+    engine = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "enforce_eager": eager}
+    paths = [str(adapter), "", str(adapter)]
+    ours = engines(saved("qwen3_moe"), "require", engine=engine, adapters=paths)
+    plain, wanted = engines(saved("qwen3_moe"), "off")["first"], engines(merged, "off")["first"]
+    assert_same(plain, ours["first"])
+    assert_same([wanted[0], plain[1], wanted[2]], ours["adapted"])
+    (line,) = ours["log"]
+    assert "2 adapters of rank 8" in line and "local + torch" in line
+
+
 def test_vllm_keeps_its_faster_kernel(saved, engines) -> None:
     found = engines(saved("qwen3_moe"), "on")
     assert found["first"] == engines(saved("qwen3_moe"), "off")["first"]

@@ -128,7 +128,12 @@ def test_vllm_keeps_all_layers(monkeypatch, caplog, change, said, mode) -> None:
 
 
 LEFT = {
-    "LoRA": (dict(is_lora_enabled=True), {}, "moekit has no LoRA"),
+    "LoRA of ranks": (dict(is_lora_enabled=True, dp_size=2), {}, "do not exchange"),
+    "LoRA of gpt-oss": (
+        dict(is_lora_enabled=True, activation="swigluoai"),
+        {},
+        "alternating rows of gate and up",
+    ),
     "dispatcher": (
         dict(dp_size=2, use_ep=True, all2all_backend="deepep_low_latency"),
         {},

@@ -62,6 +62,8 @@ def generate(asked: dict[str, Any]) -> dict[str, Any]:
     if asked.get("routed"):
         llm.collective_rpc(capture_experts, args=(found.setdefault("routed", []),))
     found["first"] = complete(llm, prompts)
+    if adapters := asked.get("adapters"):
+        found["adapted"] = complete(llm, prompts, adapters)
     if path := asked.get("load"):
         llm.collective_rpc(load_experts, args=(path,))
         found["loaded"] = complete(llm, prompts)
@@ -99,15 +101,20 @@ def capture_experts(worker: Any, steps: list[Any]) -> None:
     model.register_forward_hook(after, with_kwargs=True)
 
 
-def complete(llm: Any, prompts: list[list[int]]) -> list[dict[str, Any]]:
-    """Return the greedy completion of every prompt."""
+def complete(
+    llm: Any, prompts: list[list[int]], adapters: list[str] | None = None
+) -> list[dict[str, Any]]:
+    """Return the greedy completion of every prompt. adapters: folders, "" for none."""
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
     sampling = SamplingParams(
         temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=1, detokenize=False
     )
     asked: Any = [{"prompt_token_ids": ids} for ids in prompts]
-    outputs = [r.outputs[0] for r in llm.generate(asked, sampling, use_tqdm=False)]
+    used = [LoRARequest(path, 1, path) if path else None for path in adapters or ()] or None
+    results = llm.generate(asked, sampling, use_tqdm=False, lora_request=used)
+    outputs = [r.outputs[0] for r in results]
     return [
         {
             "tokens": list(o.token_ids),

@@ -50,6 +50,7 @@ class Engines:
                 checkpoint whose experts are then written into the model while it serves
                 ("loaded"), and "reload" one for vLLM's ``reload_weights`` ("reloaded"). With
                 "routed", the answer has the experts of each forward pass, (T, layers, K).
+                "adapters" names the folder of each prompt's adapter, "" for none ("adapted").
 
         Returns:
             For each of these, the tokens and log probabilities of every prompt; also moekit's

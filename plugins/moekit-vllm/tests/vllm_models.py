@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,28 @@ def save(name: str, folder: Path, seed: int = 0) -> Path:
             buffer.normal_(0.0, 0.05, generator=draw)
     model.save_pretrained(folder)
     return folder
+
+
+def adapter_of(model: str, folder: Path) -> tuple[Path, Path]:
+    """Save a random adapter of all experts in PEFT's format, and the model with it merged."""
+    tensors, draw = load_file(f"{model}/model.safetensors"), torch.Generator().manual_seed(1)
+    rank, alpha, adapter, merged = 4, 8, folder / "adapter", folder / "merged"
+    factors: dict[str, torch.Tensor] = {}
+    for name in [name for name in tensors if ".experts." in name]:
+        rows, columns = tensors[name].shape
+        a, b = (torch.randn(n, generator=draw) / 10 for n in ((rank, columns), (rows, rank)))
+        stem = f"base_model.model.{name.removesuffix('.weight')}"
+        factors[f"{stem}.lora_A.weight"], factors[f"{stem}.lora_B.weight"] = a, b
+        tensors[name] = tensors[name] + alpha / rank * b @ a
+    for made, held in ((adapter, factors), (merged, tensors)):
+        made.mkdir()
+        file = "adapter_model" if made is adapter else "model"
+        save_file(held, made / f"{file}.safetensors", metadata={"format": "pt"})
+    modules = ["gate_proj", "up_proj", "down_proj"]
+    config = dict(peft_type="LORA", r=rank, lora_alpha=alpha, target_modules=modules, bias="none")
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    (merged / "config.json").write_text(Path(model, "config.json").read_text())
+    return adapter, merged
 
 
 def with_experts_of(model: str, other: str, folder: Path) -> Path:

@@ -47,6 +47,9 @@ class RoutedExperts(nn.Module):
         for name, value in weights.items():
             setattr(self, name, nn.Parameter(value, requires_grad=False))
 
+    def _replace_quant_method(self, method):
+        self.quant_method = method
+
 
 class NoopOffloader:
     pass
@@ -57,7 +60,18 @@ graphs = Enum("CUDAGraphMode", ["NONE", "PIECEWISE"])
 engine = SimpleNamespace(
     compilation_config=SimpleNamespace(cudagraph_mode=graphs.NONE),
     load_config=SimpleNamespace(load_format="auto"),
+    lora_config=SimpleNamespace(
+        max_loras=2, max_lora_rank=4, fully_sharded_loras=False, lora_dtype=torch.float32
+    ),
 )
+
+
+class LoRAExpertsMixin:
+    """Experts that take adapters."""
+
+
+class FusedMoEKernelModularImpl:
+    """A kernel of vLLM."""
 
 
 class ModelRoutedExperts(RoutedExperts):
@@ -127,6 +141,8 @@ def modules() -> dict[str, ModuleType]:
         f"{fused}.routed_experts": {"RoutedExperts": RoutedExperts},
         f"{fused}.fused_moe_method_base": {"FusedMoEMethodBase": FusedMoEMethodBase},
         f"{fused}.router.cpu_router": {},
+        f"{fused}.experts.lora_experts_mixin": {"LoRAExpertsMixin": LoRAExpertsMixin},
+        f"{fused}.modular_kernel": {"FusedMoEKernelModularImpl": FusedMoEKernelModularImpl},
         f"{fused}.config": {"FUSED_MOE_UNQUANTIZED_CONFIG": object()},
     }
     made: dict[str, ModuleType] = {}

@@ -5,6 +5,7 @@ Shape suffixes: see `plans`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -119,29 +120,41 @@ class CallAdapters(NamedTuple):
         self, name: str, x: Tensor, x_scale: Tensor | None, ids_RK: Tensor, rows: Rows, block_m: int
     ) -> LowRank | None:
         """Return the deltas that GEMM 1 (w13) or GEMM 2 (w2) adds, or None if it has none."""
-        pair = self.stack.pair(name)
-        if pair is None:
-            return None
-        a, b = pair
-        count, columns = ids_RK.numel(), a.shape[2] * a.shape[3]
-        addends = low_rank_addends(count)
-        low_PAU = self.memory[: addends * count * columns].view(addends, count, columns)
-        low = LowRank(low_PAU, b, self.slots_R, ids_RK.shape[1])
-        shrink(x, x_scale, a, self.stack.scaling, low, rows, block_m)
+        a, low = self.operands(name, ids_RK)
+        if a is not None and low is not None:
+            shrink(x, x_scale, a, self.stack.scaling, low, rows, block_m)
         return low
 
+    def operands(self, name: str, ids_RK: Tensor) -> tuple[Tensor | None, LowRank | None]:
+        """Return A, and the deltas whose ``low`` is still to be written."""
+        pair = self.stack.pair(name)
+        if pair is None:
+            return None, None
+        a, b = pair
+        sizes = low_rank_sizes(ids_RK.numel(), a.shape[2] * a.shape[3])
+        low_PAU = self.memory[: math.prod(sizes)].view(sizes)
+        return a, LowRank(low_PAU, b, self.slots_R, ids_RK.shape[1])
 
-def low_rank_addends(count: int) -> int:
-    """Return the number of addends of `LowRank.low_PAU` for ``count`` assignments."""
-    return next(addends for most, addends in _ADDENDS if count <= most)
+    @property
+    def done_R(self) -> Tensor:
+        """Return a counter for each token, int32, at the end of the scratch."""
+        return self.memory[-len(self.slots_R) :].view(torch.int32)
+
+
+def low_rank_sizes(count: int, columns: int) -> tuple[int, int, int]:
+    """Return the sizes of `LowRank.low_PAU` for so many assignments. Rows are multiples of 16, so
+    that no kernel is compiled for odd strides."""
+    return next(n for most, n in _ADDENDS if count <= most), -(-count // 16) * 16, columns
 
 
 def low_rank_entries(problem: MoEProblem, rows: int) -> int:
-    """Return the entries of `CallAdapters.memory` for calls of at most ``rows`` rows."""
+    """Return the entries of `CallAdapters.memory` for calls of at most ``rows`` rows: low, and
+    `CallAdapters.done_R`."""
     slots, count = problem.adapters, rows * problem.top_k
     assert slots is not None
     columns = slots.rank * (2 if slots.separate and problem.activation.gated else 1)
-    return columns * max(min(count, most) * addends for most, addends in _ADDENDS)
+    low = columns * max((min(count, most) + 15) * addends for most, addends in _ADDENDS)
+    return low + rows
 
 
 class Call(NamedTuple):

@@ -277,7 +277,7 @@ def dots_pay(problem: MoEProblem, rows: int, top_k: int) -> bool:
     weights of a named expert are read.
     """
     bits = operand_bits(problem)[1]
-    if bits == 4 or problem.adapters is not None:
+    if bits == 4:
         return False
     named = min(1.0, top_k / problem.num_physical_experts)
     few = _FEW_ON_H100 if streams_slowly(problem) else _FEW_IN_8_BITS if bits == 8 else 0
@@ -305,7 +305,7 @@ def sorting_pays(problem: MoEProblem, rows: int, top_k: int) -> bool:
     scaled = problem.quant.weight is not None
     if scaled and not specializable(problem) or problem.dtype.itemsize != 2:
         return False
-    if problem.adapters is not None:  # `kernels.gemm` alone adds deltas
+    if problem.adapters is not None:  # their kernels add no deltas
         return False
     if shared_memory(problem) < HOPPER_SHARED:  # four stages of such tiles need it
         return False

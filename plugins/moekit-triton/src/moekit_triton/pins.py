@@ -57,8 +57,8 @@ def _misfits(plan: LaunchPlan, p: MoEProblem, batched: bool) -> Iterator[str]:
         yield "triton_batched takes plans of kind batched, triton takes the other kinds"
     if p.batch_invariant and type(plan) not in (Gathered, Batched):
         yield "batch-invariant problems take plans of kind gathered or batched"
-    if p.adapters is not None and not isinstance(plan, Gathered):
-        yield "adapters (LoRA) take plans of kind gathered or direct"
+    if p.adapters is not None and not isinstance(plan, (DotProducts, Gathered)):
+        yield "adapters (LoRA) take plans of kind dot_products, direct or gathered"
     if isinstance(plan, DotProducts):
         if packed:
             yield "dot products do not read 4-bit weights"

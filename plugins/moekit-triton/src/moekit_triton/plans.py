@@ -94,13 +94,21 @@ class DotProducts(_Plan):
         layer, weights, ids = call.layer, call.weights, call.ids_RK
         count, inner = ids.numel(), layer.problem.local_intermediate_size
         a_AI = call.workspace[GEMM_OUT][: count * inner].view(count, inner)
+        rows, down = Rows.direct(ids, ids.shape[1]), dict[str, Any]()
+        if (adapters := call.adapters) is not None:
+            a, low = adapters.operands("w2", ids)
+            if low is not None:
+                down = dict(low_rank=low, a_SLGrK=a, scaling_S=adapters.stack.scaling,
+                            done_R=adapters.done_R)  # fmt: skip
         gemv_up(
             call.x, weights["w13"], a_AI, ids, layer.activation, self.up, x_scale=call.x_scale,
             w_scale=weights.get("w13_scale"), bias_LN=weights.get("w13_bias"),
+            low_rank=_low_rank(call, "w13", call.x, call.x_scale, rows, 16),
+            done_R=down.get("done_R"),
         )  # fmt: skip
         gemv_down(
             a_AI, weights["w2"], call.y, ids, call.weights_RK, self.down,
-            w_scale=weights.get("w2_scale"), bias_LN=weights.get("w2_bias"),
+            w_scale=weights.get("w2_scale"), bias_LN=weights.get("w2_bias"), **down,
         )  # fmt: skip
 
 

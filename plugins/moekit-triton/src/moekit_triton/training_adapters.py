@@ -29,7 +29,7 @@ from moekit.plugin import (
     Wanted,
 )
 
-from .calls import low_rank_addends, low_rank_entries
+from .calls import low_rank_entries, low_rank_sizes
 from .experts import AdapterTriton
 from .kernels.low_rank import LowRank, shrink
 from .kernels.operands import Rows
@@ -63,8 +63,7 @@ class _Deltas:
             first = [b.mT[:, :, None] for b in b_SLNr.chunk(groups, dim=2)]
             second = a_SLGrK.flatten(2, 3).mT
         top_k = self.ids_RK.shape[1]
-        count = self.ids_RK.numel()
-        sizes = low_rank_addends(count), count, groups * rank
+        sizes = low_rank_sizes(self.ids_RK.numel(), groups * rank)
         low_PAU = x.new_empty(sizes, dtype=torch.float32)
         self.made[name] = low_PAU
         aligned = self._sorted()
@@ -100,13 +99,9 @@ class TrainableAdapterTriton(TrainableTriton, AdapterTriton, TrainableAdapterExp
         return [*TrainableTriton.forward(one, y_RH, tokens, weights), *one._made()]
 
     def backward_input(
-        self,
-        grad_RH: Tensor,
-        tokens: Dispatched,
-        weights: PackedWeights,
-        saved: list[Tensor],
+        self, grad_RH: Tensor, tokens: Dispatched, weights: PackedWeights, saved: list[Tensor],
         wanted: Wanted,
-    ) -> InputGradients:
+    ) -> InputGradients:  # fmt: skip
         one, names = self._pass(tokens, weights, saved[2]), wanted.weights
         base = replace(wanted, weights=frozenset({"w2"} if names else ()))
         given = TrainableTriton.backward_input(one, grad_RH, tokens, weights, saved[:5], base)
@@ -115,14 +110,9 @@ class TrainableAdapterTriton(TrainableTriton, AdapterTriton, TrainableAdapterExp
         return replace(given, kept=(*given.kept, *one._made()) if names else ())
 
     def backward_weight(
-        self,
-        grad_RH: Tensor,
-        tokens: Dispatched,
-        saved: list[Tensor],
-        kept: tuple[Tensor, ...],
-        into: Mapping[str, Tensor],
-        add: bool,
-    ) -> None:
+        self, grad_RH: Tensor, tokens: Dispatched, saved: list[Tensor], kept: tuple[Tensor, ...],
+        into: Mapping[str, Tensor], add: bool,
+    ) -> None:  # fmt: skip
         ids_RK, slots_R, topk_weights = tokens.topk_ids, tokens.adapter_ids, tokens.topk_weights
         slots, L = self.problem.adapters, self.problem.num_local_experts
         assert ids_RK is not None and slots_R is not None and topk_weights is not None and slots

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from moekit import ExpertWeights, ModularKernel, MoEProblem, PackedWeights, Rout
 from moekit.errors import WeightsError
 from moekit.plugin import exchange, reason_of, summary
 from moekit_vllm import versions, weights
+from moekit_vllm.lora import ServedAdapters
 from moekit_vllm.problem import exchanges_tokens, problem_of, too_slow
 from moekit_vllm.settings import Mode, say_once
 from moekit_vllm.weights.parameters import refusal
@@ -36,6 +37,7 @@ class LayerExperts:
         packed: The weights. Those that belong to one expert are parameters of the layer, so that
             vLLM moves experts between ranks (EPLB) and restores weights as it does for its own.
         parameters: The packed weights by the names under which the layer holds them.
+        lora: The adapters, or None in an engine without LoRA.
         to_physical: (P,) int64, the place of each of vLLM's physical experts in moekit's order,
             or None if both have the same order.
     """
@@ -44,6 +46,7 @@ class LayerExperts:
     packed: PackedWeights
     to_physical: Tensor | None
     parameters: Mapping[str, nn.Parameter]
+    lora: ServedAdapters | None = None
 
     @classmethod
     def of(cls, layer: Any, method: Any, before: LayerExperts | None) -> LayerExperts:
@@ -65,7 +68,8 @@ class LayerExperts:
                     _check_graphs(kernel)
                 packed, order = kernel.pack(loaded), _order(layer, problem)
             del loaded
-            made = before or cls(kernel, packed, order, _held(layer, packed))
+            served = None if problem.adapters is None else ServedAdapters(problem)
+            made = before or cls(kernel, packed, order, _held(layer, packed), served)
             if before is not None:
                 with _on_all_ranks(layer):
                     before.kernel.repack_(before.packed, packed, name=layer.layer_name)
@@ -87,17 +91,20 @@ class LayerExperts:
             topk_weights: (T, K).
             topk_ids: (T, K) vLLM's physical experts, of all ranks.
         """
-        most = None
+        packed, slots, most = self.packed, None, None
+        if self.lora is not None:
+            packed, slots = replace(packed, adapters=self.lora.stack), self.lora.ids(len(x))
         if self.dispatches:
             most = versions.most_tokens(self.kernel.problem.parallel.ep_size)
         # Ranks that exchange tokens warm up together: `most` is equal on all of them.
         largest = most or 0 if self.dispatches else len(x)
         if largest > _warmed.get(self.kernel, 0):
-            _warm_up(self.kernel, self.packed, largest)
+            _warm_up(self.kernel, packed, largest)
         ids = topk_ids
         if self.to_physical is not None:
             ids = torch.where(ids < 0, -1, self.to_physical[ids.clamp(min=0)])
-        return self.kernel(x, self.packed, Routing(topk_weights.float(), ids, max_tokens=most))
+        routing = Routing(topk_weights.float(), ids, max_tokens=most, adapter_ids=slots)
+        return self.kernel(x, packed, routing)
 
 
 def _warm_up(kernel: ModularKernel, packed: PackedWeights, num_tokens: int) -> None:

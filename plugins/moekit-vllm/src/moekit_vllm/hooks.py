@@ -62,5 +62,10 @@ def _subclass(stock: Any, mode: Mode) -> Any:
             super().__init__(*args, **kwargs)
             self.quant_method: Any = extended(self.quant_method, mode)
 
+        def _replace_quant_method(self, method: Any) -> None:
+            """Keep moekit's method, which computes adapters (LoRA) itself."""
+            if getattr(self.quant_method, "moekit_experts", None) is None:
+                super()._replace_quant_method(method)
+
     Layer.__name__, Layer.__qualname__ = stock.__name__, stock.__qualname__
     return Layer

@@ -74,6 +74,8 @@ def _extended(stock: Any) -> Any:
                 super().process_weights_after_loading(layer)
                 return
             self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+            if self.moekit_experts.lora is not None:
+                self.moe_kernel = self.moekit_experts.lora.kernel_for(layer)
             if online:
                 setattr(layer, _QUANTIZED, True)
 
@@ -109,7 +111,9 @@ def _extended(stock: Any) -> Any:
         def supports_internal_mk(self) -> bool:
             """Return whether the method moves tokens between ranks, in place of vLLM's runner."""
             experts = self.moekit_experts
-            return bool(super().supports_internal_mk) if experts is None else experts.dispatches
+            if experts is None:
+                return bool(super().supports_internal_mk)
+            return experts.dispatches or experts.lora is not None
 
         @property
         def skip_forward_padding(self) -> bool:

@@ -9,7 +9,7 @@ import torch
 
 from moekit import SCHEMES, Activation, ExpertWeights, Explanation, MoEProblem, ParallelConfig
 from moekit.errors import Unsupported
-from moekit_vllm import versions
+from moekit_vllm import lora, versions
 from moekit_vllm.activations import NUMBERS, vllm_activation
 from moekit_vllm.settings import VARIABLE
 
@@ -48,6 +48,7 @@ def problem_of(layer: Any, quant: str, weights: ExpertWeights) -> MoEProblem:
         batch_invariant=_batch_invariant(),
         parallel=ParallelConfig(ep_size=split.ep_size, ep_rank=split.ep_rank, dp_size=batches),
         max_num_tokens=config.max_num_tokens if moves else None,
+        adapters=lora.room(config),
         device=torch.device(config.device),
     )
 
@@ -81,7 +82,7 @@ def _refusals(layer: Any) -> list[str]:
     hashed = getattr(layer, "hash_indices_table", None) is not None
     on_cpu = torch.device(config.device).type == "cpu"
     against = {
-        "moekit has no LoRA": config.is_lora_enabled,
+        **lora.refusals(layer, batches or moves, interleaved(layer)),
         "vLLM offloads weights to the host, and moekit holds its own on the device": (
             versions.offloads_weights()
         ),

@@ -72,6 +72,17 @@ def captures_graphs() -> bool:
     return mode is not None and mode.name != "NONE"
 
 
+def lora_config() -> Any:
+    """Return the settings for adapters of the engine that is loading its model."""
+    return import_module("vllm.config").get_current_vllm_config_or_none().lora_config
+
+
+def lora_classes() -> tuple[Any, Any]:
+    """Return the classes of experts that take LoRA, and of the kernels that vLLM calls modular."""
+    mixin = import_module(f"{_FUSED_MOE}.experts.lora_experts_mixin").LoRAExpertsMixin
+    return mixin, import_module(f"{_FUSED_MOE}.modular_kernel").FusedMoEKernelModularImpl
+
+
 def routes_on_cpu() -> bool:
     """Return whether vLLM has a router for CPUs; the CPU kernels of 0.26 choose experts."""
     with suppress(ImportError):

@@ -25,9 +25,10 @@ from moekit_kernels.numerics import (
     scale_of,
     weight_before,
 )
+from triton.language.extra import cuda
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .low_rank import LowRank, add_low_rank
+from .low_rank import LowRank, add_low_rank, prefetch_b
 from .operands import Epilogue, Rows
 from .order import tile_at
 from .packed import packed_products
@@ -193,7 +194,8 @@ def grouped_gemm(
         rows.capacity, tile.group_m,
         _Strides(a.stride(0), out.stride(0), *scale_strides,
                  0 if out_scale is None else out_scale.stride(0)),
-        low_rank.strides if low_rank else (), act.alpha, act.limit or 0.0,
+        low_rank.strides if low_rank else (),
+        act.alpha, act.limit or 0.0,
         TOP_K=rows.top_k, ROWS=rows.kind, IN_ORDER=rows.in_order, SCHEME=scheme,
         FINISH=_finish(bias_LN is not None, act.name, act.gated, act.limit is not None,
                        epilogue.quantize, QMAX.get(out.dtype, 0.0),
@@ -387,6 +389,7 @@ def _compute(
     block_n, expert, first_row, used, a, w, pointers, N, K, num_rows, capacity, strides,
     low_strides, alpha, limit, TOP_K: tl.constexpr, ROWS: tl.constexpr, IN_ORDER: tl.constexpr,
     SCHEME: tl.constexpr, FINISH: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_M rows by TILE.n columns of out = epilogue(a @ w.T + bias).
 
@@ -416,6 +419,10 @@ def _compute(
         a_row = (assignment_M // TOP_K).to(tl.int64)
         a_scale_row = a_row * strides.scale_row
 
+    if FINISH.rank > 0:
+        slots = pointers.slots + assignment_M // FINISH.top_k
+        slot_M = tl.load(slots, mask=row_ok, other=-1)
+        slot_M = tl.where(tl.program_id(1) == 0, slot_M, -1)  # of the programs that share K
     row0 = block_n * BLOCK_N * (2 if WIDE else 1)
     up_rows = N if GATED else BLOCK_N
     offs_n = row0 + tl.arange(0, BLOCK_N)
@@ -423,6 +430,12 @@ def _compute(
     a_rows = a + a_row * strides.a
     W_ROWS = 2 * N if GATED else N
 
+    TWO: tl.constexpr = GATED or WIDE
+    if PDL and FINISH.rank > 0:
+        prefetch_b(pointers.low_b, slot_M, expert, row0, W_ROWS, low_strides, BLOCK_N, FINISH.rank)
+        if TWO:
+            prefetch_b(pointers.low_b, slot_M, expert, row0 + up_rows, W_ROWS, low_strides, BLOCK_N,
+                       FINISH.rank)  # fmt: skip
     if SCHEME.packed:
         acc, up = packed_products(
             a_rows, row_ok, w, pointers.w_scale, pointers.w_offset, expert, row0, N, W_ROWS, K,
@@ -430,7 +443,6 @@ def _compute(
             TILE.even_k, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     else:
-        TWO: tl.constexpr = GATED or WIDE
         acc, up = _products(a_rows, row_ok, w, pointers, strides, a_scale_row, expert, row0,
                             up_rows, W_ROWS, K, n_ok, SCHEME, TILE, TWO, BLOCK_M)  # fmt: skip
 
@@ -439,13 +451,20 @@ def _compute(
         scale_M *= tl.load(pointers.a_scale)
     elif SCHEME.a_scale == "row":
         scale_M = tl.load(pointers.a_scale + a_scale_row, mask=row_ok, other=0.0)
-    assignment = out_row if ROWS == "batched" else assignment_M
-    UP_COLUMN: tl.constexpr = FINISH.low_columns - FINISH.rank  # the first column of up's A
-    value = _values(acc, scale_M, pointers, low_strides, expert, assignment, row_ok, W_ROWS, row0,
-                    n_ok, 0, SCHEME, FINISH, BLOCK_N)  # fmt: skip
+    value = _values(acc, scale_M, pointers, expert, W_ROWS, row0, n_ok, SCHEME, FINISH, BLOCK_N)
+    up_value = value
+    if TWO:
+        up_value = _values(up, scale_M, pointers, expert, W_ROWS, up_rows + row0, n_ok, SCHEME,
+                           FINISH, BLOCK_N)  # fmt: skip
+    if FINISH.rank > 0:
+        if PDL:
+            cuda.gdc_wait()
+        value, up_value = add_low_rank(
+            value, up_value, pointers.low, pointers.low_b, slot_M, row_ok, assignment_M, expert,
+            row0, tl.cast(up_rows, tl.int32), W_ROWS, low_strides, FINISH.rank, FINISH.low_columns,
+            FINISH.low_addends, TWO,
+        )  # fmt: skip
     if GATED:
-        up_value = _values(up, scale_M, pointers, low_strides, expert, assignment, row_ok, W_ROWS,
-                           N + row0, n_ok, UP_COLUMN, SCHEME, FINISH, BLOCK_N)  # fmt: skip
         value = activate_gated(value, up_value, alpha, limit, ACTIVATION, FINISH.clamp)
     elif ACTIVATION != "none":
         value = activate(value, ACTIVATION)
@@ -473,18 +492,16 @@ def _compute(
     out_ptrs = pointers.out + out_row[:, None] * strides.out + offs_n[None, :]
     tl.store(out_ptrs, result, mask=ok)
     if WIDE:
-        value = _values(up, scale_M, pointers, low_strides, expert, assignment, row_ok, W_ROWS,
-                        row0 + BLOCK_N, n_ok, 0, SCHEME, FINISH, BLOCK_N)  # fmt: skip
+        value = up_value
         if pointers.weights is not None:
             value *= weight_M[:, None]
         tl.store(out_ptrs + BLOCK_N, convert(value, DTYPE), mask=ok)
 
 
 @triton.jit
-def _values(acc, scale_M, pointers, low_strides, expert, assignment_M, row_ok, rows, row0, n_ok,
-            low_column, SCHEME: tl.constexpr, FINISH: tl.constexpr,
-            BLOCK_N: tl.constexpr):  # fmt: skip
-    """Return acc * a_scale * w_scale + bias + delta in fp32; these scales serve all of K."""
+def _values(acc, scale_M, pointers, expert, rows, row0, n_ok,
+            SCHEME: tl.constexpr, FINISH: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """Return acc * a_scale * w_scale + bias in fp32, with the scales that serve all of K."""
     offs_n = expert * rows + row0 + tl.arange(0, BLOCK_N)
     value = acc.to(tl.float32) * scale_M[:, None]
     if SCHEME.w_scale == "tensor":
@@ -494,14 +511,6 @@ def _values(acc, scale_M, pointers, low_strides, expert, assignment_M, row_ok, r
     if FINISH.bias:  # the first of the programs that share K adds it
         bias_N = tl.load(pointers.bias + offs_n, mask=n_ok, other=0.0).to(tl.float32)
         value += tl.where(tl.program_id(1) == 0, bias_N, 0.0)[None, :]
-    if FINISH.rank > 0:
-        slots = pointers.slots + assignment_M // FINISH.top_k
-        slot_M = tl.load(slots, mask=row_ok, other=-1)
-        slot_M = tl.where(tl.program_id(1) == 0, slot_M, -1)
-        value = add_low_rank(
-            value, pointers.low, pointers.low_b, slot_M, assignment_M, expert,
-            row0, rows, low_column, low_strides, FINISH.rank, FINISH.low_addends,
-        )  # fmt: skip
     return value
 
 
@@ -516,9 +525,16 @@ def _gemm(
     SCHEME: tl.constexpr, FINISH: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile; ROWS: `Rows.kind`."""
+    """Compute one tile; ROWS: `Rows.kind`.
+
+    With adapters the previous kernel is `shrink`, which has waited for what the sums read and
+    writes nothing else: this one waits for it after the sums, so that the two overlap.
+    """
     if PDL:
-        wait_then_launch_dependents()
+        if FINISH.rank > 0:
+            cuda.gdc_launch_dependents()
+        else:
+            wait_then_launch_dependents()
     COLUMNS: tl.constexpr = TILE.n * (2 if TILE.wide else 1)
     block_m, block_n = tile_at(tl.program_id(0), row_blocks, tl.cdiv(N, COLUMNS), group_m)
     HALF: tl.constexpr = BLOCK_M // 2
@@ -532,6 +548,8 @@ def _gemm(
     else:
         expert = tl.load(pointers.experts + block_m).to(tl.int64)
         if expert < 0:
+            if PDL and FINISH.rank > 0:
+                cuda.gdc_wait()
             return
         used = 0
         first_row = block_m if ROWS == "direct" else block_m * BLOCK_M
@@ -541,11 +559,11 @@ def _gemm(
         if half:
             _compute(block_n, expert, first_row, used, a, w, pointers, N, K, num_rows, capacity,
                      strides, low_strides, alpha, limit, TOP_K, ROWS, IN_ORDER, SCHEME, FINISH,
-                     TILE, HALF)  # fmt: skip
+                     TILE, HALF, PDL)  # fmt: skip
             return
     _compute(block_n, expert, first_row, used, a, w, pointers, N, K, num_rows, capacity, strides,
              low_strides, alpha, limit, TOP_K, ROWS, IN_ORDER, SCHEME, FINISH, TILE,
-             BLOCK_M)  # fmt: skip
+             BLOCK_M, PDL)  # fmt: skip
 
 
 _launch_gemm = Launcher(_gemm)

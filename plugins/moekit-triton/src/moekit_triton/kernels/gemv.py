@@ -12,6 +12,10 @@ load neighbouring chunks: Triton assigns threads first along the dimension that 
 memory, and only there do its versions agree. Without the hint about contiguous columns a thread
 would take 16 bytes of e4m3 weights, but as many columns of x are 32. Products are summed within a
 thread first, so that the scale of a group of columns costs one multiplication a chunk.
+
+With adapters, `low_rank.shrink` computes A x for `gemv_up` while this computes its sums. The first
+programs of `gemv_down` compute A of its input, and the others wait for them after their sums: a GPU
+starts programs in the order of their ids, so programs that wait never keep others from starting.
 """
 
 from typing import Any
@@ -21,8 +25,13 @@ import triton
 import triton.language as tl
 from moekit_kernels.launch import Launcher, cdiv, next_power_of_2, wait_then_launch_dependents
 from moekit_kernels.numerics import SCALE_GROUP, Activation, activate, activate_gated, convert
+from triton.language.extra import cuda
 
+from .low_rank import LowRank
 from .tiles import DotTile
+
+_A_ROWS = 16
+"""Rows of A of a program of `gemv_down` that computes A of its input."""
 
 
 def gemv_up(
@@ -36,10 +45,13 @@ def gemv_up(
     x_scale: torch.Tensor | None = None,
     w_scale: torch.Tensor | None = None,
     bias_LN: torch.Tensor | None = None,
+    low_rank: LowRank | None = None,
+    done_R: torch.Tensor | None = None,
 ) -> None:
     """Compute out[a] = act(x[a // K] @ w[id of a].T + bias) for the assignments a, in fp32.
 
-    Assignments without expert stay untouched.
+    Assignments without expert stay untouched. low_rank: deltas that are added with the bias; the
+    previous kernel is then its `shrink`. done_R: int32, which gets zeros.
 
     x (R, H), any dtype; w (L, 2I if gated else I, H); out (R * K, I), a float dtype; ids (R, K),
     contiguous; scales as `grouped_gemm` takes them.
@@ -54,10 +66,10 @@ def gemv_up(
     x_kind, x_row_stride, x_group_stride = _x_scale_layout(x_scale)
     _launch_up(
         (count, cdiv(n, tile.rows)),
-        x, w_LNK, out, ids_RK, x_scale, w_scale, bias_LN,
+        x, w_LNK, out, ids_RK, x_scale, w_scale, bias_LN, *_low_rank(low_rank), done_R,
         x.stride(0), out.stride(0), x_row_stride, x_group_stride,
         activation.alpha, 0.0 if activation.limit is None else activation.limit,
-        TOP_K=top_k, ACTIVATION=activation.name, GATED=activation.gated,
+        **_low_rank_form(low_rank), TOP_K=top_k, ACTIVATION=activation.name, GATED=activation.gated,
         CLAMP=activation.limit is not None,
         **_constants(x, w_LNK, n, x_kind, w_scale, bias_LN, tile),
         CHUNKS=32 * tile.num_warps,
@@ -75,6 +87,10 @@ def gemv_down(
     *,
     w_scale: torch.Tensor | None = None,
     bias_LN: torch.Tensor | None = None,
+    low_rank: LowRank | None = None,
+    a_SLGrK: torch.Tensor | None = None,
+    scaling_S: torch.Tensor | None = None,
+    done_R: torch.Tensor | None = None,
 ) -> None:
     """Compute out[r] = sum over k of weights[r, k] * (x[r * K + k] @ w[ids[r, k]].T + bias).
 
@@ -82,6 +98,8 @@ def gemv_down(
     there; rows without other assignments become 0.
 
     x (R * K, I) and out (R, H), float dtypes; w (L, H, I); ids and weights (R, K), contiguous.
+    low_rank: deltas that are added with the bias: its ``low`` is written here by A and the scaling
+    of each slot, and ``done_R`` counts the programs that have written it.
     """
     rows, top_k = ids_RK.shape
     _, n, k = w_LNK.shape
@@ -90,11 +108,15 @@ def gemv_down(
     assert ids_RK.is_contiguous() and weights_RK.is_contiguous()
     if rows == 0:
         return
-    parts = next_power_of_2(top_k)
+    parts, form = next_power_of_2(top_k), _low_rank_form(low_rank)
+    shrinks = top_k * cdiv(form["RANK"], _A_ROWS)
+    a_strides = (0, 0) if a_SLGrK is None else a_SLGrK.stride()[:2]
     _launch_down(
-        (rows, cdiv(n, tile.rows)),
-        x, w_LNK, out, ids_RK, weights_RK, w_scale, bias_LN, x.stride(0), out.stride(0),
-        TOP_K=top_k, PARTS=parts, **_constants(x, w_LNK, n, "none", w_scale, bias_LN, tile),
+        (rows, shrinks + cdiv(n, tile.rows)),
+        x, w_LNK, out, ids_RK, weights_RK, w_scale, bias_LN, *_low_rank(low_rank), done_R,
+        a_SLGrK, scaling_S, *a_strides, x.stride(0), out.stride(0),
+        **form, SHRINKS=shrinks, A_ROWS=_A_ROWS, TOP_K=top_k, PARTS=parts,
+        **_constants(x, w_LNK, n, "none", w_scale, bias_LN, tile),
         CHUNKS=32 * max(1, tile.num_warps // parts),
         num_warps=tile.num_warps,
     )  # fmt: skip
@@ -111,6 +133,19 @@ def _constants(
         "GROUP": SCALE_GROUP, "BIAS": bias is not None, "EVEN_N": n % tile.rows == 0,
         "ROWS": tile.rows, "VALUES": values,
     }  # fmt: skip
+
+
+def _low_rank(low: LowRank | None) -> tuple[Any, ...]:
+    """Return low, B and slots, and the strides of low's addends and of B's slots and experts."""
+    if low is None:
+        return None, None, None, 0, 0, 0
+    return *low[:3], low.low_PAU.stride(0), *low.b_SLNr.stride()[:2]
+
+
+def _low_rank_form(low: LowRank | None) -> dict[str, Any]:
+    rank, columns, addends = low.form[:3] if low else (0, 0, 0)
+    return {"RANK": rank, "RANKS": next_power_of_2(rank), "LOW_COLUMNS": columns,
+            "ADDENDS": addends}  # fmt: skip
 
 
 def _x_scale_layout(scale: torch.Tensor | None) -> tuple[str, int, int]:
@@ -186,9 +221,39 @@ def _dot(
 
 
 @triton.jit
+def _rank_of(slot, RANK: tl.constexpr):
+    return tl.where(slot >= 0, RANK, 0)
+
+
+@triton.jit
+def _b_rows(b_ptr, slot, expert_P, row_PN, slot_stride, expert_stride, ok_PN, RANK: tl.constexpr,
+            RANKS: tl.constexpr):  # fmt: skip
+    """Return B (parts, rows, RANKS) of a slot in fp32; zeros without a slot, and past RANK."""
+    r = tl.arange(0, RANKS)[None, None, :]
+    offset_P = slot.to(tl.int64) * slot_stride + expert_P * expert_stride
+    b_ptrs = b_ptr + offset_P[:, None, None] + row_PN.to(tl.int64)[:, :, None] * RANK + r
+    return tl.load(b_ptrs, mask=ok_PN[:, :, None] & (r < _rank_of(slot, RANK)), other=0.0)
+
+
+@triton.jit
+def _plus_delta(value, b, slot, low_ptrs, ok, addend_stride, RANK: tl.constexpr,
+                RANKS: tl.constexpr, ADDENDS: tl.constexpr):  # fmt: skip
+    """Return value (parts, rows) + low @ B.T with a slot, else its bits; low_ptrs (parts, 1, 1)."""
+    r = tl.arange(0, RANKS)[None, None, :]
+    low_ok = ok & (r < _rank_of(slot, RANK))
+    low = tl.load(low_ptrs + r, mask=low_ok, other=0.0)
+    for addend in tl.static_range(1, ADDENDS):
+        low += tl.load(low_ptrs + addend * addend_stride + r, mask=low_ok, other=0.0)
+    delta = tl.sum(low * b.to(tl.float32), axis=2)
+    return tl.where(slot >= 0, value + delta, value)
+
+
+@triton.jit
 def _up(
-    x_ptr, w_ptr, out_ptr, ids_ptr, x_scale_ptr, w_scale_ptr, bias_ptr,
-    x_stride, out_stride, x_scale_row_stride, x_scale_group_stride, alpha, limit,
+    x_ptr, w_ptr, out_ptr, ids_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, low_ptr, b_ptr, slots_ptr,
+    addend_stride, b_slot_stride, b_expert_stride, done_ptr, x_stride, out_stride,
+    x_scale_row_stride, x_scale_group_stride, alpha, limit,
+    RANK: tl.constexpr, RANKS: tl.constexpr, LOW_COLUMNS: tl.constexpr, ADDENDS: tl.constexpr,
     TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr,
     N: tl.constexpr, W_ROWS: tl.constexpr, K: tl.constexpr,
     X_SCALE: tl.constexpr, W_SCALE: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr,
@@ -198,11 +263,19 @@ def _up(
     # Assignments vary fastest: those that share an expert read its weights at the same time.
     assignment, first = tl.program_id(0), tl.program_id(1) * ROWS
     if PDL:
-        wait_then_launch_dependents()
+        if RANK > 0:  # as in `gemm._gemm`, this kernel waits for `shrink` after its sums
+            cuda.gdc_launch_dependents()
+        else:
+            wait_then_launch_dependents()
+    token = (assignment // TOP_K).to(tl.int64)
+    if done_ptr is not None:
+        if first == 0:
+            tl.store(done_ptr + token, 0)
     expert = tl.load(ids_ptr + assignment).to(tl.int64)
     if expert < 0:
+        if PDL and RANK > 0:
+            cuda.gdc_wait()
         return
-    token = (assignment // TOP_K).to(tl.int64)
     PARTS: tl.constexpr = 2 if GATED else 1
     col_N = first + tl.arange(0, ROWS)
     row_PN = N * tl.arange(0, PARTS)[:, None] + col_N[None, :]
@@ -222,6 +295,10 @@ def _up(
             w_scales += ((N * tl.arange(0, PARTS) + first) // GROUP * GROUPS_K)[:, None, None]
         else:
             w_scales += (tl.minimum(row_PN, W_ROWS - 1) // GROUP * GROUPS_K)[:, :, None]
+    if RANK > 0:
+        slot = tl.load(slots_ptr + token)
+        b = _b_rows(b_ptr, slot, expert + tl.zeros((PARTS,), tl.int64), row_PN, b_slot_stride,
+                    b_expert_stride, ok_PN, RANK, RANKS)  # fmt: skip
     value = _dot(x_row, True, x_scales, x_scale_group_stride, w_rows, ok_PN[:, :, None],
                  w_scales, X_SCALE, W_SCALE, GROUP, K, not EVEN_N, CHUNKS, VALUES,
                  False)  # fmt: skip
@@ -233,6 +310,13 @@ def _up(
         value *= tl.load(w_scale_ptr + expert * W_ROWS + row_PN, mask=ok_PN, other=0.0)
     if BIAS:
         value += tl.load(bias_ptr + expert * W_ROWS + row_PN, mask=ok_PN, other=0.0).to(tl.float32)
+    if RANK > 0:
+        if PDL:
+            cuda.gdc_wait()
+        column_P = (LOW_COLUMNS - RANK) * tl.arange(0, PARTS)  # up's A may be another one
+        low_ptrs = low_ptr + (assignment.to(tl.int64) * LOW_COLUMNS + column_P)[:, None, None]
+        ok = tl.full((1, 1, 1), 1, tl.int1)
+        value = _plus_delta(value, b, slot, low_ptrs, ok, addend_stride, RANK, RANKS, ADDENDS)
     if GATED:
         gate, up = tl.split(tl.trans(value))
         result = activate_gated(gate, up, alpha, limit, ACTIVATION, CLAMP)
@@ -244,8 +328,11 @@ def _up(
 
 @triton.jit
 def _down(
-    x_ptr, w_ptr, out_ptr, ids_ptr, weights_ptr, w_scale_ptr, bias_ptr, x_stride, out_stride,
-    TOP_K: tl.constexpr, PARTS: tl.constexpr,
+    x_ptr, w_ptr, out_ptr, ids_ptr, weights_ptr, w_scale_ptr, bias_ptr, low_ptr, b_ptr, slots_ptr,
+    addend_stride, b_slot_stride, b_expert_stride, done_ptr, a_ptr, scaling_ptr, a_slot_stride,
+    a_expert_stride, x_stride, out_stride,
+    RANK: tl.constexpr, RANKS: tl.constexpr, LOW_COLUMNS: tl.constexpr, ADDENDS: tl.constexpr,
+    SHRINKS: tl.constexpr, A_ROWS: tl.constexpr, TOP_K: tl.constexpr, PARTS: tl.constexpr,
     N: tl.constexpr, W_ROWS: tl.constexpr, K: tl.constexpr,
     X_SCALE: tl.constexpr, W_SCALE: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr,
     EVEN_N: tl.constexpr, ROWS: tl.constexpr, VALUES: tl.constexpr, CHUNKS: tl.constexpr,
@@ -255,7 +342,14 @@ def _down(
 
     ids, router weights and w were written before the previous kernel, which has waited for them;
     only x is loaded after the wait."""
-    token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS
+    token, first = tl.program_id(0).to(tl.int64), (tl.program_id(1) - SHRINKS) * ROWS
+    if RANK > 0:
+        slot = tl.load(slots_ptr + token)
+        if first < 0:
+            _shrink(x_ptr, a_ptr, low_ptr, ids_ptr, scaling_ptr, done_ptr, token, slot,
+                    tl.program_id(1), a_slot_stride, a_expert_stride, x_stride, RANK, A_ROWS, TOP_K,
+                    K, CHUNKS, VALUES, PDL)  # fmt: skip
+            return
     k_P = tl.arange(0, PARTS)
     assignment_P = token * TOP_K + k_P
     expert_P = tl.load(ids_ptr + assignment_P, mask=k_P < TOP_K, other=-1).to(tl.int64)
@@ -277,6 +371,10 @@ def _down(
             w_scales += first // GROUP * GROUPS_K
         else:
             w_scales += (tl.minimum(col_N, N - 1) // GROUP * GROUPS_K)[None, :, None]
+    if RANK > 0:
+        row_PN = tl.zeros((PARTS, 1), tl.int32) + col_N[None, :]
+        b = _b_rows(b_ptr, slot, expert_P, row_PN, b_slot_stride, b_expert_stride, ok_PN, RANK,
+                    RANKS)  # fmt: skip
     value = _dot(x_rows, present_P[:, None, None], x_ptr, 0, w_rows,
                  ok_PN[:, :, None], w_scales,
                  X_SCALE, W_SCALE, GROUP, K, True, CHUNKS, VALUES, PDL)  # fmt: skip
@@ -286,9 +384,41 @@ def _down(
         value *= tl.load(w_scale_ptr + offset_PN, mask=ok_PN, other=0.0)
     if BIAS:
         value += tl.load(bias_ptr + offset_PN, mask=ok_PN, other=0.0).to(tl.float32)
+    if RANK > 0:
+        done = SHRINKS
+        if slot >= 0:
+            done = tl.atomic_add(done_ptr + token, 0, sem="acquire")
+        while done < SHRINKS:
+            done = tl.atomic_add(done_ptr + token, 0, sem="acquire")
+        low_ptrs = low_ptr + (assignment_P * RANK)[:, None, None]
+        value = _plus_delta(value, b, slot, low_ptrs, present_P[:, None, None], addend_stride, RANK,
+                            RANKS, 1)  # fmt: skip
     result = tl.sum(value * weight_P[:, None], axis=0)
     out_ptrs = out_ptr + token * out_stride + col_N
     tl.store(out_ptrs, convert(result, out_ptr.dtype.element_ty), mask=n_ok)
+
+
+@triton.jit
+def _shrink(
+    x_ptr, a_ptr, low_ptr, ids_ptr, scaling_ptr, done_ptr, token, slot, program, slot_stride,
+    expert_stride, x_stride, RANK: tl.constexpr, A_ROWS: tl.constexpr, TOP_K: tl.constexpr,
+    K: tl.constexpr, CHUNKS: tl.constexpr, VALUES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Store scaling x @ A.T for A_ROWS rows of A of one assignment, and count this in done."""
+    assignment, r = token * TOP_K + program % TOP_K, program // TOP_K * A_ROWS
+    r += tl.arange(0, A_ROWS)
+    expert = tl.load(ids_ptr + assignment).to(tl.int64)
+    rank = tl.where(expert >= 0, _rank_of(slot, RANK), 0)
+    ok = r < rank
+    a_rows = a_ptr + slot.to(tl.int64) * slot_stride + expert * expert_stride + r * K
+    x_row = x_ptr + assignment * x_stride + tl.zeros((1, 1, 1), tl.int32)
+    x_ok = tl.zeros((1, 1, 1), tl.int32) < rank
+    low = _dot(x_row, x_ok, x_ptr, 0, a_rows[None, :, None], ok[None, :, None], x_ptr, "none",
+               "none", 1, K, True, CHUNKS, VALUES, PDL)  # fmt: skip
+    low = tl.reshape(low, (A_ROWS,)) * tl.load(scaling_ptr + slot, mask=rank > 0, other=0.0)
+    tl.store(low_ptr + assignment * RANK + r, low, mask=ok)
+    tl.debug_barrier()
+    tl.atomic_add(done_ptr + token, 1, sem="release")
 
 
 _launch_up, _launch_down = map(Launcher, (_up, _down))

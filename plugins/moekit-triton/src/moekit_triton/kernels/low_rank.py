@@ -45,22 +45,17 @@ class LowRank(NamedTuple):
 
 
 def shrink(
-    x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    a_SLGrK: torch.Tensor,
-    scaling_S: torch.Tensor,
-    low: LowRank,
-    rows: Rows,
-    block_m: int,
+    x: torch.Tensor, x_scale: torch.Tensor | None, a_SLGrK: torch.Tensor,
+    scaling_S: torch.Tensor, low: LowRank, rows: Rows, block_m: int,
     places_A: torch.Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write ``low.low_PAU`` for the assignments in ``rows``; each addend sums a part of K.
 
     x (rows, K), of A's dtype, or quantized with ``x_scale`` as in `grouped_gemm`. a_SLGrK: any
     strides. places_A: the row of x of each assignment; None: ``assignment // rows.top_k``.
     """
     slots, _, groups, rank, k = a_SLGrK.shape
-    parts, count, columns = low.low_PAU.shape
+    parts, _, columns = low.low_PAU.shape
     assert x.shape[1] == k and x.stride(1) == low.low_PAU.stride(2) == 1
     assert columns == groups * rank
     if rows.blocks == 0:
@@ -69,9 +64,10 @@ def shrink(
     kind = "none" if x_scale is None else "group" if x_scale.shape[1] > 1 else "row"
     block_u = min(64, max(16, next_power_of_2(columns)))
     _launch_shrink(
-        (rows.blocks * parts, cdiv(columns, block_u), slots),
+        (rows.blocks * parts, cdiv(columns, block_u), 1 if rows.kind == "direct" else slots),
         x, a_SLGrK, low.low_PAU, rows.experts, rows.assignments, low.slots_R, scaling_S, x_scale,
-        places_A, count, k, x.stride(0), a_SLGrK.stride(), low.low_PAU.stride()[:2], scale,
+        places_A, low.slots_R.numel() * low.top_k, k, x.stride(0), a_SLGrK.stride(),
+        low.low_PAU.stride()[:2], scale,
         IDS=low.top_k, TOP_K=rows.top_k, DIRECT=rows.kind == "direct", SCALE=kind, RANK=rank,
         COLUMNS=columns, PARTS=parts, BLOCK_M=block_m, BLOCK_U=block_u,
         BLOCK_K=SCALE_GROUP if block_m <= 32 else SCALE_GROUP // 2, num_warps=4, num_stages=4,
@@ -88,17 +84,19 @@ def _shrink(
     """Store scaling x @ A.T for BLOCK_M rows, BLOCK_U columns, one part of K and one slot."""
     if PDL:
         wait_then_launch_dependents()
-    block, part, slot = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(2)
+    block, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     expert = tl.load(experts + block).to(tl.int64)
     if expert < 0:
         return
     m = tl.arange(0, BLOCK_M)
     if DIRECT:
+        slot = tl.load(slots + block // IDS)
         assignment_M = tl.where(m == 0, block, count)
     else:
+        slot = tl.program_id(2)
         assignment_M = tl.load(assignments + block * BLOCK_M + m)
     slot_M = tl.load(slots + assignment_M // IDS, mask=assignment_M < count, other=-1)
-    mine_M = slot_M == slot
+    mine_M = (slot_M == slot) & (slot_M >= 0)
     if tl.max(mine_M.to(tl.int32)) == 0:
         return
     u = tl.program_id(1) * BLOCK_U + tl.arange(0, BLOCK_U)
@@ -137,57 +135,112 @@ def _shrink(
 
 
 @triton.jit
-def add_low_rank(
-    value, low, b, slot_M, assignment_M, expert, row0, rows, low_column, strides,
-    RANK: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """Return value (M, N) plus low @ B.T for rows with a slot; other rows keep their bits.
+def prefetch_b(b, slot_M, expert, row0, rows, strides, N: tl.constexpr, RANK: tl.constexpr):
+    """Bring B's N rows from row0 on to L2, of one slot of the tile; B has ``rows`` rows."""
+    slot = tl.max(slot_M)
+    if slot >= 0:
+        LINES: tl.constexpr = N * triton.cdiv(RANK, 64)  # of up to 128 bytes
+        line = tl.arange(0, LINES)
+        row, r = tl.minimum(row0 + line % N, rows - 1), line // N * 64
+        b += slot.to(tl.int64) * strides[2] + expert.to(tl.int64) * strides[3]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l",
+            [b + row.to(tl.int64) * strides[4] + r * strides[5]], tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
-    row0: the tile's first row of B, which has ``rows`` rows. low_column: the first column of A's
-    group in low. The other arguments are in `LowRank`.
+
+@triton.jit
+def add_low_rank(
+    value, up, low, b, slot_M, row_ok, assignment_M, expert, row0, up_rows, rows, strides,
+    RANK: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, TWO: tl.constexpr,
+):  # fmt: skip
+    """Return value (M, N) plus low @ B.T for rows with a slot; other rows keep their bits. With
+    TWO, also for up, whose rows of B begin up_rows later.
+
+    row0: the tile's first row of B, which has ``rows`` rows. The other arguments are in `LowRank`.
     """
     M: tl.constexpr = value.shape[0]
     N: tl.constexpr = value.shape[1]
-    if M * N >= 128 * 128:  # by halves of the columns: registers do not hold all deltas
+    slot = tl.max(slot_M)
+    if (slot >= 0) & (tl.min(tl.where(row_ok, slot_M, _NO_SLOT)) == slot):
+        value, up = _products(
+            value, up, low + assignment_M[:, None].to(tl.int64) * strides[1], b, slot_M >= 0, slot,
+            expert, row0, up_rows, rows, strides, RANK, COLUMNS, PARTS, TWO,
+        )  # fmt: skip
+    elif M * N * (2 if TWO else 1) >= 128 * 128:  # registers do not hold the deltas of all columns
         left, right = value.reshape(M, 2, N // 2).permute(0, 2, 1).split()
-        left = _add(left, low, b, slot_M, assignment_M, expert, row0, rows, low_column, strides,
-                    RANK, PARTS)  # fmt: skip
-        right = _add(right, low, b, slot_M, assignment_M, expert, row0 + N // 2, rows, low_column,
-                     strides, RANK, PARTS)  # fmt: skip
+        left_up, right_up = up.reshape(M, 2, N // 2).permute(0, 2, 1).split()
+        left, left_up = _add(left, left_up, low, b, slot_M, assignment_M, expert, row0, up_rows,
+                             rows, strides, RANK, COLUMNS, PARTS, TWO)  # fmt: skip
+        right, right_up = _add(right, right_up, low, b, slot_M, assignment_M, expert, row0 + N // 2,
+                               up_rows, rows, strides, RANK, COLUMNS, PARTS, TWO)  # fmt: skip
         value = tl.join(left, right).permute(0, 2, 1).reshape(M, N)
+        if TWO:
+            up = tl.join(left_up, right_up).permute(0, 2, 1).reshape(M, N)
     else:
-        value = _add(value, low, b, slot_M, assignment_M, expert, row0, rows, low_column, strides,
-                     RANK, PARTS)  # fmt: skip
-    return value
+        value, up = _add(value, up, low, b, slot_M, assignment_M, expert, row0, up_rows, rows,
+                         strides, RANK, COLUMNS, PARTS, TWO)  # fmt: skip
+    return value, up
 
 
 @triton.jit
 def _add(
-    value, low, b, slot_M, assignment_M, expert, row0, rows, low_column, strides,
-    RANK: tl.constexpr, PARTS: tl.constexpr,
+    value, up, low, b, slot_M, assignment_M, expert, row0, up_rows, rows, strides,
+    RANK: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
-    row_N = row0 + tl.arange(0, value.shape[1])
-    ok_N = row_N < rows
-    R: tl.constexpr = 16 if RANK <= 16 else (32 if RANK <= 32 else 64)
-    b += expert.to(tl.int64) * strides[3] + row_N[None, :].to(tl.int64) * strides[4]
-    low += assignment_M[:, None].to(tl.int64) * strides[1] + low_column
-    slot = tl.min(tl.where(slot_M < 0, _NO_SLOT, slot_M))
-    while slot < _NO_SLOT:
+    """Add the products of each slot to its rows alone: another slot's B may hold NaN."""
+    low += assignment_M[:, None].to(tl.int64) * strides[1]
+    zeros = tl.zeros(value.shape, tl.float32)
+    first_slot = tl.min(tl.where(slot_M < 0, _NO_SLOT, slot_M))
+    # More would not fit in shared memory with the largest tiles.
+    STAGES: tl.constexpr = 2 if RANK <= 32 and COLUMNS == RANK else 1
+    for slot in tl.range(first_slot, tl.max(slot_M) + 1, num_stages=STAGES):
         mine_M = slot_M == slot
-        b_slot = b + slot.to(tl.int64) * strides[2]
-        delta = tl.zeros(value.shape, tl.float32)
-        for first in tl.static_range(0, RANK, R):
-            r = first + tl.arange(0, R)
-            low_ok = mine_M[:, None] & (r < RANK)[None, :]
-            low_MR = tl.load(low + r[None, :], mask=low_ok, other=0.0)
-            for part in tl.static_range(1, PARTS):
-                low_MR += tl.load(low + part * strides[0] + r[None, :], mask=low_ok, other=0.0)
-            b_ptrs = b_slot + r[:, None].to(tl.int64) * strides[5]
-            b_RN = tl.load(b_ptrs, mask=(r < RANK)[:, None] & ok_N[None, :], other=0.0)
-            delta = dot(convert(low_MR, b.dtype.element_ty), b_RN, delta, "ieee")
+        end = tl.where(tl.max(mine_M.to(tl.int32)) > 0, rows, 0)  # no row: nothing is read
+        delta, up_delta = _products(
+            zeros, zeros, low, b, mine_M, slot, expert, row0, up_rows, end, strides, RANK, COLUMNS,
+            PARTS, TWO,
+        )  # fmt: skip
         value = tl.where(mine_M[:, None], value + delta, value)
-        slot = tl.min(tl.where(slot_M > slot, slot_M, _NO_SLOT))
-    return value
+        if TWO:
+            up = tl.where(mine_M[:, None], up + up_delta, up)
+    return value, up
+
+
+@triton.jit
+def _products(
+    value, up, low, b, mine_M, slot, expert, row0, up_rows, rows, strides,
+    RANK: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, TWO: tl.constexpr,
+):  # fmt: skip
+    """Return value + low @ B.T, and up's if TWO, with one slot's B; low: pointers to rows."""
+    R: tl.constexpr = 16 if RANK <= 16 else (32 if RANK <= 32 else 64)
+    row_N = row0 + tl.arange(0, value.shape[1])
+    b += tl.cast(slot, tl.int64) * strides[2] + expert.to(tl.int64) * strides[3]
+    b += row_N[None, :].to(tl.int64) * strides[4]
+    for first in tl.static_range(0, RANK, R):
+        r = first + tl.arange(0, R)
+        low_ok, r_ok = mine_M[:, None] & (r < RANK)[None, :], (r < RANK)[:, None]
+        b_ptrs = b + r[:, None].to(tl.int64) * strides[5]
+        b_RN = tl.load(b_ptrs, mask=r_ok & (row_N < rows)[None, :], other=0.0)
+        low_MR = _between(low + r[None, :], low_ok, strides[0], b.dtype.element_ty, PARTS)
+        value = dot(low_MR, b_RN, value, "ieee")
+        if TWO:
+            b_ptrs += up_rows.to(tl.int64) * strides[4]
+            b_RN = tl.load(b_ptrs, mask=r_ok & (row_N + up_rows < rows)[None, :], other=0.0)
+            if COLUMNS > RANK:  # up has another A
+                low_MR = _between(low + RANK + r[None, :], low_ok, strides[0], b.dtype.element_ty,
+                                  PARTS)  # fmt: skip
+            up = dot(low_MR, b_RN, up, "ieee")
+    return value, up
+
+
+@triton.jit
+def _between(low, ok, addend, DTYPE: tl.constexpr, PARTS: tl.constexpr):
+    """Return the sum of the addends in B's dtype."""
+    low_MR = tl.load(low, mask=ok, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        low_MR += tl.load(low + part * addend, mask=ok, other=0.0)
+    return convert(low_MR, DTYPE)
 
 
 _launch_shrink = Launcher(_shrink)

@@ -308,14 +308,11 @@ def _rows(
 
     if FORM.rank > 0:
         slot_M = tl.load(pointers.slots + assignment_M // FORM.top_k, mask=ok_M, other=-1)
-        W_ROWS = 2 * N if TWO else N
-        acc = add_low_rank(acc, pointers.low, pointers.low_b, slot_M, assignment_M, expert, col0,
-                           W_ROWS, 0, low_strides, FORM.rank, FORM.low_addends)  # fmt: skip
-        if TWO:
-            up = add_low_rank(
-                up, pointers.low, pointers.low_b, slot_M, assignment_M, expert, col0 + N, W_ROWS,
-                FORM.low_columns - FORM.rank, low_strides, FORM.rank, FORM.low_addends,
-            )  # fmt: skip
+        acc, up = add_low_rank(
+            acc, up, pointers.low, pointers.low_b, slot_M, ok_M, assignment_M, expert, col0,
+            tl.cast(N, tl.int32), 2 * N if TWO else N, low_strides, FORM.rank,
+            FORM.low_columns, FORM.low_addends, TWO,
+        )  # fmt: skip
     weight_M1 = tl.zeros((BLOCK_M, 1), tl.float32)
     if pointers.weights is not None:
         weight_M1 = tl.load(pointers.weights + assignment_M)[:, None]
