@@ -115,9 +115,7 @@ class ExpertsInvariance(ExpertsBase):
     @over("scheme", SCHEMES)
     def test_batch_invariant_scheme(self, scheme: str) -> None:
         """With biases, if the backend has them."""
-        most, sizes = 500, _TOKENS_OF_SCHEMES
-        if self._interpreted:
-            most, sizes = 65, (1, 17)
+        most, sizes = (65, (1, 17)) if self._interpreted else (500, _TOKENS_OF_SCHEMES)
         problem = self._invariant(quant=scheme)
         biased = problem.replace(has_bias=True)
         problem = problem if self._spec().unsupported(biased) else biased
