@@ -194,10 +194,11 @@ def invariant_plan(problem: MoEProblem, per_expert: float) -> Gathered:
     """Return the plan of a batch-invariant problem for ``per_expert`` rows.
 
     All plans of a problem give a row the same bits, in both formats. Within a tile, its sums run
-    over K in the order of the steps, and other rows do not matter. On Hopper all tiles of wgmma sum
-    a step alike (docs/measured.md): of 64 and more rows, and swapped ones of fewer. In fp8 blocks a
-    tile has one scale of weights in each step, and steps are a group; sums under one scale for all
-    of K are promoted in tiles of fewer rows, so these are left out. Elsewhere there is one plan.
+    over K in order, and other rows do not matter. On Hopper (docs/measured.md) all tiles of 16 bits
+    sum alike. So do those of fp8 blocks whose steps are a group of columns, with one scale of the
+    weights, and run on wgmma: of 64 and more rows, and swapped ones of fewer. With scales that
+    serve all of K, tiles of fewer rows promote their sums, and do not count. Elsewhere there is one
+    plan.
     """
     case, fp8 = _Case(problem, _INVARIANT), swap_ab_pays(problem)
     if problem.device.capability != (9, 0) or INTERPRETED or not (case.plain or fp8):
@@ -205,7 +206,7 @@ def invariant_plan(problem: MoEProblem, per_expert: float) -> Gathered:
     elif not (case.plain or case.grouped):
         per_expert = max(per_expert, _INVARIANT)
     plan = heuristic(problem, per_expert)
-    assert all(t.block_m >= 64 or t.swapped for t in (plan.first, plan.second))
+    assert case.plain or all(t.block_m >= 64 or t.swapped for t in (plan.first, plan.second))
     return plan
 
 
@@ -462,13 +463,13 @@ def heuristic(problem: MoEProblem, per_expert: float) -> Gathered:
     first = case.tile(inner, hidden, case.wide)
     if case.grouped and (block_m <= 64 or hopper(p)) and inner >= 128:
         first = replace(first, block_n=128, num_warps=4 if block_m <= 32 else 8)
-        if block_m <= 32 and hopper(p):
-            first = replace(first, num_stages=3)
+        if block_m <= 32 and hopper(p):  # three stages let two programs share a multiprocessor
+            first = replace(first, num_stages=3 if case.fills(inner, 128, 1) else 5)
     fused = fusable(p, first.block_n)
     if not fused:
         first = case.tile(p.w13_rows, hidden, 1)
     second = case.tile(hidden, inner, 1)
-    swapped = block_m < 64 and (swap_ab_pays(p) or p.batch_invariant and case.plain and hopper(p))
+    swapped = swap_ab_pays(p) and block_m < 64
     first, second = (
         replace(c, tma=tma_possible(p), halves=block_m == 128, swapped=swapped and c.block_n >= 64)
         for c in (first, second)
