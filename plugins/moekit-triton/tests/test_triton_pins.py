@@ -69,7 +69,7 @@ def test_a_wrong_text_is_refused_with_the_kinds(monkeypatch, text) -> None:
     ("text", "changes", "reason"),
     [
         (DOTS, {"quant": "int4_w4a16_g128"}, "do not read 4-bit weights"),
-        (DOTS, {"batch_invariant": True}, "plans of kind gathered, direct or batched"),
+        (DOTS, {"batch_invariant": True}, "plans of kind gathered or batched"),
         (GATHERED.replace("gathered", "batched"), {}, "triton takes the other kinds"),
         (GATHERED.replace("gathered", "direct").replace("16x", "32x"), {}, "8 or 16 rows"),
         (GATHERED, {"quant": "int8_channel_token"}, "cannot be quantized in tiles of 32 columns"),

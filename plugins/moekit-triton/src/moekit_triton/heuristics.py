@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from moekit_kernels.numerics import INTERPRETED, SCALE_GROUP
 
@@ -77,9 +78,9 @@ _MOST_SHARING, _MORE_SHARING = 1.3, 1.5
 _FEW_ON_H100, _FEW_IN_8_BITS = 64, 16
 # Elements of GEMM 1's result up to which a program of dot products has 2 columns, not 8 (H200).
 _SMALL_PROGRAMS_TO = 32768
-# Rows per expert of the one plan of batch-invariant problems whose tiles sum in different orders:
-# tiles of 64 rows, whose time is that of the weights for a few tokens.
-_INVARIANT = 48.0
+# Rows per expert of the plans of batch-invariant problems where no tiles of fewer rows may serve:
+# tiles of 64 rows, whose time is that of the weights for a few tokens, and tiles of 128.
+_INVARIANT_FEW, _INVARIANT_MANY = 48.0, 256.0
 # Where programs share GEMM 2's K: the most programs, and the most addends, which a kernel adds.
 _MOST_SPLITS, _MOST_ADDENDS = 4, 16
 # Tokens up to which `describe` lists plans if the problem does not say.
@@ -120,11 +121,11 @@ class Planner:
         # Tokens spread over all physical experts, so a local one expects rows * top_k / P.
         per_expert = rows * top_k / p.num_physical_experts
         if p.batch_invariant:
-            plan: TilePlan = invariant_plan(p, per_expert)
-        elif not self._batched and dots_pay(p, rows, top_k):
+            fixed = invariant_plan(p, per_expert)
+            return Batched(fixed.first, fixed.second, fixed.fused) if self._batched else fixed
+        if not self._batched and dots_pay(p, rows, top_k):
             return dot_products(p, rows, top_k)
-        else:
-            plan = self.tiles(per_expert, sort=not self._batched and sorting_pays(p, rows, top_k))
+        plan = self.tiles(per_expert, sort=not self._batched and sorting_pays(p, rows, top_k))
         if self._batched:
             assert isinstance(plan, Gathered)
             return Batched(plan.first, plan.second, plan.fused)
@@ -193,19 +194,20 @@ class Rule(NamedTuple):
 def invariant_plan(problem: MoEProblem, per_expert: float) -> Gathered:
     """Return the plan of a batch-invariant problem for ``per_expert`` rows.
 
-    All plans of a problem give a row the same bits, in both formats. Within a tile, its sums run
-    over K in order, and other rows do not matter. On Hopper (docs/measured.md) all tiles of 16 bits
-    sum alike. So do those of fp8 blocks whose steps are a group of columns, with one scale of the
-    weights, and run on wgmma: of 64 and more rows, and swapped ones of fewer. With scales that
-    serve all of K, tiles of fewer rows promote their sums, and do not count. Elsewhere there is one
-    plan.
+    All plans of a problem give a row the same bits, in both formats: within a tile, its sums run
+    over K in order, and other rows do not matter. On Hopper tiles were compared (docs/measured.md).
+    All tiles of bf16 sum alike, and so do tiles of fp8 blocks whose steps are a whole group of
+    columns with one scale of the weights, on wgmma (64 and more rows, or swapped). With fp16, whole
+    fp8 scales, or sizes that leave a part of a step, tiles of 64 and 128 rows were compared alone.
+    Elsewhere there is one plan.
     """
-    case, fp8 = _Case(problem, _INVARIANT), swap_ab_pays(problem)
-    if problem.device.capability != (9, 0) or INTERPRETED or not (case.plain or fp8):
-        per_expert = _INVARIANT
-    elif not (case.plain or case.grouped):
-        per_expert = max(per_expert, _INVARIANT)
-    plan = heuristic(problem, per_expert)
+    p, case, fp8 = problem, _Case(problem, _INVARIANT_FEW), swap_ab_pays(problem)
+    whole = not (p.hidden_size % SCALE_GROUP or p.local_intermediate_size % SCALE_GROUP)
+    if p.device.capability != (9, 0) or INTERPRETED or not (case.plain or fp8):
+        per_expert = _INVARIANT_FEW
+    elif not whole or p.dtype != torch.bfloat16 or not (case.plain or case.grouped):
+        per_expert = _INVARIANT_FEW if per_expert <= _INVARIANT_FEW else _INVARIANT_MANY
+    plan = heuristic(p, per_expert)
     assert case.plain or all(t.block_m >= 64 or t.swapped for t in (plan.first, plan.second))
     return plan
 
@@ -258,7 +260,7 @@ def _splits(problem: MoEProblem, count: int) -> int:
     """Return how many programs share GEMM 2's K, which is long for the programs of a few
     assignments: up to sixteen warps per multiprocessor, a warp for 16 columns, and at least eight
     steps for each."""
-    if operand_bits(problem)[1] > 4 or count == 0 or problem.batch_invariant:
+    if operand_bits(problem)[1] > 4 or count == 0:
         return 1
     chunks = triton.cdiv(problem.local_intermediate_size, CHUNK)
     warps = count * triton.cdiv(problem.hidden_size, 16)
@@ -332,7 +334,7 @@ def _wide(problem: MoEProblem) -> bool:
 def streams_weights(problem: MoEProblem, per_expert: float) -> bool:
     """Return whether an H100's tiles of 128 rows and few columns win: an expert has one, and
     reading its weights takes all of its time."""
-    few = _STREAMED_FROM < per_expert < _STREAMED_BELOW
+    few = _STREAMED_FROM < per_expert < _STREAMED_BELOW and not problem.batch_invariant
     return few and streams_slowly(problem) and operand_bits(problem) == (16, 16)
 
 
@@ -395,9 +397,10 @@ class _Case:
             return self._packed_tile(n, wide)
         rows, warps, stages = next(sizes for holds, sizes in _TILES if holds(self))
         block_k = 1024 // self.a_bits  # 128 bytes, the widest row that swizzled memory has
+        least = 32
         if streaming := self.block_m <= 32 and self.a_bits < 32:
             block_k, rows = 128, 128 if self.fills(n, 128, 2) else 64
-        least = 64 if self.problem.batch_invariant else 32  # what wgmma takes of a swapped tile
+            least = 64 if self.problem.batch_invariant else 32  # wgmma takes 64, where swapped
         block_n = min(max(least, rows // wide), max(least, triton.next_power_of_2(n)))
         if streaming and hopper(self.problem) and (self.plain or self.grouped):
             # Wider tiles, where Hopper has enough of them to read weights by.
@@ -464,7 +467,8 @@ def heuristic(problem: MoEProblem, per_expert: float) -> Gathered:
     if case.grouped and (block_m <= 64 or hopper(p)) and inner >= 128:
         first = replace(first, block_n=128, num_warps=4 if block_m <= 32 else 8)
         if block_m <= 32 and hopper(p):  # three stages let two programs share a multiprocessor
-            first = replace(first, num_stages=3 if case.fills(inner, 128, 1) else 5)
+            alone = p.batch_invariant and not case.fills(inner, 128, 1)
+            first = replace(first, num_stages=5 if alone else 3)
     fused = fusable(p, first.block_n)
     if not fused:
         first = case.tile(p.w13_rows, hidden, 1)

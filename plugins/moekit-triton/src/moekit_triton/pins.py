@@ -55,8 +55,8 @@ def _misfits(plan: LaunchPlan, p: MoEProblem, batched: bool) -> Iterator[str]:
     packed = operand_bits(p)[1] == 4
     if batched != isinstance(plan, Batched):
         yield "triton_batched takes plans of kind batched, triton takes the other kinds"
-    if p.batch_invariant and not isinstance(plan, (Gathered, Batched)):
-        yield "batch-invariant problems take plans of kind gathered, direct or batched"
+    if p.batch_invariant and type(plan) not in (Gathered, Batched):
+        yield "batch-invariant problems take plans of kind gathered or batched"
     if p.adapters is not None and not isinstance(plan, Gathered):
         yield "adapters (LoRA) take plans of kind gathered or direct"
     if isinstance(plan, DotProducts):
