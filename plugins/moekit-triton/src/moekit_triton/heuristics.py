@@ -400,7 +400,7 @@ class _Case:
         least = 32
         if streaming := self.block_m <= 32 and self.a_bits < 32:
             block_k, rows = 128, 128 if self.fills(n, 128, 2) else 64
-            least = 64 if self.problem.batch_invariant else 32  # wgmma takes 64, where swapped
+            least = 64 if self.problem.batch_invariant else 32  # for one token (H200)
         block_n = min(max(least, rows // wide), max(least, triton.next_power_of_2(n)))
         if streaming and hopper(self.problem) and (self.plain or self.grouped):
             # Wider tiles, where Hopper has enough of them to read weights by.
