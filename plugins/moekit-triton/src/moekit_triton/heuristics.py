@@ -1,7 +1,7 @@
 """Choose a call's launch plan: from a tuned table if a near shape was measured, else by rules.
 
 `RULES` is the table of rules for tiles. `dot_products` serves a few tokens. The plans of
-batch-invariant problems are those of `heuristic` that give a row the same bits.
+batch-invariant problems are the ones of `heuristic` that give a row the same bits.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _FEW_ON_H100, _FEW_IN_8_BITS = 64, 16
 # Elements of GEMM 1's result up to which a program of dot products has 2 columns, not 8 (H200).
 _SMALL_PROGRAMS_TO = 32768
 # Rows per expert of the plans of batch-invariant problems where no tiles of fewer rows may serve:
-# tiles of 64 rows, whose time is that of the weights for a few tokens, and tiles of 128.
+# tiles of 64 rows, whose time is the one of the weights for a few tokens, and tiles of 128.
 _INVARIANT_FEW, _INVARIANT_MANY = 48.0, 256.0
 # Where programs share GEMM 2's K: the most programs, and the most addends, which a kernel adds.
 _MOST_SPLITS, _MOST_ADDENDS = 4, 16
