@@ -32,6 +32,7 @@ _AROUND = tuple(t for tile in _TILES for t in (tile - 1, tile, tile + 1))
 _BETWEEN = (24, 48, 96, 192, 384, 768, 1536)  # libraries also choose tiles here
 _TOKENS = (1, 2, *sorted((*_AROUND, *_BETWEEN)), 4096)
 _SOME_TOKENS = 257
+_TOKENS_OF_SCHEMES = (1, 2, 16, 17, 33, 65, 96, 129, 300)
 # Triton's interpreter runs one program after the other.
 _TOKENS_INTERPRETED = (1, 17, 65, 130)
 # Calls of at most so many tokens also start in the middle of the longest one.
@@ -114,7 +115,7 @@ class ExpertsInvariance(ExpertsBase):
     @over("scheme", SCHEMES)
     def test_batch_invariant_scheme(self, scheme: str) -> None:
         """With biases, if the backend has them."""
-        most, sizes = (65, (1, 17)) if self._interpreted else (500, (1, 2, 17, 33, 129))
+        most, sizes = (65, (1, 17)) if self._interpreted else (500, _TOKENS_OF_SCHEMES)
         problem = self._invariant(quant=scheme)
         biased = problem.replace(has_bias=True)
         problem = problem if self._spec().unsupported(biased) else biased

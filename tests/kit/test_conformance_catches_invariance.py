@@ -48,6 +48,12 @@ wrong("KernelByTokens", "Computes calls of at most two tokens by another kernel"
       rows_in_reverse=lambda self, tokens: all_if(len(tokens.x) <= 2, tokens))  # fmt: skip
 
 
+wrong("PlanByTokens", "Sums K in another order in calls of 65 to 127 tokens",
+      killed_by("test_batch_invariant_tokens", "float32", says=OTHER),
+      killed_by("test_batch_invariant_tokens", "bfloat16", says=OTHER), of=Blocks,
+      rows_in_reverse=lambda self, tokens: all_if(64 < len(tokens.x) < 128, tokens))  # fmt: skip
+
+
 @killed_by("test_batch_invariant_tokens", "float32", says=OTHER, rows_in_reverse=Blocks)
 def TileByRows(self, tokens):
     """Computes experts with more than 256 rows in larger tiles, which sum in another order."""
@@ -128,6 +134,14 @@ def QuantizedByTokens(self, y, tokens, weights, workspace):
     """Rounds the results of quantized schemes otherwise in calls of 129 to 399 tokens."""
     Blocks.apply(self, y, tokens, weights, workspace)
     if self.problem.quant.weight is not None and 128 < len(tokens.x) < 400:
+        y.mul_(1 + 2**-7)
+
+
+@killed_by("test_batch_invariant_scheme", "fp8_block", says=OTHER, apply=Blocks)
+def QuantizedInOneTile(self, y, tokens, weights, workspace):
+    """Rounds the results of quantized schemes otherwise in calls of 34 to 128 tokens."""
+    Blocks.apply(self, y, tokens, weights, workspace)
+    if self.problem.quant.weight is not None and 33 < len(tokens.x) < 129:
         y.mul_(1 + 2**-7)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import types
@@ -11,10 +12,11 @@ import pytest
 import torch
 import triton
 from moekit_kernels.align import align_capacity
+from moekit_kernels.numerics import SCALE_GROUP
 from moekit_triton import capabilities, tables
 from moekit_triton.capabilities import BLOCKS_M, fusable, operand_bits
 from moekit_triton.experts import BatchedTritonExperts, TritonExperts
-from moekit_triton.heuristics import heuristic, invariant_plans
+from moekit_triton.heuristics import heuristic
 from moekit_triton.kernels.tiles import GemmTile, SortedTile, SpecializedTile, TokenTile
 from moekit_triton.plans import (
     Batched,
@@ -325,8 +327,7 @@ def test_an_h100_streams_weights_by_small_tiles(monkeypatch, table) -> None:
     assert chosen(120) == WIDE
     plain = chosen(64, activation="relu2_no_mul")
     assert plain.first == replace(STREAMED.first, block_n=128), "as many weight rows"
-    mode = chosen(64, batch_invariant=True)
-    assert mode == invariant_plans(problem(device=H100, batch_invariant=True))[1]
+    assert chosen(64, batch_invariant=True) != STREAMED
 
     measured = Gathered(*(replace(t, num_warps=8) for t in (STREAMED.first, STREAMED.second)), True)
     key = tables.table_key(problem(num_experts=64))
@@ -403,30 +404,68 @@ def test_devices_without_a_near_shape_take_the_h200s_plans() -> None:
     assert plans("NVIDIA A100", (8, 0)) == () == plans("")
 
 
-@pytest.mark.parametrize("device", ["sm80", "sm89", H200, "sm100"])
-@pytest.mark.parametrize("quant", ["none", "fp8_block", "fp8_channel_token", "int4_w4a16_g128"])
-def test_plans_of_a_batch_invariant_problem(device, quant) -> None:
-    """Rows per expert choose one of two on Hopper, which sum in the same steps. The experts of a
-    rank do not change them, nor do tables, and formats agree."""
-    base = problem(device=device, quant=quant, num_experts=128, batch_invariant=True)
-    few, many = invariant_plans(base)
-    assert (few != many) == (device == H200 and quant != "int4_w4a16_g128")
-    for gemm in ("first", "second"):
-        assert getattr(few, gemm).block_k == getattr(many, gemm).block_k
+# Rows around every change of a batch-invariant plan: 8, 24 and 48 rows per expert, and others.
+INVARIANT_ROWS = (1, 2, 3, 16, 17, 64, 65, 300, 512, 513, 1024, 1536, 1537, 3072, 3073, 4096, 65536)
+
+
+def steps(plan: Gathered, p: MoEProblem) -> list[tuple]:
+    """Return what decides the bits of a row: where results are rounded; but in bf16 also the
+    instruction and the columns of a step, and in fp8 blocks whether it has one scale of weights."""
+    fp8, bf16 = p.quant.name.startswith("fp8"), p.quant.name == "none" and p.dtype_name != "float16"
+    return [
+        (plan.fused, bf16 or (t.swapped and t.block_n >= 64 and fp8 or t.block_m >= 64, t.block_k),
+         p.quant.name != "fp8_block" or t.block_n <= SCALE_GROUP)
+        for t in (plan.first, plan.second)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", [(4096, 14336), (2048, 768), (512, 128), (320, 128), (2048, 96)])
+@pytest.mark.parametrize("device", ["sm80", "sm89", H200, H100, "sm100"])
+@pytest.mark.parametrize(
+    "quant",
+    ["none", "float16", "fp8_block", "fp8_channel_token", "int8_channel_token", "fp8_w8a16_block",
+     "int4_w4a16_g128"],
+)  # fmt: skip
+def test_plans_of_a_batch_invariant_problem(device, quant, sizes) -> None:
+    """Rows per expert choose tiles that sum in the same steps, on Hopper. The experts of a rank do
+    not change the steps, nor do tables, and formats agree."""
+    base = problem(device=device, num_experts=128, batch_invariant=True, hidden_size=sizes[0],
+                   intermediate_size=sizes[1])  # fmt: skip
+    base = base.replace(dtype=torch.float16) if quant == "float16" else base.replace(quant=quant)
     ranks = [ParallelConfig(), *(ParallelConfig(ep_size=n, ep_rank=n - 1) for n in (2, 8, 128))]
+    plans, kinds = dict[str, Gathered](), list()
     for p in [
         base.replace(parallel=each, num_redundant_experts=n) for each in ranks for n in (0, 9)
     ]:
-        for rows in (1, 2, 3, 16, 17, 64, 300, 4096, 65536):
-            for top_k in (1, 2):
-                fixed = many if rows * top_k / p.num_physical_experts > 48 else few
-                assert choose_plan(p, rows, top_k) == fixed
-                batched = choose_plan(p, rows, top_k, batched=True)
-                assert (batched.first, batched.second, batched.fused) == (
-                    fixed.first, fixed.second, fixed.fused,
-                )  # fmt: skip
-    plans = {choose_plan(base.replace(batch_invariant=False), rows, 2) for rows in (1, 64, 4096)}
-    assert len(plans) > 1  # the default mode chooses by tokens
+        for rows, top_k in itertools.product(INVARIANT_ROWS, (1, 2)):
+            plan = choose_plan(p, rows, top_k)
+            assert type(plan) is Gathered and plan.splits == 1
+            batched = choose_plan(p, rows, top_k, batched=True)
+            assert batched == Batched(plan.first, plan.second, plan.fused)
+            plans[plan.describe()] = plan
+            kinds.append(steps(plan, p))
+    assert all(each == kinds[0] for each in kinds)
+    blocks, hopper = {plan.block_m for plan in plans.values()}, device in (H200, H100)
+    whole = not (base.hidden_size % SCALE_GROUP or base.local_intermediate_size % SCALE_GROUP)
+    if hopper and whole and quant in ("none", "fp8_block"):
+        assert blocks == {16, 32, 64, 128}
+    elif hopper and quant in ("none", "float16", "fp8_block", "fp8_channel_token"):
+        assert blocks == {64, 128} and len(plans) == 2
+    else:
+        assert blocks == {64} and len(plans) == 1
+
+
+def test_a_batch_invariant_token_has_deep_or_many_programs() -> None:
+    """One token names few experts, so tiles are narrow, or a program streams alone."""
+    sizes = {"num_experts": 128, "hidden_size": 2048, "intermediate_size": 768}
+    for quant in ("none", "fp8_block"):
+        p = problem(quant=quant, batch_invariant=True, **sizes)
+        few, more = choose_plan(p, 1, 8), choose_plan(p, 16, 8)
+        assert few.second.block_n == 64 < more.second.block_n
+        if quant == "none":
+            assert few.first.block_n == 64 < more.first.block_n
+        else:
+            assert few.first.num_stages == 5 > more.first.num_stages
 
 
 @pytest.mark.parametrize("batches", [1, 2])

@@ -67,6 +67,7 @@ def test_a_case_that_compiles_has_room_for_every_plan(scheme, monkeypatch) -> No
             need = plan.workspace(layer, rows, small.top_k)
             assert all(a.shape[0] >= b.shape[0] for a, b in zip(room, need, strict=True)), plan
     assert Copied in seen
+    assert small.top_k == p.top_k, "a constant of GEMM 1: what was compiled would serve no tile"
 
 
 @pytest.mark.parametrize("scheme", ["none", "fp8_block"])

@@ -47,7 +47,8 @@ _SIZES = {
     "qwen3-30b": (128, 8, 2048, 768), "mixtral": (8, 2, 4096, 14336), "gpt-oss": (32, 4, 2880, 2880)
 }  # fmt: skip
 _SLOTS = AdapterSlots(2, 32)
-_QUICK = [("qwen3-30b", {}, (1,)), ("qwen3-30b", {"quant": "fp8_block"}, (16,)),
+_QUICK = [("qwen3-30b", {}, (1,)), ("qwen3-30b", {"batch_invariant": True}, (1,)),
+          ("qwen3-30b", {"quant": "fp8_block"}, (16,)),
           ("qwen3-30b", {"quant": "int4_w4a16_g128"}, (16,)),
           ("qwen3-30b", {"adapters": _SLOTS}, (1, 16, 1024)),
           ("qwen3-30b", {"adapters": _SLOTS, "quant": "fp8_block"}, (16,))]  # fmt: skip
@@ -64,7 +65,8 @@ _ALL = [
     ("qwen3-30b", {"dtype": torch.float16}, _TOKENS),
     ("qwen3-30b", {"dtype": torch.float32}, _TOKENS),
     ("qwen3-30b", {"activation": "relu2"}, _TOKENS),
-    ("qwen3-30b", {"batch_invariant": True}, (64, 4096)),
+    *(("qwen3-30b", {"quant": quant, "batch_invariant": True}, _TOKENS)
+      for quant in ("none", "fp8_block")),
     *(("qwen3-30b", {"quant": quant, "adapters": _SLOTS}, _TOKENS)
       for quant in ("none", "fp8_block", "fp8_channel_token", "int4_w4a16_g128")),
     ("mixtral", {"adapters": AdapterSlots(2, 128, separate=True)}, _TOKENS),

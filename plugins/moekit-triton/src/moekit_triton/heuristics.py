@@ -1,7 +1,7 @@
 """Choose a call's launch plan: from a tuned table if a near shape was measured, else by rules.
 
-`RULES` is the table of rules for tiles. `dot_products` serves a few tokens, and batch-invariant
-problems have two fixed plans.
+`RULES` is the table of rules for tiles. `dot_products` serves a few tokens. The plans of
+batch-invariant problems are the ones of `heuristic` that give a row the same bits.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from moekit_kernels.numerics import INTERPRETED, SCALE_GROUP
 
@@ -77,9 +78,9 @@ _MOST_SHARING, _MORE_SHARING = 1.3, 1.5
 _FEW_ON_H100, _FEW_IN_8_BITS = 64, 16
 # Elements of GEMM 1's result up to which a program of dot products has 2 columns, not 8 (H200).
 _SMALL_PROGRAMS_TO = 32768
-# Rows per expert of the two plans of batch-invariant problems: tiles of 64 rows, whose time is that
-# of the weights for a few tokens, and tiles of 128.
-_INVARIANT_FEW, _INVARIANT_MANY = 48, 256
+# Rows per expert of the plans of batch-invariant problems where no tiles of fewer rows may serve:
+# tiles of 64 rows, whose time is the one of the weights for a few tokens, and tiles of 128.
+_INVARIANT_FEW, _INVARIANT_MANY = 48.0, 256.0
 # Where programs share GEMM 2's K: the most programs, and the most addends, which a kernel adds.
 _MOST_SPLITS, _MOST_ADDENDS = 4, 16
 # Tokens up to which `describe` lists plans if the problem does not say.
@@ -111,7 +112,6 @@ class Planner:
             own = bool(measured) and has_shape(problem)
         self._measured = measured
         self._own = own
-        self._invariant = invariant_plans(problem) if problem.batch_invariant else None
 
     def plan(self, rows: int, top_k: int) -> StandardPlan | Batched:
         """Return the plan for ``rows`` rows of ``top_k`` ids; BATCHED: of a capacity ``rows``."""
@@ -120,9 +120,8 @@ class Planner:
             return self.pinned
         # Tokens spread over all physical experts, so a local one expects rows * top_k / P.
         per_expert = rows * top_k / p.num_physical_experts
-        if self._invariant is not None:
-            few, many = self._invariant
-            fixed = few if per_expert <= _INVARIANT_FEW else many
+        if p.batch_invariant:
+            fixed = invariant_plan(p, per_expert)
             return Batched(fixed.first, fixed.second, fixed.fused) if self._batched else fixed
         if not self._batched and dots_pay(p, rows, top_k):
             return dot_products(p, rows, top_k)
@@ -157,7 +156,7 @@ class Planner:
         """Return where the plans come from."""
         if self.pinned is not None:
             return f"plan of {PLAN_VARIABLE}"
-        if self._invariant is not None:
+        if self._problem.batch_invariant:
             return "batch-invariant plans"
         if self._measured:
             return f"rules, and plans measured for {'this' if self._own else 'a near'} shape"
@@ -192,35 +191,37 @@ class Rule(NamedTuple):
     yields: Callable[[MoEProblem, float, float, TilePlan, bool], bool]
 
 
-def invariant_plans(problem: MoEProblem) -> tuple[Gathered, Gathered]:
-    """Return the plans of a batch-invariant problem for few and for many rows per expert.
+def invariant_plan(problem: MoEProblem, per_expert: float) -> Gathered:
+    """Return the plan of a batch-invariant problem for ``per_expert`` rows.
 
-    Both give a row the same bits, in both formats. Within a tile, its sums run over K in the order
-    of the steps, and other rows do not matter. On Hopper, tiles of 64 and of 128 rows sum a step in
-    the same wgmma (docs/measured.md); elsewhere both plans are one. They depend on the widths, the
-    scheme, the activation and the device, not on the number of experts, which changes with the
-    ranks.
+    All plans of a problem give a row the same bits, in both formats: within a tile, its sums run
+    over K in order, and other rows do not matter. On Hopper tiles were compared (docs/measured.md).
+    All tiles of bf16 sum alike, and so do tiles of fp8 blocks whose steps are a whole group of
+    columns with one scale of the weights, on wgmma (64 and more rows, or swapped). With fp16, whole
+    fp8 scales, other sizes than whole steps, or fp8 blocks with a bias or another activation than
+    silu, tiles of 64 and 128 rows were compared alone.
+    Elsewhere there is one plan.
     """
-    few = heuristic(problem, _INVARIANT_FEW)
-    many = few
-    if problem.device.capability == (9, 0) and not INTERPRETED:
-        if operand_bits(problem) == (16, 16) or swap_ab_pays(problem):
-            many = heuristic(problem, _INVARIANT_MANY)
-    steps = {(plan.fused, plan.first.block_k, plan.second.block_k) for plan in (few, many)}
-    assert few.block_m == 64 and len(steps) == 1
-    assert few.splits == many.splits == 1
-    return few, many
+    p, case, fp8 = problem, _Case(problem, _INVARIANT_FEW), swap_ab_pays(problem)
+    whole = not (p.hidden_size % SCALE_GROUP or p.local_intermediate_size % SCALE_GROUP)
+    usual = p.activation.name == "silu" and not p.has_bias
+    if p.device.capability != (9, 0) or INTERPRETED or not (case.plain or fp8):
+        per_expert = _INVARIANT_FEW
+    elif not whole or p.dtype != torch.bfloat16 or not (case.plain or case.grouped and usual):
+        per_expert = _INVARIANT_FEW if per_expert <= _INVARIANT_FEW else _INVARIANT_MANY
+    plan = heuristic(p, per_expert)
+    assert case.plain or all(t.block_m >= 64 or t.swapped for t in (plan.first, plan.second))
+    return plan
 
 
 def workspace(layer: Layer, rows: int) -> tuple[BufferSpec, ...]:
     """Return `calls.Buffers` that serve every plan for calls of at most ``rows`` rows."""
     p, count = layer.problem, rows * layer.problem.top_k
-    if p.batch_invariant:
-        return tuple(_most([plan.workspace(layer, rows, p.top_k) for plan in invariant_plans(p)]))
     # The extremes: large blocks need more entries, small ones more blocks.
     extremes = (GemmTile(b, 128, 128) for b in (max(BLOCKS_M), min(BLOCKS_M)))
-    plans: list[TilePlan] = [Gathered(tile, tile, fused=False) for tile in extremes]
-    if sorting_pays(p, rows, p.top_k):
+    fused = p.batch_invariant and invariant_plan(p, 1.0).fused
+    plans: list[TilePlan] = [Gathered(tile, tile, fused) for tile in extremes]
+    if not p.batch_invariant and sorting_pays(p, rows, p.top_k):
         plans.append(Copied(SpecializedTile(), SpecializedTile()))
     specs = _most([plan.workspace(layer, rows, p.top_k) for plan in plans])
     addends = BufferSpec((_most_addends(p, count) * p.hidden_size,), p.dtype)
@@ -385,7 +386,7 @@ class _Case:
         self.wide = 2 if p.activation.gated else 1  # GEMM 1 with a gate holds two tiles of block_n
         self.block_m: int = next(rows for holds, rows in _ROWS if holds(self))
         self.busy = p.num_local_experts * max(1, math.ceil(per_expert / self.block_m))
-        if self.w_bits == 4:  # experts without rows keep nothing busy
+        if self.w_bits == 4 or p.batch_invariant:  # experts without rows keep nothing busy
             self.busy = math.ceil(self.busy * min(1.0, per_expert))
 
     def fills(self, n: int, columns: int, programs: float) -> bool:
@@ -398,12 +399,16 @@ class _Case:
             return self._packed_tile(n, wide)
         rows, warps, stages = next(sizes for holds, sizes in _TILES if holds(self))
         block_k = 1024 // self.a_bits  # 128 bytes, the widest row that swizzled memory has
+        least = 32
         if streaming := self.block_m <= 32 and self.a_bits < 32:
             block_k, rows = 128, 128 if self.fills(n, 128, 2) else 64
-        block_n = min(max(32, rows // wide), max(32, triton.next_power_of_2(n)))
+            least = 64 if self.problem.batch_invariant else 32  # for one token (H200)
+        block_n = min(max(least, rows // wide), max(least, triton.next_power_of_2(n)))
         if streaming and hopper(self.problem) and (self.plain or self.grouped):
             # Wider tiles, where Hopper has enough of them to read weights by.
-            wider = ((256 // wide, 3), (128 // wide, 4))
+            wider = [(256 // wide, 3), (128 // wide, 4)]
+            if self.problem.batch_invariant and self.grouped:
+                del wider[0]  # whose steps have two scales
             block_n, stages = next(
                 (each for each in wider if self.fills(n, each[0], 1.5)), (block_n, stages)
             )
@@ -463,8 +468,9 @@ def heuristic(problem: MoEProblem, per_expert: float) -> Gathered:
     first = case.tile(inner, hidden, case.wide)
     if case.grouped and (block_m <= 64 or hopper(p)) and inner >= 128:
         first = replace(first, block_n=128, num_warps=4 if block_m <= 32 else 8)
-        if block_m <= 32 and hopper(p):
-            first = replace(first, num_stages=3)
+        if block_m <= 32 and hopper(p):  # three stages let two programs share a multiprocessor
+            alone = p.batch_invariant and not case.fills(inner, 128, 1)
+            first = replace(first, num_stages=5 if alone else 3)
     fused = fusable(p, first.block_n)
     if not fused:
         first = case.tile(p.w13_rows, hidden, 1)

@@ -83,11 +83,13 @@ def _random_packed(problem: MoEProblem) -> PackedWeights:
 
 
 def _tiny(problem: MoEProblem) -> MoEProblem:
-    """Return a small problem whose kernels are the same: sizes have the same remainders by tiles
-    and groups of 128, and are multiples of 16 (like their strides) where the problem's are."""
+    """Return a small problem whose kernels are the same: top_k is a constant of GEMM 1, and sizes
+    have the same remainders by tiles and groups of 128, and are multiples of 16 (like their
+    strides) where the problem's are."""
     sizes = problem.hidden_size, problem.intermediate_size
     hidden, inner = (2048 + n % 2048 for n in sizes)
-    return replace(problem, num_experts=2, top_k=2, hidden_size=hidden, intermediate_size=inner)
+    experts = problem.top_k
+    return replace(problem, num_experts=experts, hidden_size=hidden, intermediate_size=inner)
 
 
 def _compile(problem: MoEProblem, wanted: list[Attempt]) -> None:
