@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,20 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import moekit
 from moekit import ModularKernel, MoEProblem, PackedWeights, Routing
-from moekit.plugin import exchange, reason_of, summary
+from moekit.engines.kernels import PEER_TIMEOUT, kernel_for, warm_up
+from moekit.engines.packed import against_graphs, copy, held, hold
+from moekit.engines.weights import refusal
+from moekit.plugin import exchange, reason_of
 from moekit_vllm import versions, weights
-from moekit_vllm.packed import copy, form, forms
-from moekit_vllm.problem import exchanges_tokens, problem_of, too_slow
-from moekit_vllm.settings import Mode, say_once
-from moekit_vllm.weights.parameters import refusal
-
-# Seconds that a rank waits for the others: they load their weights at different speeds.
-_PEER_TIMEOUT = 600.0
-_kernels: dict[MoEProblem, ModularKernel] = {}
-# The largest call of each kernel for which `_warm_up` has run.
-_warmed: dict[ModularKernel, int] = {}
+from moekit_vllm.problem import exchanges_tokens, problem_of
+from moekit_vllm.settings import VLLM, Mode
 
 
 @dataclass(eq=False)
@@ -60,17 +53,24 @@ class LayerExperts:
                 problem = problem_of(layer, quant, loaded)
             cpu_kernel = layer.expert_map is None and versions.has_cpu_kernel(method)
             with _on_all_ranks(layer):
-                kernel = _kernel_for(problem, cpu_kernel and method.moekit_mode is not Mode.REQUIRE)
+                kernel = kernel_for(
+                    problem,
+                    VLLM,
+                    lambda: versions.expert_ranks().device_group,
+                    cpu_kernel and method.moekit_mode is not Mode.REQUIRE,
+                )
                 packed = kernel.pack(loaded)
                 order = _order(layer, problem)
-                if reasons := _against(kernel, packed, before):
+                captures = "vLLM --enforce-eager" if versions.captures_graphs() else ""
+                held_before = None if before is None else before.packed
+                if reasons := against_graphs(kernel, packed, held_before, captures):
                     raise refusal(*reasons)
             del loaded
-            made = before or cls(kernel, packed, order, _held(layer, packed))
+            made = before or cls(kernel, packed, order, held(layer, packed))
             copy(packed, into=made.packed)
             if order is not None and made.to_physical is not None:
                 made.to_physical.copy_(order)  # vLLM's sleep mode may have discarded it
-            _hold(layer, made.parameters)
+            hold(layer, made.parameters)
         return made
 
     @property
@@ -86,65 +86,13 @@ class LayerExperts:
             topk_weights: (T, K).
             topk_ids: (T, K) vLLM's physical experts, of all ranks.
         """
-        if len(x) > _warmed.get(self.kernel, 0):
-            _warm_up(self.kernel, self.packed, len(x))
+        warm_up(self.kernel, self.packed, len(x))
         ids = topk_ids
         if self.to_physical is not None:
             ids = torch.where(ids < 0, -1, self.to_physical[ids.clamp(min=0)])
         ranks = self.kernel.problem.parallel.ep_size
         most = versions.most_tokens(ranks) if self.dispatches else None
         return self.kernel(x, self.packed, Routing(topk_weights.float(), ids, max_tokens=most))
-
-
-def _warm_up(kernel: ModularKernel, packed: PackedWeights, num_tokens: int) -> None:
-    """Compile what a kernel's calls of up to ``num_tokens`` need, or they would while vLLM serves.
-
-    vLLM's first call has the most tokens: it measures the memory. Kernels on CPUs compile nothing.
-    Where ranks exchange tokens, others may not call at the same time.
-    """
-    _warmed[kernel] = num_tokens
-    problem = kernel.problem
-    if problem.device.type == "cpu" or problem.parallel.moves_tokens:
-        return
-    if not torch.cuda.is_current_stream_capturing():
-        kernel.warmup(packed, num_tokens)
-
-
-def _kernel_for(problem: MoEProblem, cpu_kernel: bool) -> ModularKernel:
-    """Return the kernel for a problem, unless vLLM's is faster; equal problems share one."""
-    kernel = _kernels.get(problem)
-    if kernel is None:
-        # Ids come from vLLM's router, and checks by value would wait for the GPU.
-        group = versions.expert_ranks().device_group if problem.parallel.moves_tokens else None
-        kernel = _kernels[problem] = _in_own_memory(
-            lambda: moekit.compose(problem, group=group, checked=False, peer_timeout=_PEER_TIMEOUT)
-        )
-    explanation = kernel.explanation
-    assert explanation is not None
-    if reasons := too_slow(explanation, cpu_kernel):
-        raise refusal(*reasons)
-    expected = f"; {explanation.expected}" if explanation.expected else ""
-    say_once(f"moekit: {summary(problem)}: {explanation.chosen} ({explanation.why}){expected}")
-    return kernel
-
-
-def _in_own_memory(make: Callable[[], ModularKernel]) -> ModularKernel:
-    """Return ``make()``, called in a thread whose memory vLLM does not take in sleep mode.
-
-    What the thread that loads weights allocates comes from a pool, and sleep of level 2 discards
-    it. Dispatchers keep counters and the addresses of other ranks' memory.
-    """
-    index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
-
-    def run() -> ModularKernel:
-        with torch.accelerator.device_index(index):
-            kernel = make()
-            if index is not None:
-                torch.accelerator.synchronize()  # the calling thread has another stream
-            return kernel
-
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(run).result()
 
 
 @contextmanager
@@ -164,7 +112,7 @@ def _on_all_ranks(layer: Any) -> Iterator[None]:
         error = raised
     mine = "" if error is None else reason_of(error)
     group = versions.expert_ranks().cpu_group
-    said = exchange("load an MoE layer of vLLM", mine, group, _PEER_TIMEOUT)
+    said = exchange("load an MoE layer of vLLM", mine, group, PEER_TIMEOUT)
     if error is not None:
         raise error
     if failed := [f"rank {rank}: {why}" for rank, why in enumerate(said) if why]:
@@ -185,46 +133,6 @@ def _order(layer: Any, problem: MoEProblem) -> Tensor | None:
     if problem.parallel.moves_tokens:
         raise refusal("moekit's dispatchers need vLLM's linear placement of experts")
     return places
-
-
-# -- the layer's tensors -----------------------------------------------------------------
-
-
-def _against(
-    kernel: ModularKernel, packed: PackedWeights, before: LayerExperts | None
-) -> list[str]:
-    """Return why CUDA graphs cannot hold the kernel and its weights; empty if they can."""
-    if before is not None:
-        if forms(before.packed) == forms(packed):
-            return []
-        return ["its packed weights have other shapes or dtypes, or another backend, than before"]
-    specs = (kernel.dispatcher.spec, kernel.experts.spec)
-    unfit = [repr(spec.name) for spec in specs if not spec.graph_safe]
-    if unfit and versions.captures_graphs():
-        names = " and ".join(unfit)
-        return [f"{names} cannot be in the CUDA graphs that vLLM captures: use --enforce-eager"]
-    return []
-
-
-def _held(layer: Any, packed: PackedWeights) -> dict[str, nn.Parameter]:
-    """Return parameters for the packed experts: the layer's own where they share memory."""
-    own = {p.data_ptr(): (name, p) for name, p in layer.named_parameters(recurse=False)}
-    held = {}
-    for name, tensor in packed.experts.items():
-        known, parameter = own.get(tensor.data_ptr(), ("", None))
-        if parameter is not None and form(parameter) == form(tensor):
-            held[known] = parameter
-        else:
-            held[f"moekit_{name}"] = nn.Parameter(tensor, requires_grad=False)
-    return held
-
-
-def _hold(layer: Any, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Give the layer these parameters in place of those that it has."""
-    for name in dict(layer.named_parameters(recurse=False)):
-        delattr(layer, name)
-    for name, parameter in parameters.items():
-        setattr(layer, name, parameter)
 
 
 # -- torch.compile -----------------------------------------------------------------------

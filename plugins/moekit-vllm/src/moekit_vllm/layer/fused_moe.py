@@ -24,9 +24,9 @@ from torch import Tensor, nn
 import moekit
 from moekit import Activation, ExpertWeights, LayerParallelism, PackedWeights, QuantScheme
 from moekit.checkpoint import PushedExperts
+from moekit.engines.packed import copy, forms, tensors
 from moekit.errors import WeightsError
 from moekit_vllm.layer import keywords as vllm
-from moekit_vllm.packed import copy, forms, tensors
 
 
 class FusedMoE(moekit.FusedMoE):
