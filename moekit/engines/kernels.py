@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from moekit import Explanation, ModularKernel, MoEProblem, PackedWeights
 from moekit.engines.mode import Engine
 from moekit.engines.weights import refusal
 from moekit.problem.problem import summary
+from moekit.runtime.agreement import exchange
+from moekit.untrusted.code import describe as reason_of
 
 # Seconds that a rank waits for the others: they load their weights at different speeds.
 PEER_TIMEOUT = 600.0
@@ -75,6 +78,27 @@ def _in_own_memory(make: Callable[[], ModularKernel]) -> ModularKernel:
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(run).result()
+
+
+@contextmanager
+def on_all_ranks(group: Any, engine: Engine) -> Iterator[None]:
+    """Raise on every rank of a group if the context raises on one. Collective, unless None.
+
+    The engine's kernels and moekit's move tokens in different ways, so a rank that alone left the
+    layer to the engine would hang.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    if group is not None:
+        mine = "" if error is None else reason_of(error)
+        said = exchange(f"load an MoE layer of {engine.name}", mine, group, PEER_TIMEOUT)
+    if error is not None:
+        raise error
+    if group is not None and (failed := [f"rank {n}: {why}" for n, why in enumerate(said) if why]):
+        raise refusal(f"other ranks leave it to {engine.name} ({'; '.join(failed)})")
 
 
 def warm_up(kernel: ModularKernel, packed: PackedWeights, num_tokens: int) -> None:

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 import vllm_standin as standin
-from moekit_vllm import experts, settings, versions
+from moekit_vllm import settings, versions
 
 import moekit
 from moekit.engines import kernels
@@ -22,7 +22,7 @@ def vllm(monkeypatch):
     for name, module in standin.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(versions, "installed", lambda: "0.33.0")
-    monkeypatch.setattr(experts, "exchange", lambda what, mine, *_: [mine])
+    monkeypatch.setattr(kernels, "exchange", lambda what, mine, *_: [mine])
     monkeypatch.setattr(kernels, "_kernels", {})
     monkeypatch.setattr(kernels, "_warmed", {})
     settings.VLLM.said.clear()

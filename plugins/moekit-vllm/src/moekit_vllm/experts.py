@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from moekit import ModularKernel, MoEProblem, PackedWeights, Routing
-from moekit.engines.kernels import PEER_TIMEOUT, kernel_for, warm_up
+from moekit.engines.kernels import kernel_for, on_all_ranks, warm_up
 from moekit.engines.packed import against_graphs, copy, held, hold
 from moekit.engines.weights import refusal
-from moekit.plugin import exchange, reason_of
 from moekit_vllm import versions, weights
 from moekit_vllm.problem import exchanges_tokens, problem_of
 from moekit_vllm.settings import VLLM, Mode
@@ -47,12 +45,13 @@ class LayerExperts:
         """
         if versions.prepared_elsewhere():
             raise refusal("another process has prepared its weights for vLLM's own kernels")
+        group = _sharing(layer)
         with torch.inference_mode(False), torch.no_grad():
-            with _on_all_ranks(layer):  # before other ranks wait for this one in `compose`
+            with on_all_ranks(group, VLLM):  # before other ranks wait for this one in `compose`
                 quant, loaded = weights.read(layer, method)
                 problem = problem_of(layer, quant, loaded)
             cpu_kernel = layer.expert_map is None and versions.has_cpu_kernel(method)
-            with _on_all_ranks(layer):
+            with on_all_ranks(group, VLLM):
                 kernel = kernel_for(
                     problem,
                     VLLM,
@@ -95,28 +94,13 @@ class LayerExperts:
         return self.kernel(x, self.packed, Routing(topk_weights.float(), ids, max_tokens=most))
 
 
-@contextmanager
-def _on_all_ranks(layer: Any) -> Iterator[None]:
-    """Raise on every rank if the context raises on one. Collective if ranks exchange tokens.
+def _sharing(layer: Any) -> Any:
+    """Return the group of the ranks that must agree about a layer: they exchange tokens.
 
-    vLLM's kernels and moekit's move tokens in different ways, so a rank that alone left the layer
-    to vLLM would hang. In engines with elastic ranks, all leave it to vLLM, and some load alone.
+    In engines with elastic ranks, all leave it to vLLM, and some load alone.
     """
-    if not exchanges_tokens(layer) or versions.elastic():
-        yield
-        return
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as raised:
-        error = raised
-    mine = "" if error is None else reason_of(error)
-    group = versions.expert_ranks().cpu_group
-    said = exchange("load an MoE layer of vLLM", mine, group, PEER_TIMEOUT)
-    if error is not None:
-        raise error
-    if failed := [f"rank {rank}: {why}" for rank, why in enumerate(said) if why]:
-        raise refusal(f"other ranks leave it to vLLM ({'; '.join(failed)})")
+    alone = not exchanges_tokens(layer) or versions.elastic()
+    return None if alone else versions.expert_ranks().cpu_group
 
 
 def _order(layer: Any, problem: MoEProblem) -> Tensor | None:
