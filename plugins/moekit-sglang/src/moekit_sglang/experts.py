@@ -111,6 +111,10 @@ class LayerExperts:
         routing = Routing(weights, chosen.topk_ids, max_tokens=most)
         return self.kernel(x, self.packed, routing)
 
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.packed.experts.values())).device
+
     # -- new weights in place ------------------------------------------------------------
 
     def receive(self, layer: Any, param: Any, expert: int | None, part: str) -> None:
@@ -123,7 +127,7 @@ class LayerExperts:
         with _lock:
             if not self.room:
                 for name, meta in self.emptied.items():
-                    self.room[name] = torch.zeros_like(meta, device=self.kernel.problem.device)
+                    self.room[name] = torch.zeros_like(meta, device=self._device)
                     getattr(layer, name).data = self.room[name]
             _receiving[id(layer)] = layer
             self.received.add((id(param), expert, part))
@@ -146,9 +150,7 @@ class LayerExperts:
     def _empty(self, layer: Any) -> None:
         """Free the parameters that hold no packed weights; they keep their names and loaders."""
         for name, meta in self.emptied.items():
-            getattr(layer, name).data = torch.empty(
-                0, dtype=meta.dtype, device=self.kernel.problem.device
-            )
+            getattr(layer, name).data = torch.empty(0, dtype=meta.dtype, device=self._device)
         self.room.clear()
         self.received.clear()
         _receiving.pop(id(layer), None)
