@@ -160,7 +160,12 @@ class FusedMoE(nn.Module):
         self.dispatcher = module.create_moe_dispatcher(self)
 
     def weight_loader(
-        self, param: Any, loaded_weight: torch.Tensor, weight_name: str, shard_id: str, expert_id: int
+        self,
+        param: Any,
+        loaded_weight: torch.Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
     ) -> None:
         local = expert_id - self.moe_ep_rank * self.num_local_experts
         if 0 <= local < self.num_local_experts:
@@ -170,7 +175,12 @@ class FusedMoE(nn.Module):
             )  # fmt: skip
 
     def _weight_loader_impl(
-        self, param: Any, loaded_weight: torch.Tensor, weight_name: str, shard_id: str, expert_id: int
+        self,
+        param: Any,
+        loaded_weight: torch.Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
     ) -> None:
         held = param.data[expert_id]
         if shard_id in ("w1", "w3"):

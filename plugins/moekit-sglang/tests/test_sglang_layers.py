@@ -10,8 +10,8 @@ import moekit_sglang
 import pytest
 import sglang_standin as standin
 import torch
-from moekit_sglang import settings, versions
-from sglang_layers import E, H, INNER, calls, drawn, error, made, started, taken, want
+from moekit_sglang import versions
+from sglang_layers import INNER, E, H, calls, drawn, error, made, started, taken, want
 from sglang_layers import sglang as sglang  # a fixture
 
 import moekit
@@ -185,5 +185,3 @@ def test_graphs_need_backends_that_they_can_hold(monkeypatch) -> None:
     (reason,) = against_graphs(kernel, None, None, "SGLang --disable-cuda-graph")
     assert "the CUDA graphs that SGLang captures: use --disable-cuda-graph" in reason
     assert not against_graphs(kernel, None, None, "")
-
-
