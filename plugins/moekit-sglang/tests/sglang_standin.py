@@ -1,4 +1,4 @@
-"""A stand-in for the parts of SGLang that moekit-sglang uses, with SGLang's names and order of calls.
+"""A stand-in for the parts of SGLang that moekit-sglang uses, with its names and order of calls.
 
 What it cannot show is in test_sglang_real.py, which needs SGLang. Its registry of hooks wraps as
 SGLang's does, but only methods and functions, after and around.

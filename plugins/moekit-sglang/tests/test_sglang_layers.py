@@ -54,7 +54,7 @@ def test_experts_without_a_gate(activation) -> None:
 
 @pytest.mark.parametrize("moved", [False, True])
 def test_ranks_sum_to_the_whole(monkeypatch, moved) -> None:
-    """With expert parallelism SGLang's dispatcher passes global ids, and SGLang adds the ranks up."""
+    """With expert parallelism SGLang's dispatcher passes global ids, and SGLang adds up."""
     started()
     weights, total = drawn(), torch.zeros(9, H)
     for rank in range(2):

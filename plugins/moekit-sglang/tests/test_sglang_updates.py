@@ -28,7 +28,7 @@ def repacking(monkeypatch):
 
 
 def matrices(weights):
-    """Yield new weights as a model's load_weights passes them: one matrix of one expert at a time."""
+    """Yield new weights as a model's load_weights passes them: a matrix of an expert at a time."""
     for expert in range(E):
         gate, up = weights["w13_weight"][expert].chunk(2)
         yield "w13_weight", gate, "w1", expert

@@ -17,10 +17,9 @@ from sglang_layers import sglang as sglang  # a fixture
 import moekit
 from moekit import SCHEMES
 from moekit.errors import Unsupported
-from moekit.plugin import int4
 
 L, H, INNER = 3, 256, 128
-E8M0 = torch.float8_e8m0fnu
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the row in each half byte of a word, from the lowest
 
 
 def weights(scheme: str) -> moekit.ExpertWeights:
@@ -31,7 +30,7 @@ def weights(scheme: str) -> moekit.ExpertWeights:
 
 
 def stored(made: moekit.ExpertWeights, names: tuple[str, str], convert=lambda t: t, scales=None):
-    """Return parameters: codes and scales under names, as ``convert`` and ``scales`` lay them out."""
+    """Return codes and scales under names, as ``convert`` and ``scales`` lay them out."""
     found = {}
     for name in ("w13", "w2"):
         found[f"{name}_{names[0]}"] = convert(getattr(made, name))
@@ -48,11 +47,15 @@ def flipped(scales: torch.Tensor) -> torch.Tensor:
     return scales.transpose(1, 2).contiguous()
 
 
+def exponents(scales: torch.Tensor) -> torch.Tensor:
+    return scales.to(torch.float8_e8m0fnu).view(torch.uint8)
+
+
 def awq(codes: torch.Tensor) -> torch.Tensor:
     """Pack (L, N, K / 2) into (L, K, N / 8) int32, rows in AWQ's order."""
     values = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(2).transpose(1, 2).int()
     packed = torch.zeros(*values.shape[:2], values.shape[2] // 8, dtype=torch.int32)
-    for place, row in enumerate(int4.AWQ_ORDER):
+    for place, row in enumerate(AWQ_ORDER):
         packed |= values[:, :, row::8] << (4 * place)
     return packed
 
@@ -75,7 +78,7 @@ CASES = {
     ),
     "Mxfp4MoEMethod": (
         "mxfp4_w4a16",
-        lambda w: stored(w, ("weight", "weight_scale"), scales=lambda s: s.to(E8M0).view(torch.uint8)),
+        lambda w: stored(w, ("weight", "weight_scale"), scales=exponents),
         dict(hidden_size=H, intermediate_size_per_partition=INNER), {},
     ),
     "CompressedTensorsWNA16TritonMoE": (
@@ -100,7 +103,7 @@ CASES = {
 def layer_of(name: str, parameters=None, **config):
     """Return a layer whose method, or whose scheme, has a name; compressed-tensors have schemes."""
     scheme, store, method, of_scheme = CASES[name]
-    owner = type(name, (CASES[name] and standin.Method,), {})
+    owner = type(name, (standin.Method,), {})
     if name == "CompressedTensorsWNA16TritonMoE":
         owner = type(name, (type("CompressedTensorsWNA16MoE", (standin.Method,), {}),), {})
     fields: dict = {"hidden": H, "inner": INNER, **config}
@@ -139,7 +142,8 @@ def test_a_quantized_layer_computes(name) -> None:
 def test_per_tensor_fp8(monkeypatch) -> None:
     fp8 = torch.float8_e4m3fn
     parameters = {
-        "w13_weight": torch.randn(L, 2 * INNER, H).to(fp8), "w2_weight": torch.randn(L, H, INNER).to(fp8),
+        "w13_weight": torch.randn(L, 2 * INNER, H).to(fp8),
+        "w2_weight": torch.randn(L, H, INNER).to(fp8),
         "w13_weight_scale": torch.rand(L, 2), "w2_weight_scale": torch.rand(L),
     }  # fmt: skip
     method = dict(quant_config=SimpleNamespace(weight_block_size=None))
