@@ -20,7 +20,6 @@ from moekit.engines.kernels import names_dispatcher
 from moekit.errors import MoekitError
 from moekit.plugin import reason_of
 from moekit_sglang import versions
-from moekit_sglang.dispatcher import passing
 from moekit_sglang.experts import finish_updates
 from moekit_sglang.method import extended
 from moekit_sglang.settings import SGLANG, Mode
@@ -61,9 +60,17 @@ def extend(_: None, layer: Any, *args: Any, **more: Any) -> None:
 
 def make_dispatcher(stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
     """Return a layer's dispatcher: one that passes tokens on if moekit's dispatchers move them."""
-    if names_dispatcher() and versions.all_to_all() != "none":
-        return passing(lambda: stock(*args, **more))
-    return stock(*args, **more)
+    if not names_dispatcher() or versions.all_to_all() == "none":
+        return stock(*args, **more)
+    passing = {
+        "dispatch": lambda self, hidden_states, topk_output: versions.dispatched(
+            hidden_states, topk_output
+        ),
+        "combine": lambda self, combine_input: combine_input.hidden_states,
+    }
+    made = type("Passing", (versions.dispatcher_class(),), passing)()
+    made.stock = lambda: stock(*args, **more)  # for a layer that stays with SGLang
+    return made
 
 
 def load(stock: Callable[..., Any], layer: Any, param: Any, *args: Any, **more: Any) -> Any:

@@ -21,8 +21,6 @@ from moekit_sglang.settings import SGLANG, Mode
 def extended(method: Any, mode: Mode) -> Any:
     """Return a method that lets moekit compute its layer, with the attributes of ``method``."""
     stock: Any = type(method)
-    if hasattr(stock, "made_by_moekit"):  # of a layer whose class calls another's __init__
-        return method
     made = object.__new__(_extended(stock))
     object.__setattr__(made, "__dict__", vars(method))  # shared: bound methods may refer to it
     made.moekit_mode, made.moekit_experts = mode, None
@@ -39,7 +37,6 @@ def _extended(stock: Any) -> Any:
             SGLang's own method does.
         """
 
-        made_by_moekit = True
         moekit_mode: Mode
         moekit_experts: LayerExperts | None
 

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 _MOE = "sglang.srt.layers.moe"
+_DISPATCHER = f"{_MOE}.token_dispatcher"
 LAYER = f"{_MOE}.fused_moe_triton.layer.FusedMoE"
 # They load a matrix of one of this rank's experts, and of all experts.
 LOADERS = (f"{LAYER}._weight_loader_impl", f"{LAYER}.weight_loader_fused")
@@ -79,18 +80,18 @@ def all_to_all() -> str:
 
 def standard(hidden_states: Any) -> Any:
     """Return what a quantization method returns to SGLang's standard dispatcher."""
-    return import_module(f"{_MOE}.token_dispatcher.standard").StandardCombineInput(hidden_states)
+    return import_module(f"{_DISPATCHER}.standard").StandardCombineInput(hidden_states)
 
 
 def dispatched(hidden_states: Any, topk_output: Any) -> Any:
     """Return what SGLang's standard dispatcher passes to a quantization method."""
-    made = import_module(f"{_MOE}.token_dispatcher.standard").StandardDispatchOutput
+    made = import_module(f"{_DISPATCHER}.standard").StandardDispatchOutput
     return made(hidden_states, None, topk_output)
 
 
 def dispatcher_class() -> Any:
     """Return the class of SGLang's dispatchers."""
-    return import_module(f"{_MOE}.token_dispatcher.base").BaseDispatcher
+    return import_module(f"{_DISPATCHER}.base").BaseDispatcher
 
 
 def expert_ranks() -> Any:
