@@ -8,7 +8,7 @@ import moekit_sglang
 import pytest
 import sglang_standin as standin
 import torch
-from moekit_sglang import experts, hooks, settings, versions
+from moekit_sglang import hooks, settings, versions
 
 import moekit
 from moekit.engines import kernels
@@ -28,7 +28,6 @@ def sglang(monkeypatch):
     monkeypatch.setattr(kernels, "_kernels", {})
     monkeypatch.setattr(kernels, "_warmed", {})
     monkeypatch.setattr(hooks, "_installed", [])
-    monkeypatch.setattr(experts, "_receiving", {})
     settings.SGLANG.said.clear()
     monkeypatch.delenv(settings.SGLANG.variable, raising=False)
 

@@ -79,6 +79,7 @@ REFUSED = {
     "offloads weights": lambda: setattr(standin.arguments, "cpu_offload_gb", 8),
     "runner 'triton_kernel' chooses": lambda: setattr(standin.chosen, "runner", "triton_kernel"),
     "by --moe-a2a-backend deepep": lambda: setattr(standin.chosen, "all_to_all", "deepep"),
+    "--enable-torch-compile": lambda: setattr(standin.arguments, "enable_torch_compile", True),
     "faster on this CPU": lambda: setattr(standin.chosen, "amx", True),
 }
 

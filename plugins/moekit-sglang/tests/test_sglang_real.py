@@ -46,7 +46,7 @@ def test_the_hooks_are_applied_to_sglangs_own_classes(monkeypatch) -> None:
     moekit_sglang.register()
     HookRegistry.apply_hooks()
     targets = [f"{versions.LAYER}.__init__", versions.MAKE_DISPATCHER]
-    for target in (*targets, *versions.LOADERS, *versions.updates()):
+    for target in (*targets, *versions.LOADERS):
         assert hasattr(versions.found(target), "__wrapped__"), target
     names = StandardDispatcher.__init__.__code__.co_names
     assert "skip_local_expert_mapping" in names

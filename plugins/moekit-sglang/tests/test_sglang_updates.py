@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 
 import pytest
+import sglang_standin as standin
 import torch
 from moekit_sglang import experts
-from sglang_layers import E, H, calls, drawn, error, made, started, taken, want
+from sglang_layers import INNER, E, H, calls, drawn, error, made, started, taken, want
 from sglang_layers import sglang as sglang  # a fixture
 
 from moekit.engines import packed as shared
@@ -96,7 +97,6 @@ def test_all_experts_in_one_tensor(repacking) -> None:
     layer, new = made(), drawn(1)
     for name in new:
         layer.weight_loader_fused(getattr(layer, name), new[name], name, name.partition("_")[0])
-    experts.finish_updates()
     assert error(layer(*calls()), want(new, *calls())) < 1e-5
 
 
@@ -104,13 +104,32 @@ def test_an_update_that_moekit_cannot_take(repacking) -> None:
     """The layer stays moekit's, with the weights that it had."""
     started()
     layer = made()
-    for name, tensor, shard, expert in matrices(drawn(1)):
-        param = getattr(layer, name)
-        param.weight_loader(param, tensor, name, shard_id=shard, expert_id=expert)
-    layer.w13_weight.data = layer.w13_weight.data[:, :, : H // 2]
-    with pytest.raises(MoekitError, match="MoE layer 3, but not with its new weights"):
-        layer.quant_method.process_weights_after_loading(layer)
+    new = list(matrices(drawn(1)))
+    runner(layer).update_weights_from_tensor(new[:-1])
+    with pytest.raises(MoekitError, match="17 matrices of new weights are not all of the layer"):
+        layer.quant_method.process_weights_after_loading(layer)  # after a file that lacks one
+    layer.moe_runner_config.no_combine = True
+    with pytest.raises(MoekitError, match="MoE layer 3, but not with its new weights: it returns"):
+        runner(layer).update_weights_from_tensor(new[-1:])
     assert taken(layer)
+    layer.moe_runner_config.no_combine = False
+    layer.quant_method.process_weights_after_loading(layer)
+    assert error(layer(*calls()), want(drawn(1), *calls())) < 1e-5
+
+
+def test_parameters_that_a_checkpoint_lacks_are_not_awaited(repacking) -> None:
+    """SGLang registers some for every checkpoint; what the first loading brings is awaited."""
+    started()
+    layer = made(drawn(w13_g_idx=torch.zeros(E, H), w2_g_idx=torch.zeros(E, H)))
+    assert set(layer.quant_method.moekit_experts.awaited) == {"w13_weight", "w2_weight"}
+    cls = type(layer)
+    layer = cls(drawn(w13_more=torch.zeros(E, H)), standin.method("UnquantizedFusedMoEMethod"),
+                hidden=H, inner=INNER)  # fmt: skip
+    runner(layer).update_weights_from_tensor(matrices(drawn()))
+    layer.quant_method.process_weights_after_loading(layer)
+    assert set(layer.quant_method.moekit_experts.awaited) == {"w13_weight", "w2_weight"}
+    runner(layer).update_weights_from_tensor(matrices(drawn(1)))
+    assert error(layer(*calls()), want(drawn(1), *calls())) < 1e-5
 
 
 def test_a_layer_that_stays_with_sglang_stays_through_updates() -> None:

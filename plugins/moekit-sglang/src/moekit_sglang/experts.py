@@ -1,8 +1,8 @@
 """The kernel and packed weights of one MoE layer, and updates of the weights in place.
 
 A layer with packed weights keeps SGLang's parameters, because models look them up by name when they
-load weights. Parameters that hold no packed weights are empty. When new weights come for one of
-them, all get room again, and when the last has come, the weights are packed into the memory that
+load weights. Parameters that hold no packed weights are empty. When new weights come for the layer,
+they get room again, and when the last matrix has come, the weights are packed into the memory that
 CUDA graphs hold. Weights that moekit computes with as SGLang holds them change by SGLang's copy
 alone.
 """
@@ -10,12 +10,12 @@ alone.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moekit import ModularKernel, PackedWeights, Routing
 from moekit.engines.kernels import kernel_for, on_all_ranks, warm_up
@@ -27,7 +27,6 @@ from moekit_sglang.problem import dispatches, problem_of, scaling
 from moekit_sglang.settings import SGLANG, Mode
 from moekit_sglang.weights import read
 
-_receiving: dict[int, Any] = {}  # layers that have received some of their new weights
 _lock = threading.Lock()  # SGLang may load experts in several threads
 
 
@@ -41,16 +40,18 @@ class LayerExperts:
             SGLang moves experts between ranks (EPLB) as it does with its own.
         scale: The factor of the router's weights.
         emptied: The meta tensors of the layer's parameters that hold no packed weights, by name.
+        awaited: The names of the parameters that an update brings.
         room: The memory of emptied parameters while the layer receives new weights.
-        received: (parameter, expert, part) of each new matrix.
+        came: (parameter, expert, part) of each new matrix.
     """
 
     kernel: ModularKernel
     packed: PackedWeights
     scale: float
     emptied: Mapping[str, Tensor]
+    awaited: Sequence[str]
     room: dict[str, Tensor] = field(default_factory=dict)
-    received: set[tuple[Any, ...]] = field(default_factory=set)
+    came: set[tuple[Any, ...]] = field(default_factory=set)
 
     @classmethod
     def of(cls, layer: Any, method: Any, before: LayerExperts | None) -> LayerExperts:
@@ -60,7 +61,9 @@ class LayerExperts:
         graphs may have captured. If this raises, the layer is as it was.
         """
         if before is not None and before.emptied and not before.room:
-            return before  # nothing new has come
+            return before  # nothing new has come, or it has been packed
+        if before is not None and before.room and not before._complete(layer):
+            raise refusal(f"{len(before.came)} matrices of new weights are not all of the layer")
         group = versions.expert_ranks().cpu_group if dispatches(layer) else None
         with torch.inference_mode(False), torch.no_grad():
             with on_all_ranks(group, SGLANG):  # before others wait for this rank in `compose`
@@ -82,8 +85,14 @@ class LayerExperts:
                 copy(packed, into=before.packed)
                 before._empty(layer)
                 return before
-            parameters = held(layer, packed)
-            made = cls(kernel, packed, scaling(layer), _meta(layer, parameters))
+            awaited, parameters = _awaited(layer, method.moekit_loaded), held(layer, packed)
+            own = dict(layer.named_parameters(recurse=False))
+            emptied = {
+                name: param.detach().to("meta")
+                for name, param in own.items()
+                if name not in parameters and param.numel()
+            }
+            made = cls(kernel, packed, scaling(layer), emptied, awaited)
             for name, parameter in parameters.items():
                 layer.register_parameter(name, parameter)
             made._empty(layer)
@@ -100,8 +109,8 @@ class LayerExperts:
         """
         if self.room:
             raise MoekitError(
-                f"{len(self.received)} matrices of new weights have come for an MoE layer, which "
-                "are not all; send the others before the next request"
+                f"{len(self.came)} matrices of new weights have come for an MoE layer, which are "
+                "not all; send the others before the next request"
             )
         warm_up(self.kernel, self.packed, len(x))
         weights = chosen.topk_weights.float()
@@ -117,33 +126,36 @@ class LayerExperts:
 
     # -- new weights in place ------------------------------------------------------------
 
-    def receive(self, layer: Any, param: Any, expert: int | None, part: str) -> None:
-        """Give a layer's emptied parameters room, and note which matrix SGLang loads into one.
+    def make_room(self, layer: Any) -> None:
+        """Give a layer's emptied parameters memory for the checkpoint's layout."""
+        with _lock:
+            for name, meta in {} if self.room else self.emptied.items():
+                self.room[name] = torch.zeros_like(meta, device=self._device)
+                getattr(layer, name).data = self.room[name]
+
+    def received(self, layer: Any, param: Any, expert: int | None, part: str) -> None:
+        """Note a matrix that SGLang has loaded; pack the layer's weights after the last one.
 
         expert, part: Which of this rank's experts, or None for all; and "w1", "w2", "w3" or "w13".
         """
-        if not self.emptied:
-            return
         with _lock:
-            if not self.room:
-                for name, meta in self.emptied.items():
-                    self.room[name] = torch.zeros_like(meta, device=self._device)
-                    getattr(layer, name).data = self.room[name]
-            _receiving[id(layer)] = layer
-            self.received.add((id(param), expert, part))
+            self.came.add((id(param), expert, part))
+            full = expert is None or len(self.came) % layer.num_local_experts == 0
+            last = full and bool(self.room) and self._complete(layer)
+        if last:
+            layer.quant_method.process_weights_after_loading(layer)
 
-    def complete(self, layer: Any) -> bool:
-        """Return whether every expert's parts of every parameter with a loader have come."""
-        for name, param in layer.named_parameters(recurse=False):
-            if not hasattr(param, "weight_loader") or name.endswith("_sort_indices"):
-                continue
-            came = {key[1:] for key in self.received if key[0] == id(param)}
+    def _complete(self, layer: Any) -> bool:
+        """Return whether every expert's parts of every awaited parameter have come."""
+        for name in self.awaited:
+            param = getattr(layer, name)
+            came = {key[1:] for key in self.came if key[0] == id(param)}
             if any(expert is None for expert, _ in came):
                 continue
-            parts = {part for _, part in came} or {"w1"}
+            parts = {part for _, part in came}
             if name.startswith("w13") and layer.moe_runner_config.is_gated and parts != {"w13"}:
-                parts = {"w1", "w3"}
-            if len(came) < layer.num_local_experts * len(parts):
+                parts |= {"w1", "w3"}
+            if len(came) < layer.num_local_experts * max(len(parts), 1):
                 return False
         return True
 
@@ -152,19 +164,15 @@ class LayerExperts:
         for name, meta in self.emptied.items():
             getattr(layer, name).data = torch.empty(0, dtype=meta.dtype, device=self._device)
         self.room.clear()
-        self.received.clear()
-        _receiving.pop(id(layer), None)
+        self.came.clear()
 
 
-def _meta(layer: Any, kept: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Return the layer's parameters outside ``kept`` that have elements, as meta tensors."""
-    own = dict(layer.named_parameters(recurse=False))
-    return {n: p.detach().to("meta") for n, p in own.items() if n not in kept and p.numel()}
+def _awaited(layer: Any, loaded: set[int]) -> list[str]:
+    """Return the parameters that an update brings: those that SGLang has ``loaded`` (ids).
 
-
-def finish_updates() -> None:
-    """Pack the weights of layers that have received all of theirs."""
-    for layer in list(_receiving.values()):
-        experts = layer.quant_method.moekit_experts
-        if experts.complete(layer):
-            layer.quant_method.process_weights_after_loading(layer)
+    With weights that are not from a file (load_format dummy), those that checkpoints have.
+    """
+    own = {n: p for n, p in layer.named_parameters(recurse=False) if hasattr(p, "weight_loader")}
+    if any(id(param) in loaded for param in own.values()):
+        return [name for name, param in own.items() if id(param) in loaded]
+    return [name for name in own if not name.endswith(("_idx", "_sort_indices", "_shape"))]

@@ -1,6 +1,6 @@
 """Register moekit's functions with SGLang's registry of hooks.
 
-`HookRegistry`, SGLang's public hook, wraps functions by their names. moekit wraps four kinds:
+`HookRegistry`, SGLang's public hook, wraps functions by their names. moekit wraps:
 
     FusedMoE.__init__        a layer gets a quantization method that extends the one it chose
     create_moe_dispatcher    a layer whose tokens moekit moves gets a dispatcher that passes them on
@@ -20,7 +20,6 @@ from moekit.engines.kernels import names_dispatcher
 from moekit.errors import MoekitError
 from moekit.plugin import reason_of
 from moekit_sglang import versions
-from moekit_sglang.experts import finish_updates
 from moekit_sglang.method import extended
 from moekit_sglang.settings import SGLANG, Mode
 
@@ -43,8 +42,6 @@ def install(mode: Mode) -> None:
         versions.register_hook(versions.MAKE_DISPATCHER, make_dispatcher, "AROUND")
         for target in versions.LOADERS:
             versions.register_hook(target, load, "AROUND")
-        for target in versions.updates():
-            versions.register_hook(target, updated, "AFTER")
         _installed.append(mode)
     except (MoekitError, KeyboardInterrupt):
         raise
@@ -75,14 +72,13 @@ def make_dispatcher(stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
 
 def load(stock: Callable[..., Any], layer: Any, param: Any, *args: Any, **more: Any) -> Any:
     """Load one matrix, or all experts', into a parameter that has room for it."""
-    if (experts := getattr(layer.quant_method, "moekit_experts", None)) is not None:
-        names = ("loaded_weight", "weight_name", "shard_id", "expert_id")
-        named = dict(zip(names, args, strict=False)) | more
-        experts.receive(layer, param, named.get("expert_id"), named["shard_id"])
-    return stock(layer, param, *args, **more)
-
-
-def updated(result: Any, *args: Any, **more: Any) -> Any:
-    """Pack the new weights of layers that have received all of theirs."""
-    finish_updates()
+    experts = getattr(layer.quant_method, "moekit_experts", None)
+    if experts is None or not experts.emptied:
+        getattr(layer.quant_method, "moekit_loaded", set()).add(id(param))
+        return stock(layer, param, *args, **more)
+    names = ("loaded_weight", "weight_name", "shard_id", "expert_id")
+    named = dict(zip(names, args, strict=False)) | more
+    experts.make_room(layer)
+    result = stock(layer, param, *args, **more)
+    experts.received(layer, param, named.get("expert_id"), named["shard_id"])
     return result

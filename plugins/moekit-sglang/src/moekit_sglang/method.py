@@ -23,7 +23,7 @@ def extended(method: Any, mode: Mode) -> Any:
     stock: Any = type(method)
     made = object.__new__(_extended(stock))
     object.__setattr__(made, "__dict__", vars(method))  # shared: bound methods may refer to it
-    made.moekit_mode, made.moekit_experts = mode, None
+    made.moekit_mode, made.moekit_experts, made.moekit_loaded = mode, None, set()
     return made
 
 
@@ -35,10 +35,12 @@ def _extended(stock: Any) -> Any:
         moekit_mode: What to do if moekit cannot compute the layer; OFF once SGLang keeps it.
         moekit_experts: What computes the layer; None before the weights are loaded, and where
             SGLang's own method does.
+        moekit_loaded: The ids of the parameters that SGLang has loaded.
         """
 
         moekit_mode: Mode
         moekit_experts: LayerExperts | None
+        moekit_loaded: set[int]
 
         def process_weights_after_loading(self, layer: Any) -> None:
             """Pack the layer's parameters for moekit, or let SGLang prepare them for its kernel.

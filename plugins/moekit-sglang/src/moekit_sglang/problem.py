@@ -74,6 +74,9 @@ def _refusals(layer: Any) -> list[str]:
         "MOEKIT_DISPATCHER to a dispatcher of moekit, or use none": (
             versions.all_to_all() != "none" and not moves
         ),
+        "the model is compiled (--enable-torch-compile), and moekit's kernels are no operators": (
+            bool(versions.argument("enable_torch_compile", False))
+        ),
         "two batches overlap (--enable-two-batch-overlap), and moekit moves tokens in one step": (
             moves and bool(versions.argument("enable_two_batch_overlap", False))
         ),

@@ -14,16 +14,6 @@ LAYER = f"{_MOE}.fused_moe_triton.layer.FusedMoE"
 # They load a matrix of one of this rank's experts, and of all experts.
 LOADERS = (f"{LAYER}._weight_loader_impl", f"{LAYER}.weight_loader_fused")
 MAKE_DISPATCHER = f"{_MOE}.fused_moe_triton.layer.create_moe_dispatcher"
-# The functions that write new weights without a call of the methods' process_weights_after_loading:
-# of 0.5.15, and of versions that have moved them to a class.
-_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
-_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
-_UPDATES = (
-    f"{_RUNNER}.update_weights_from_tensor",
-    f"{_RUNNER}.update_weights_from_distributed",
-    f"{_UPDATER}.update_weights_from_tensor",
-    f"{_UPDATER}.load_weights_from_distributed",
-)
 
 
 def installed() -> str | None:
@@ -40,19 +30,13 @@ def found(target: str) -> Any:
     return None
 
 
-def updates() -> list[str]:
-    """Return the names of the functions that write new weights into a running engine."""
-    return [target for target in _UPDATES if found(target) is not None]
-
-
 def missing_hooks() -> list[str]:
     """Return what the installed SGLang lacks of what this package uses; empty if it has all.
 
     If SGLang lacks a module, or importing it fails, this raises what SGLang or Python raise.
     """
     pkgutil.resolve_name(LAYER)
-    missing = [name for name in (*LOADERS, MAKE_DISPATCHER) if found(name) is None]
-    return [f"SGLang has no {name}" for name in missing + ([] if updates() else [_UPDATES[0]])]
+    return [f"SGLang has no {name}" for name in (*LOADERS, MAKE_DISPATCHER) if found(name) is None]
 
 
 def register_hook(target: str, hook: Any, kind: str) -> None:
