@@ -23,11 +23,15 @@ def register() -> None:
     """Let moekit take SGLang's MoE layers, unless MOEKIT_SGLANG=off. Idempotent.
 
     Raises:
-        MoekitError: The variable has an unknown value, or it is ``require`` and SGLang has another
-            version or lacks a hook.
+        SystemExit: The variable has an unknown value, or it is ``require`` and SGLang has another
+            version or lacks a hook. SGLang would start without moekit after another exception.
     """
+    from moekit.errors import MoekitError
     from moekit_sglang.hooks import install
     from moekit_sglang.settings import SGLANG, Mode
 
-    if (mode := SGLANG.mode()) is not Mode.OFF:
-        install(mode)
+    try:
+        if (mode := SGLANG.mode()) is not Mode.OFF:
+            install(mode)
+    except MoekitError as error:
+        raise SystemExit(str(error)) from error

@@ -4,8 +4,7 @@
 
     FusedMoE.__init__        a layer gets a quantization method that extends the one it chose
     create_moe_dispatcher    a layer whose tokens moekit moves gets a dispatcher that passes them on
-    FusedMoE.weight_loader   a layer with packed weights first gets room for unpacked ones
-    ModelRunner.update_...   layers with new weights pack them again
+    FusedMoE's loaders       a layer gets room for new weights, and packs them after the last one
 
 SGLang's registries of runners serve less: its quantization methods never choose a registered
 runner, and a function fused with its dispatcher takes the place of a built-in one.
