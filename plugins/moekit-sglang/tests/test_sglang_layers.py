@@ -10,7 +10,7 @@ import moekit_sglang
 import pytest
 import sglang_standin as standin
 import torch
-from moekit_sglang import versions
+from moekit_sglang import experts, versions
 from sglang_layers import INNER, E, H, calls, drawn, error, made, started, taken, want
 from sglang_layers import sglang as sglang  # a fixture
 
@@ -186,3 +186,17 @@ def test_graphs_need_backends_that_they_can_hold(monkeypatch) -> None:
     (reason,) = against_graphs(kernel, None, None, "SGLang --disable-cuda-graph")
     assert "the CUDA graphs that SGLang captures: use --disable-cuda-graph" in reason
     assert not against_graphs(kernel, None, None, "")
+
+
+def test_kernels_compile_before_the_engine_serves(monkeypatch) -> None:
+    """For as many tokens as SGLang schedules: a chunk of a prompt, or the largest graph."""
+    asked = []
+    monkeypatch.setattr(experts, "warm_up", lambda kernel, packed, tokens: asked.append(tokens))
+    started()
+    layer = made()
+    standin.arguments.cuda_graph_max_bs_decode = 256
+    made()
+    vars(standin.arguments).update(chunked_prefill_size=-1, max_prefill_tokens=512)
+    made()
+    layer(*calls())
+    assert asked == [64, 256, 512, 9]

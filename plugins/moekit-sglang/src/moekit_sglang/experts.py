@@ -96,6 +96,7 @@ class LayerExperts:
             for name, parameter in parameters.items():
                 layer.register_parameter(name, parameter)
             made._empty(layer)
+            warm_up(kernel, packed, versions.most_scheduled())  # else while the engine serves
         layer.deprecate_flag = True  # DeepEPMoE: SGLang's name for "the method computes the layer"
         layer.dispatcher.skip_local_expert_mapping = True  # moekit takes ids of all ranks' experts
         return made
