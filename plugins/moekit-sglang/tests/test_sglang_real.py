@@ -61,7 +61,8 @@ MADE = {
     ),
     "int8_channel_token": lambda: sglang_class("W8A8Int8MoEMethod")(SimpleNamespace()),
     "mxfp4_w4a16": lambda: bare(
-        "Mxfp4MoEMethod", use_marlin=False, use_flashinfer=False, _fi_kernel=None
+        "Mxfp4MoEMethod", use_marlin=False, use_flashinfer=False, _fi_kernel=None,
+        use_deep_gemm=False, use_mega_moe=False,
     ),
     "int4_w4a16_g32": lambda: bare("CompressedTensorsWNA16MoE", **WNA16),
     "int4_w4a16_g128": lambda: bare(
