@@ -73,7 +73,8 @@ def load(stock: Callable[..., Any], layer: Any, param: Any, *args: Any, **more: 
     """Load one matrix, or all experts', into a parameter that has room for it."""
     experts = getattr(layer.quant_method, "moekit_experts", None)
     if experts is None or not experts.emptied:
-        getattr(layer.quant_method, "moekit_loaded", set()).add(id(param))
+        if (loaded := getattr(layer.quant_method, "moekit_loaded", None)) is not None:
+            loaded.add(id(param))
         return stock(layer, param, *args, **more)
     names = ("loaded_weight", "weight_name", "shard_id", "expert_id")
     named = dict(zip(names, args, strict=False)) | more
