@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from moekit_bench import Prepared, Timer
-from moekit_bench.timer import from_all_ranks
 from torch import Tensor
 
 import moekit
@@ -72,7 +71,9 @@ class Rank:
         timer = Timer(self.device, ranks=True)
         found = Prepared(call, inputs, self.device, timer=timer).time(TURNS)
         mine = found.graph_us, found.eager_us, found.host_us
-        return list(map(max, zip(*from_all_ranks(mine), strict=True)))
+        slowest = torch.tensor(mine, dtype=torch.float64, device=self.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return slowest.tolist()  # type: ignore[no-any-return]
 
     def print(self, *cells: object) -> None:
         if self.rank == 0:

@@ -248,6 +248,8 @@ def _beyond(name: str, found: Tensor, want: Tensor, case: Case) -> str:
     wider = _WIDER if name in ("x", "topk_weights") else _WIDER_OF_PRODUCTS
     bound = tolerance(case.problem, effective_tokens=1)
     bound = bound._replace(row=_WIDER * bound.row, element=wider * bound.element)
+    if name == "topk_weights":  # few elements: one may be as large as all others (seen: 1.15)
+        bound = bound._replace(rms=1.5 * bound.rms)
     wrong = beyond(errors(found, want), bound)
     if wrong and name == "topk_weights":
         draws = [right_gradients(case, random_grad(case, i))[name] for i in range(8)]

@@ -16,9 +16,9 @@ PUBLIC = {
 }  # fmt: skip
 # Device code that plugins share; its package has its own interface.
 SHARED = {"moekit_kernels"}
-# moekit-bench measures what the core chooses, and moekit-vllm reads an engine's layers as the core
+# moekit-bench measures what the core chooses. moekit-vllm and moekit-sglang read layers as the core
 # reads checkpoints and transformers' modules: they are released with the core and may look inside.
-INSIDE = {"moekit-bench", "moekit-vllm"}
+INSIDE = {"moekit-bench", "moekit-sglang", "moekit-vllm"}
 PLUGINS = sorted(p for p in (ROOT / "plugins").glob("moekit-*") if p.name not in INSIDE)
 
 

@@ -73,7 +73,7 @@ def IdsInABufferOfTopK(self, y, tokens, weights, workspace):
     Plain.apply(self, y, copied, weights, workspace)
 
 
-@killed_by("test_many_calls", says="call 18 of one shape")
+@killed_by("test_many_calls", says="call 17 of one shape")
 class Stale20(Plain):
     """Returns the previous output at every 20th call of a shape."""
 
@@ -90,7 +90,7 @@ class Stale20(Plain):
 
 
 wrong("Stale60", "Returns the previous output at every 60th call of a shape",
-      killed_by("test_many_calls", says="call 58 of one shape"), of=Stale20, EVERY=60)  # fmt: skip
+      killed_by("test_many_calls", says="call 57 of one shape"), of=Stale20, EVERY=60)  # fmt: skip
 
 
 @killed_by("test_nothing_is_kept", says="bytes are left")

@@ -12,12 +12,14 @@ import moekit_vllm
 import pytest
 import torch
 import vllm_standin as standin
-from moekit_vllm import describe, hooks, problem, versions
+from moekit_vllm import describe, hooks, versions
+from moekit_vllm.settings import VLLM
 from tuned_tables import make_table, write_table
 from vllm_layers import INNER, E, H, K, applied, calls, drawn, error, made, share, want
 from vllm_layers import vllm as vllm  # a fixture
 
 import moekit
+from moekit.engines.kernels import too_slow
 from moekit.errors import MoekitError
 
 
@@ -219,12 +221,12 @@ def test_slow_backends_are_not_chosen_on_gpus(monkeypatch) -> None:
     asked = moekit.MoEProblem(num_experts=E, top_k=K, hidden_size=H, intermediate_size=INNER,
                               device="sm90")  # fmt: skip
     named = moekit.explain(asked, experts="torch")
-    assert named.chosen is not None and not problem.too_slow(named)
+    assert named.chosen is not None and not too_slow(named, VLLM)
     monkeypatch.setenv("MOEKIT_BLOCK", "triton,cutlass,deepgemm,marlin,flashinfer")
     monkeypatch.setattr(moekit.discovery.registry, "_registry", None)
-    (reason,) = problem.too_slow(moekit.explain(asked))
+    (reason,) = too_slow(moekit.explain(asked), VLLM)
     assert "only 'torch' computes it" in reason and "plugins/moekit-triton" in reason
-    assert not problem.too_slow(moekit.explain(asked.replace(device="cpu")))
+    assert not too_slow(moekit.explain(asked.replace(device="cpu")), VLLM)
 
 
 class KernelForCPUs:

@@ -116,7 +116,7 @@ def test_a_call_reads_no_values(monkeypatch) -> None:
     moekit_vllm.register()
     layer, _ = share(drawn(local=3), (1, 3, 5))
     monkeypatch.setattr(moekit.ModularKernel, "__call__", lambda self, x, packed, routing: routing)
-    monkeypatch.setattr(experts, "_warm_up", lambda *_: None)
+    monkeypatch.setattr(experts, "warm_up", lambda *_: None)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         x, topk_weights, ids = (mode.from_tensor(t) for t in calls())
         routing = applied(layer, x, topk_weights.bfloat16(), ids)

@@ -53,7 +53,7 @@ def generate(asked: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    settings._said.clear()
+    settings.VLLM.said.clear()
     moekit_vllm.hooks.uninstall()
     moekit_vllm.register()  # vLLM registers plugins once a process
     prompts = asked.get("prompts", PROMPTS)
@@ -70,7 +70,7 @@ def generate(asked: dict[str, Any]) -> dict[str, Any]:
     if path := asked.get("reload"):
         llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
         found["reloaded"] = complete(llm, prompts)
-    found["log"] = sorted(settings._said)
+    found["log"] = sorted(settings.VLLM.said)
     del llm
     gc.collect()
     cleanup_dist_env_and_memory()

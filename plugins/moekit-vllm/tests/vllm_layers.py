@@ -7,9 +7,10 @@ import sys
 import pytest
 import torch
 import vllm_standin as standin
-from moekit_vllm import experts, settings, versions
+from moekit_vllm import settings, versions
 
 import moekit
+from moekit.engines import kernels
 from moekit.problem.activation import apply_activation
 
 E, K, H, INNER = 6, 2, 64, 32
@@ -21,12 +22,12 @@ def vllm(monkeypatch):
     for name, module in standin.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(versions, "installed", lambda: "0.33.0")
-    monkeypatch.setattr(experts, "exchange", lambda what, mine, *_: [mine])
-    monkeypatch.setattr(settings, "_said", set())
-    monkeypatch.setattr(experts, "_kernels", {})
-    monkeypatch.setattr(experts, "_warmed", {})
+    monkeypatch.setattr(kernels, "exchange", lambda what, mine, *_: [mine])
+    monkeypatch.setattr(kernels, "_kernels", {})
+    monkeypatch.setattr(kernels, "_warmed", {})
+    settings.VLLM.said.clear()
     monkeypatch.setattr(standin, "prepared", False)
-    monkeypatch.delenv(settings.VARIABLE, raising=False)
+    monkeypatch.delenv(settings.VLLM.variable, raising=False)
     standin.op_registry_oot.clear()
     yield
     standin.op_registry_oot.clear()

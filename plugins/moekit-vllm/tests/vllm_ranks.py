@@ -16,6 +16,7 @@ import vllm_standin as standin
 from moekit_vllm import experts, settings, versions, weights
 
 import moekit
+from moekit.engines import kernels
 from moekit.errors import MoekitError
 
 
@@ -31,8 +32,8 @@ def start(rank: int, world_size: int, mode: str, dispatcher: str, **more: Any) -
     sys.modules.update(standin.modules() | {"vllm.distributed": distributed})
     versions.installed = lambda: "0.33.0"
     os.environ.update(MOEKIT_DISPATCHER=dispatcher, MOEKIT_VLLM=mode)
-    settings._said.clear()
-    experts._kernels.clear()
+    settings.VLLM.said.clear()
+    kernels._kernels.clear()
     standin.op_registry_oot.clear()
     moekit_vllm.register()
 
@@ -75,7 +76,7 @@ def fail(
             found.append({"refused": str(error)})
         finally:
             setattr(owner, name, kept)
-    return [{**each, "said": sorted(settings._said)} for each in found]
+    return [{**each, "said": sorted(settings.VLLM.said)} for each in found]
 
 
 def join(rank: int, world_size: int) -> dict[str, Any]:
@@ -84,7 +85,7 @@ def join(rank: int, world_size: int) -> dict[str, Any]:
         return {}
     start(rank, world_size, "on", "naive", tcp_store_group="vLLM's for elastic ranks")
     layer = layer_of(rank, world_size, list(range(one.E)), {})
-    said = sorted(settings._said)
+    said = sorted(settings.VLLM.said)
     return {"moekit": layer.quant_method.moekit_experts is not None, "said": said}
 
 
@@ -108,5 +109,5 @@ def run(rank: int, world_size: int, tokens: list[int], fields: dict[str, Any]) -
         "error": one.error(out, want) if tokens[rank] else float(out.numel()),
         "max_tokens": routing.call_args.kwargs["max_tokens"],
         "moves": layer.quant_method.supports_internal_mk,
-        "said": sorted(settings._said),
+        "said": sorted(settings.VLLM.said),
     }

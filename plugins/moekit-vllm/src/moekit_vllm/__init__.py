@@ -35,9 +35,9 @@ def register() -> None:
             replaced its layer; or the variable has an unknown value.
     """
     from moekit_vllm.hooks import install
-    from moekit_vllm.settings import Mode
+    from moekit_vllm.settings import VLLM, Mode
 
-    if (mode := Mode.read()) is not Mode.OFF:
+    if (mode := VLLM.mode()) is not Mode.OFF:
         install(mode)
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import moekit
 import moekit.checkpoint
 from moekit import MoEProblem, ParallelConfig
+from moekit.engines.kernels import names_dispatcher, too_slow
 from moekit_vllm import versions
-from moekit_vllm.problem import names_dispatcher, too_slow
-from moekit_vllm.settings import VARIABLE, Mode
+from moekit_vllm.settings import VLLM, Mode
 
 
 def problems(
@@ -29,13 +29,13 @@ def problems(
     ranks = ParallelConfig(ep_size=parallel.ep_size, tp_size=parallel.tp_size, dp_size=batches)
     problem = moekit.checkpoint.problem_from_config(folder, parallel=ranks, **fields)
     version = versions.installed()
-    mode, on_cpu = Mode.read(), problem.device.type == "cpu"
+    mode, on_cpu = VLLM.mode(), problem.device.type == "cpu"
     whole = problem.parallel.ep_size == 1  # vLLM's CPU kernels compute no share of the experts
     cpu_kernel = mode is Mode.ON and on_cpu and whole
     plain = cpu_kernel and problem.quant.weight is None
-    against = versions.unsupported(version) or too_slow(moekit.explain(problem), plain)
+    against = VLLM.unsupported(version) or too_slow(moekit.explain(problem), VLLM, plain)
     if mode is Mode.OFF:
-        against.append(f"{VARIABLE}=off")
+        against.append(f"{VLLM.variable}=off")
     where = "in vLLM" if version is None else f"in vLLM {version}"
     if against:
         return problem, (f"{where} these layers stay with vLLM: {'; '.join(against)}",)

@@ -14,7 +14,7 @@ from moekit.errors import MoekitError
 from moekit.plugin import reason_of
 from moekit_vllm import versions
 from moekit_vllm.method import extended
-from moekit_vllm.settings import Mode
+from moekit_vllm.settings import VLLM, Mode
 
 
 def install(mode: Mode) -> None:
@@ -24,8 +24,8 @@ def install(mode: Mode) -> None:
         MoekitError: It is impossible, and the mode is REQUIRE.
     """
     try:
-        if reasons := versions.unsupported(versions.installed()) or versions.missing_hooks():
-            mode.decline("every MoE layer", "; ".join(reasons))
+        if reasons := VLLM.unsupported(versions.installed()) or versions.missing_hooks():
+            VLLM.decline(mode, "every MoE layer", "; ".join(reasons))
             return
         replaced = versions.replaced_layers()
         for stock in versions.layer_classes():
@@ -35,14 +35,14 @@ def install(mode: Mode) -> None:
             elif not hasattr(taken, "made_by_moekit"):
                 other = f"{taken.__module__}.{taken.__qualname__}"
                 why = f"another plugin has replaced that class by {other}"
-                mode.decline(f"every layer of class {stock.__name__}", why)
+                VLLM.decline(mode, f"every layer of class {stock.__name__}", why)
     except (MoekitError, KeyboardInterrupt):
         raise
     except BaseException as error:  # importing vLLM may raise SystemExit
         with suppress(Exception):
             uninstall()
         why = f"vLLM has other modules than expected ({reason_of(error)})"
-        mode.decline("every MoE layer", why)
+        VLLM.decline(mode, "every MoE layer", why)
 
 
 def uninstall() -> None:

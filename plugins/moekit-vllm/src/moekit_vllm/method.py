@@ -18,7 +18,7 @@ from moekit.plugin import reason_of
 from moekit_vllm import versions
 from moekit_vllm.experts import LayerExperts
 from moekit_vllm.problem import shape
-from moekit_vllm.settings import Mode
+from moekit_vllm.settings import VLLM, Mode
 
 # vLLM's mark on layers whose 16-bit weights it has quantized; it removes the mark to load anew.
 _QUANTIZED = "_already_called_process_weights_after_loading"
@@ -68,7 +68,7 @@ def _extended(stock: Any) -> Any:
                             f"moekit computes {layer.layer_name}, but not with its new weights: "
                             f"{reason}; restart the engine with them"
                         ) from error
-                    self.moekit_mode.decline(shape(layer), reason)
+                    VLLM.decline(self.moekit_mode, shape(layer), reason)
                     self.moekit_mode = Mode.OFF  # vLLM keeps the layer through all updates
             if self.moekit_experts is None:
                 super().process_weights_after_loading(layer)

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from moekit import SCHEMES, Activation, ExpertWeights, Explanation, MoEProblem, ParallelConfig
+from moekit import SCHEMES, Activation, ExpertWeights, MoEProblem, ParallelConfig
+from moekit.engines.kernels import names_dispatcher
 from moekit.errors import Unsupported
 from moekit_vllm import lora, versions
 from moekit_vllm.activations import NUMBERS, vllm_activation
-from moekit_vllm.settings import VARIABLE
 
-_SLOW = ("reference", "torch")  # experts that are right everywhere
 # The same bits in every batch: vLLM's variable, for a fixed number of ranks, which its own kernels
 # for CPUs refuse; and one for moekit's experts alone.
 _BATCH_INVARIANT = ("VLLM_BATCH_INVARIANT", "MOEKIT_BATCH_INVARIANT")
@@ -69,11 +68,6 @@ def dispatches(layer: Any) -> bool:
     return names_dispatcher() and bool(split.use_ep) and split.ep_size > 1 and own_tokens
 
 
-def names_dispatcher() -> bool:
-    """Return whether MOEKIT_DISPATCHER names a dispatcher that moves tokens."""
-    return os.environ.get("MOEKIT_DISPATCHER", "") not in ("", "local")
-
-
 def _refusals(layer: Any) -> list[str]:
     config = layer.moe_config
     split = config.moe_parallel_config
@@ -118,29 +112,6 @@ def activation_of(layer: Any) -> Activation:
         found = (getattr(owner, field, None) for owner in (layer, layer.moe_config))
         numbers[field] = next((number for number in found if number is not None), None)
     return vllm_activation(layer.activation.value, numbers)
-
-
-def too_slow(explanation: Explanation, cpu_kernel: bool = False) -> list[str]:
-    """Return why vLLM's kernels are the better choice; empty if moekit's are.
-
-    cpu_kernel: vLLM has a kernel for the layer on this CPU, and may use it.
-    """
-    problem, chosen = explanation.problem, explanation.chosen
-    named = any(name.startswith("experts ") for name in explanation.named)
-    if chosen is None or named or chosen.experts not in _SLOW:
-        return []
-    if problem.device.type != "cuda":
-        if not cpu_kernel or problem.batch_invariant:
-            return []
-        return [
-            f"vLLM's own kernel is faster on this CPU than moekit's {chosen.experts!r}; set "
-            f"{VARIABLE}=require or MOEKIT_EXPERTS={chosen.experts} for moekit's"
-        ]
-    return [
-        f"of moekit's installed backends only {chosen.experts!r} computes it on {problem.device}, "
-        "which is slower than vLLM's kernels: install moekit's plugins/moekit-triton, or set "
-        f"MOEKIT_EXPERTS={chosen.experts}"
-    ]
 
 
 def interleaved(layer: Any) -> bool:

@@ -7,13 +7,9 @@ quantization method in ``quant_method``, and the method's ``apply`` takes vLLM's
 from __future__ import annotations
 
 import importlib.metadata
-import re
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
-
-# The sources of 0.26, 0.32 and 0.33 were read; `missing_hooks` checks every version at start.
-FIRST, LAST = (0, 26), (0, 33)
 
 _FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 _EXPERTS = f"{_FUSED_MOE}.routed_experts"
@@ -29,17 +25,6 @@ def installed() -> str | None:
         with suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
     return None
-
-
-def unsupported(version: str | None) -> list[str]:
-    """Return why this package does not work with a version of vLLM; empty if it does."""
-    known = f"{FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}"
-    if version is None:
-        return [f"vLLM is not installed (moekit-vllm knows {known})"]
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None or not FIRST <= (int(found[1]), int(found[2])) <= LAST:
-        return [f"this is vLLM {version}, and moekit-vllm knows {known}"]
-    return []
 
 
 def layer_classes() -> list[Any]:

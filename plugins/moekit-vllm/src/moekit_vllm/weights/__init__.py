@@ -12,8 +12,9 @@ from functools import partial
 from typing import Any
 
 from moekit import ExpertWeights
+from moekit.engines.weights import refusal
 from moekit_vllm.weights import floats, integers
-from moekit_vllm.weights.parameters import refusal, unquantized
+from moekit_vllm.weights.parameters import unquantized
 
 # (layer, method) -> (name of the scheme, weights), by the class that vLLM's method is or extends.
 # 0.26, 0.32 and 0.33 have the same names; only 0.26 has CompressedTensorsWNA16MarlinMoEMethod.

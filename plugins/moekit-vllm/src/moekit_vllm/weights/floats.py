@@ -9,14 +9,11 @@ import torch
 from torch import Tensor
 
 from moekit import SCHEMES, ExpertWeights
+from moekit.engines.weights import Pair, e8m0, each_row, pair, per_row, refusal
 from moekit_vllm.weights.parameters import (
-    Pair,
     backend,
     clear_padding,
     expert_weights,
-    pair,
-    per_row,
-    refusal,
     require_unpadded,
     unquantized,
 )
@@ -53,7 +50,7 @@ def fp8(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
         return _fp8_scheme(method, "channel"), weights
     name = _fp8_scheme(method, "tensor")
     if name == "fp8_channel_token":
-        weights = _each_row(weights)
+        weights = each_row(weights)
     if name == "fp8_tensor" and getattr(layer, "w13_input_scale", None) is not None:
         if layer.moe_config.moe_parallel_config.enable_eplb:
             raise refusal("EPLB moves experts between ranks, whose static activation scales differ")
@@ -70,16 +67,6 @@ def _fp8_scheme(method: Any, kind: str) -> str:
     if kind == "tensor" and getattr(method, "per_act_token_quant", False):
         return _FP8["channel"]  # batch-invariant mode of 0.33: tokens have scales
     return _FP8[kind]
-
-
-def _each_row(weights: ExpertWeights) -> ExpertWeights:
-    """Return weights with scales per channel, which repeat those per tensor."""
-    assert weights.w13_scale is not None and weights.w2_scale is not None
-    return replace(
-        weights,
-        w13_scale=per_row(weights.w13_scale, weights.w13.shape[1]),
-        w2_scale=per_row(weights.w2_scale, weights.w2.shape[1]),
-    )
 
 
 def whole_blocks(layer: Any, weights: ExpertWeights, refined: tuple[int, int]) -> ExpertWeights:
@@ -142,7 +129,7 @@ def mxfp4(layer: Any, method: Any) -> tuple[str, ExpertWeights]:
     clear_padding(layer, *scales, unit=32, fill=_ONE)
     if layer.moe_config.has_bias:
         clear_padding(layer, *pair(layer, "bias"))
-    values = scales.map(lambda exponents: exponents.view(torch.float8_e8m0fnu).float())
+    values = scales.map(e8m0)
     return scheme, expert_weights(layer, codes, scale=values)
 
 
@@ -188,4 +175,4 @@ def online(layer: Any, method: Any, kind: str) -> tuple[str, ExpertWeights]:
         raise refusal("vLLM quantizes weights anew that the checkpoint has quantized")
     name = "int8_w8a16" if kind == "int8" else _fp8_scheme(method, kind)
     weights = unquantized(layer, method)[1].quantize(SCHEMES[_FP8.get(kind, name)])
-    return name, _each_row(weights) if (kind, name) == ("tensor", _FP8["channel"]) else weights
+    return name, each_row(weights) if (kind, name) == ("tensor", _FP8["channel"]) else weights

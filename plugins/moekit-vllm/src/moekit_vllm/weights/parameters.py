@@ -2,49 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from moekit import ExpertWeights
-from moekit.errors import Unsupported
+from moekit.engines.weights import Pair, made, pair, refusal
 from moekit_vllm.problem import interleaved
 
 # The layer (0.32, 0.33) and the method whose weights gpt-oss's own loaders fill.
 _GPT_OSS = frozenset({"GptOssRoutedExperts", "GptOssMxfp4MoEMethod"})
 
 
-class Pair(NamedTuple):
-    """A tensor of w13, and the same of w2."""
-
-    w13: Tensor
-    w2: Tensor
-
-    def map(self, convert: Callable[[Tensor], Tensor]) -> Pair:
-        """Return both tensors as ``convert`` returns them."""
-        return Pair(convert(self.w13), convert(self.w2))
-
-
-def refusal(*reasons: str) -> Unsupported:
-    """Return the error for a layer that stays with vLLM."""
-    return Unsupported("; ".join(reasons), reasons)
-
-
-def pair(layer: Any, suffix: str) -> Pair:
-    """Return the parameters ``w13_<suffix>`` and ``w2_<suffix>``."""
-    return Pair(*(getattr(layer, f"{name}_{suffix}").detach() for name in ("w13", "w2")))
-
-
 def backend(method: Any, name: str) -> str:
     """Return the name of the backend that vLLM chose, which ``method.<name>`` holds; "" if none."""
     return str(getattr(getattr(method, name, None), "name", ""))
-
-
-def per_row(numbers: Tensor, rows: int) -> Tensor:
-    """Return numbers of matrices, (L,) or (L, gate and up), for each row, (L, rows, 1)."""
-    parts = numbers.view(len(numbers), -1)
-    return parts.repeat_interleave(rows // parts.shape[1], dim=1).unsqueeze(2)
 
 
 def expert_weights(layer: Any, weights: Pair, **more: Pair | None) -> ExpertWeights:
@@ -54,11 +26,7 @@ def expert_weights(layer: Any, weights: Pair, **more: Pair | None) -> ExpertWeig
     """
     if layer.moe_config.has_bias:
         more["bias"] = pair(layer, "bias")
-    fields: dict[str, Tensor] = {}
-    for name, both in more.items():
-        if both is not None:
-            fields[f"w13_{name}"], fields[f"w2_{name}"] = both
-    return ExpertWeights(*weights, **fields, interleaved=interleaved(layer))
+    return made(weights, interleaved(layer), **more)
 
 
 def unquantized(layer: Any, method: Any) -> tuple[str, ExpertWeights]:

@@ -1,0 +1,80 @@
+"""The variable of an engine's package, and how moekit speaks in the engine's log."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import re
+from dataclasses import dataclass, field
+
+from moekit.errors import MoekitError
+
+
+class Mode(enum.Enum):
+    """The use of moekit in an engine.
+
+    OFF: nothing. ON: it takes the layers that it can compute, and leaves the others to the engine.
+    REQUIRE: the engine refuses to start if a layer would be left to it.
+    """
+
+    OFF = "off"
+    ON = "on"
+    REQUIRE = "require"
+
+
+@dataclass(frozen=True, eq=False)
+class Engine:
+    """An inference engine, as its user names it.
+
+    Attributes:
+        name: For messages.
+        variable: The environment variable that holds the mode.
+        log: The name of a logger below the engine's, whose handlers the engine configures.
+        first, last: The oldest and newest version that moekit's package knows.
+        said: What this process has logged.
+    """
+
+    name: str
+    variable: str
+    log: str
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+    said: set[str] = field(default_factory=set)
+
+    def mode(self) -> Mode:
+        """Return the mode that the environment asks for; the default is ON."""
+        value = os.environ.get(self.variable, "").strip().lower() or Mode.ON.value
+        try:
+            return Mode(value)
+        except ValueError:
+            known = ", ".join(mode.value for mode in Mode)
+            raise MoekitError(f"{self.variable} must be one of {known} (got {value!r})") from None
+
+    def unsupported(self, version: str | None) -> list[str]:
+        """Return why moekit's package does not work with a version; empty if it does."""
+        first, last = (".".join(map(str, v)) for v in (self.first, self.last))
+        known = f"moekit-{self.name.lower()} knows {first} to {last}"
+        if version is None:
+            return [f"{self.name} is not installed ({known})"]
+        numbers = re.match(r"\d+(\.\d+)*", version)
+        found = tuple(map(int, numbers[0].split("."))) if numbers else ()
+        if not found or not self.first <= found[: len(self.first)] <= self.last:
+            return [f"this is {self.name} {version}, and {known}"]
+        return []
+
+    def decline(self, mode: Mode, what: str, reason: str) -> None:
+        """Log once that the engine keeps ``what``; raise MoekitError if the mode is REQUIRE."""
+        said = f"{what} stays with {self.name}: {reason}"
+        if mode is Mode.REQUIRE:
+            raise MoekitError(
+                f"moekit: {self.variable}=require, but {said}; set {self.variable}=on to let "
+                f"{self.name} compute it"
+            )
+        self.say_once(f"moekit: {said}", logging.WARNING)
+
+    def say_once(self, message: str, level: int = logging.INFO) -> None:
+        """Log a message unless this process has logged it before."""
+        if message not in self.said:
+            self.said.add(message)
+            logging.getLogger(self.log).log(level, message)

@@ -1,0 +1,177 @@
+"""The kernel and packed weights of one MoE layer, and updates of the weights in place.
+
+A layer with packed weights keeps SGLang's parameters, because models look them up by name when they
+load weights. Parameters that hold no packed weights are empty. When new weights come for the layer,
+they get room again, and when the last matrix has come, the weights are packed into the memory that
+CUDA graphs hold. Weights that moekit computes with as SGLang holds them change by SGLang's copy
+alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moekit import ModularKernel, PackedWeights, Routing
+from moekit.engines.kernels import kernel_for, on_all_ranks, warm_up
+from moekit.engines.packed import check_graphs, held
+from moekit.engines.weights import refusal
+from moekit.errors import MoekitError
+from moekit_sglang import versions
+from moekit_sglang.problem import dispatches, problem_of, scaling
+from moekit_sglang.settings import SGLANG, Mode
+from moekit_sglang.weights import read
+
+_lock = threading.Lock()  # SGLang may load experts in several threads
+
+
+@dataclass(eq=False)
+class LayerExperts:
+    """The kernel and packed weights that compute a layer's experts instead of SGLang's kernel.
+
+    Attributes:
+        kernel: Shared by layers with equal problems.
+        packed: The weights. Those that belong to one expert are parameters of the layer, so that
+            SGLang moves experts between ranks (EPLB) as it does with its own.
+        scale: The factor of the router's weights.
+        emptied: The meta tensors of the layer's parameters that hold no packed weights, by name.
+        awaited: The names of the parameters that an update brings.
+        room: The memory of emptied parameters while the layer receives new weights.
+        came: (parameter, expert, part) of each new matrix.
+    """
+
+    kernel: ModularKernel
+    packed: PackedWeights
+    scale: float
+    emptied: Mapping[str, Tensor]
+    awaited: Sequence[str]
+    room: dict[str, Tensor] = field(default_factory=dict)
+    came: set[tuple[Any, ...]] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, layer: Any, method: Any, before: LayerExperts | None) -> LayerExperts:
+        """Pack a layer's loaded parameters; the layer then holds the packed weights instead.
+
+        before: What this returned before the weights were updated. It keeps its memory, which CUDA
+        graphs may have captured. If this raises, the layer is as it was.
+        """
+        if before is not None and before.emptied and not before.room:
+            return before  # nothing new has come, or it has been packed
+        if before is not None and before.room and not before._complete(layer):
+            raise refusal(f"{len(before.came)} matrices of new weights are not all of the layer")
+        group = versions.expert_ranks().cpu_group if dispatches(layer) else None
+        with torch.inference_mode(False), torch.no_grad():
+            with on_all_ranks(group, SGLANG):  # before others wait for this rank in `compose`
+                quant, loaded = read(layer, method)
+                problem = problem_of(layer, quant, loaded)
+            cpu_kernel = method.moekit_mode is not Mode.REQUIRE and versions.has_cpu_kernel()
+            with on_all_ranks(group, SGLANG):
+                kernel = kernel_for(
+                    problem, SGLANG, lambda: versions.expert_ranks().device_group, cpu_kernel
+                )
+                if before is None and problem.device.type == "cuda" and versions.captures_graphs():
+                    check_graphs(kernel, "SGLang", "--disable-cuda-graph")
+                packed = kernel.pack(loaded)
+            del loaded
+            if before is not None:
+                with on_all_ranks(group, SGLANG):
+                    before.kernel.repack_(before.packed, packed)
+                before._empty(layer)
+                return before
+            awaited, parameters = _awaited(layer, method.moekit_loaded), held(layer, packed)
+            own = dict(layer.named_parameters(recurse=False))
+            emptied = {
+                name: param.detach().to("meta")
+                for name, param in own.items()
+                if name not in parameters and param.numel()
+            }
+            made = cls(kernel, packed, scaling(layer), emptied, awaited)
+            for name, parameter in parameters.items():
+                layer.register_parameter(name, parameter)
+            made._empty(layer)
+            warm_up(kernel, packed, versions.most_scheduled())  # else while the engine serves
+        layer.deprecate_flag = True  # DeepEPMoE: SGLang's name for "the method computes the layer"
+        layer.dispatcher.skip_local_expert_mapping = True  # moekit takes ids of all ranks' experts
+        return made
+
+    def __call__(self, x: Tensor, chosen: Any) -> Tensor:
+        """Return this rank's partial sum (T, H) in x's dtype; the whole sum if moekit dispatches.
+
+        Args:
+            x: (T, H).
+            chosen: SGLang's output of the router, with weights and physical experts (T, K).
+        """
+        if self.room:
+            raise MoekitError(
+                f"{len(self.came)} matrices of new weights have come for an MoE layer, which are "
+                "not all; send the others before the next request"
+            )
+        most = versions.most_tokens() if self.kernel.problem.parallel.moves_tokens else None
+        warm_up(self.kernel, self.packed, len(x), most)
+        weights = chosen.topk_weights.float()
+        if self.scale != 1.0:
+            weights = weights * self.scale
+        routing = Routing(weights, chosen.topk_ids, max_tokens=most)
+        return self.kernel(x, self.packed, routing)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.packed.experts.values())).device
+
+    # -- new weights in place ------------------------------------------------------------
+
+    def make_room(self, layer: Any) -> None:
+        """Give a layer's emptied parameters memory for the checkpoint's layout."""
+        with _lock:
+            for name, meta in {} if self.room else self.emptied.items():
+                self.room[name] = torch.zeros_like(meta, device=self._device)
+                getattr(layer, name).data = self.room[name]
+
+    def received(self, layer: Any, param: Any, expert: int | None, part: str) -> None:
+        """Note a matrix that SGLang has loaded; pack the layer's weights after the last one.
+
+        expert, part: Which of this rank's experts, or None for all; and "w1", "w2", "w3" or "w13".
+        """
+        with _lock:
+            self.came.add((id(param), expert, part))
+            full = expert is None or len(self.came) % layer.num_local_experts == 0
+            last = full and bool(self.room) and self._complete(layer)
+        if last:
+            layer.quant_method.process_weights_after_loading(layer)
+
+    def _complete(self, layer: Any) -> bool:
+        """Return whether every expert's parts of every awaited parameter have come."""
+        for name in self.awaited:
+            param = getattr(layer, name)
+            came = {key[1:] for key in self.came if key[0] == id(param)}
+            if any(expert is None for expert, _ in came):
+                continue
+            parts = {part for _, part in came}
+            if name.startswith("w13") and layer.moe_runner_config.is_gated and parts != {"w13"}:
+                parts |= {"w1", "w3"}
+            if len(came) < layer.num_local_experts * max(len(parts), 1):
+                return False
+        return True
+
+    def _empty(self, layer: Any) -> None:
+        """Free the parameters that hold no packed weights; they keep their names and loaders."""
+        for name, meta in self.emptied.items():
+            getattr(layer, name).data = torch.empty(0, dtype=meta.dtype, device=self._device)
+        self.room.clear()
+        self.came.clear()
+
+
+def _awaited(layer: Any, loaded: set[int]) -> list[str]:
+    """Return the parameters that an update brings: those that SGLang has ``loaded`` (ids).
+
+    With weights that are not from a file (load_format dummy), those that checkpoints have.
+    """
+    own = {n: p for n, p in layer.named_parameters(recurse=False) if hasattr(p, "weight_loader")}
+    if any(id(param) in loaded for param in own.values()):
+        return [name for name, param in own.items() if id(param) in loaded]
+    return [name for name in own if not name.endswith(("_idx", "_sort_indices", "_shape"))]

@@ -1,0 +1,148 @@
+"""An MoE layer of SGLang as a `moekit.MoEProblem`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moekit import SCHEMES, Activation, ExpertWeights, MoEProblem, ParallelConfig
+from moekit.engines.kernels import names_dispatcher
+from moekit.engines.weights import refusal
+from moekit.errors import InvalidProblem
+from moekit_sglang import versions
+
+# Runners whose layers get chosen experts, and parameters in the checkpoint's order.
+_RUNNERS = ("auto", "triton", "deep_gemm", "cutlass", "marlin")
+
+
+def problem_of(layer: Any, quant: str, weights: ExpertWeights) -> MoEProblem:
+    """Return the problem that a `FusedMoE` layer of SGLang computes on this rank.
+
+    Unless moekit `dispatches`, SGLang gathers tokens before the layer and sums ranks after it, so
+    every rank passes the same tokens (``dp_size=1``) and the output is this rank's partial sum.
+    SGLang's router chooses physical experts, which stand on the ranks in order: they are moekit's
+    experts. Raises Unsupported if the layer needs something that moekit has not.
+    """
+    if reasons := _refusals(layer):
+        raise refusal(*reasons)
+    config, moves, scheme = layer.moe_runner_config, dispatches(layer), SCHEMES[quant].weight
+    ranks = layer.moe_ep_size
+    inner = weights.w2.shape[2] * (2 if scheme is not None and scheme.packed else 1)
+    return MoEProblem(
+        num_experts=layer.num_experts,
+        top_k=config.top_k,
+        hidden_size=weights.w2.shape[1],
+        intermediate_size=inner,
+        dtype=config.params_dtype,
+        activation=activation_of(layer),
+        quant=quant,
+        has_bias=weights.w13_bias is not None,
+        apply_router_weight_on_input=bool(config.apply_router_weight_on_input),
+        batch_invariant=_batch_invariant(),
+        parallel=ParallelConfig(
+            ep_size=ranks, ep_rank=layer.moe_ep_rank, dp_size=ranks if moves else 1
+        ),
+        max_num_tokens=versions.most_scheduled() if moves else None,
+        device=weights.w2.device,
+    )
+
+
+def dispatches(layer: Any) -> bool:
+    """Return whether a dispatcher of moekit moves a layer's tokens: MOEKIT_DISPATCHER names one.
+
+    Ranks must have whole experts and different tokens, which they have with --moe-a2a-backend.
+    """
+    return names_dispatcher() and layer.moe_ep_size > 1 and versions.all_to_all() != "none"
+
+
+def _batch_invariant() -> bool:
+    return bool(versions.argument("enable_deterministic_inference", False))
+
+
+def _refusals(layer: Any) -> list[str]:
+    config, runner, moves = layer.moe_runner_config, versions.runner(layer), dispatches(layer)
+    against = {
+        "moekit has no LoRA": bool(
+            versions.argument("enable_lora") or versions.argument("lora_paths")
+        ),
+        "SGLang offloads weights to the host, and moekit holds its own on the device": (
+            versions.argument("cpu_offload_gb", 0) > 0
+            or versions.argument("offload_group_size", -1) > 0
+        ),
+        f"its runner {runner!r} chooses experts or orders weights in its own way: use "
+        "--moe-runner-backend triton": runner not in _RUNNERS,
+        f"its ranks exchange tokens by --moe-a2a-backend {versions.all_to_all()}; set "
+        "MOEKIT_DISPATCHER to a dispatcher of moekit, or use none": (
+            versions.all_to_all() != "none" and not moves
+        ),
+        "the model is compiled (--enable-torch-compile), and moekit's kernels are no operators": (
+            bool(versions.argument("enable_torch_compile", False))
+        ),
+        "two batches overlap (--enable-two-batch-overlap), and moekit moves tokens in one step": (
+            moves and bool(versions.argument("enable_two_batch_overlap", False))
+        ),
+        "every rank holds the shared experts, and moekit's experts are on one rank each: use "
+        "--disable-shared-experts-fusion": (
+            layer.moe_ep_size > 1 and bool(layer.num_fused_shared_experts)
+        ),
+        "deterministic inference adds up partial sums of "
+        f"{layer.moe_ep_size} expert-parallel ranks, for which moekit promises no bits": (
+            _batch_invariant() and layer.moe_ep_size > 1 and not moves
+        ),
+        "it returns every expert's row (no_combine)": bool(config.no_combine),
+        "it weights the experts' input and scales their sum (routed_scaling_factor)": (
+            bool(config.apply_router_weight_on_input) and scaling(layer) != 1.0
+        ),
+        "its number of experts a token is not stated": config.top_k is None,
+    }
+    return [reason for reason, holds in against.items() if holds]
+
+
+def activation_of(layer: Any) -> Activation:
+    """Return what SGLang computes (moe_runner/triton_utils/fused_moe.py).
+
+    gemm1_alpha: gate and up alternate or not, are clamped, and 1 is added to up, as in gpt-oss.
+    gemm1_clamp_limit alone clamps after silu, and swiglu_limit before it. Raises InvalidProblem if
+    moekit has no such activation, or not with these numbers.
+    """
+    config = layer.moe_runner_config
+    name, limit, alpha = config.activation, config.gemm1_clamp_limit, config.gemm1_alpha
+    if not config.is_gated:
+        return Activation({"silu": "silu_no_mul", "gelu": "gelu_no_mul"}.get(name, name))
+    numbers = (limit, alpha, config.swiglu_limit)
+    if name != "silu" and numbers != (None, None, None):
+        raise InvalidProblem(f"moekit has no {name!r} with the numbers {numbers}")
+    if alpha is not None:
+        if getattr(config, "gemm1_beta", None) not in (None, 1.0):
+            raise InvalidProblem(f"moekit adds 1 to up (got gemm1_beta={config.gemm1_beta})")
+        return Activation("swigluoai", alpha=alpha, limit=limit)
+    if limit is not None:
+        return Activation("swiglustep", limit=limit)
+    return Activation(name, limit=config.swiglu_limit)
+
+
+def interleaved(layer: Any) -> bool:
+    """Return whether the gate and up rows of w13 alternate."""
+    config = layer.moe_runner_config
+    return config.gemm1_alpha is not None and bool(config.gate_up_interleaved)
+
+
+def scaling(layer: Any) -> float:
+    """Return the factor by which SGLang's kernel multiplies the sum, unless the router has."""
+    factor = layer.moe_runner_config.routed_scaling_factor
+    return 1.0 if factor is None or layer.should_fuse_routed_scaling_factor_in_topk else factor
+
+
+def shape(layer: Any) -> str:
+    """Return the layer's shape in words; layers of one shape get the same decision."""
+    config = layer.moe_runner_config
+    words = [
+        f"{layer.num_experts} experts",
+        f"top {config.top_k}",
+        f"hidden {layer.hidden_size}",
+        f"intermediate {layer.intermediate_size_per_partition}",
+        str(config.params_dtype).removeprefix("torch."),
+        config.activation,
+        type(getattr(layer, "scheme", None) or layer.quant_method).__name__,
+    ]
+    words += [f"ep {layer.moe_ep_size}"] if layer.moe_ep_size > 1 else []
+    return "MoE layer (" + ", ".join(words) + ")"

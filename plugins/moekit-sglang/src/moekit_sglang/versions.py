@@ -1,0 +1,107 @@
+"""What this package uses of SGLang. The versions differ in a few names, which stand here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import pkgutil
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
+
+_MOE = "sglang.srt.layers.moe"
+_DISPATCHER = f"{_MOE}.token_dispatcher"
+LAYER = f"{_MOE}.fused_moe_triton.layer.FusedMoE"
+# They load a matrix of one of this rank's experts, and of all experts.
+LOADERS = (f"{LAYER}._weight_loader_impl", f"{LAYER}.weight_loader_fused")
+MAKE_DISPATCHER = f"{_MOE}.fused_moe_triton.layer.create_moe_dispatcher"
+
+
+def installed() -> str | None:
+    """Return the installed version of SGLang, or None."""
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("sglang")
+    return None
+
+
+def found(target: str) -> Any:
+    """Return the object that a dotted name stands for, or None if this version has none."""
+    with suppress(ImportError, AttributeError):
+        return pkgutil.resolve_name(target)
+    return None
+
+
+def missing_hooks() -> list[str]:
+    """Return what the installed SGLang lacks of what this package uses; empty if it has all.
+
+    If SGLang lacks a module, or importing it fails, this raises what SGLang or Python raise.
+    """
+    pkgutil.resolve_name(LAYER)
+    return [f"SGLang has no {name}" for name in (*LOADERS, MAKE_DISPATCHER) if found(name) is None]
+
+
+def register_hook(target: str, hook: Any, kind: str) -> None:
+    """Wrap a function of SGLang: ``kind`` is a name of SGLang's HookType."""
+    registry = import_module("sglang.srt.plugins.hook_registry")
+    registry.HookRegistry.register(target, hook, registry.HookType[kind])
+
+
+def argument(name: str, default: Any = None) -> Any:
+    """Return an argument with which the engine was started; ``default`` if it has none so named."""
+    return getattr(import_module("sglang.srt.runtime_context").get_server_args(), name, default)
+
+
+def runner(layer: Any) -> str:
+    """Return the name of the runner that SGLang would use for a layer, or "auto"."""
+    chosen = getattr(layer, "runner_backend", None)  # 0.5.23 resolves it for each layer
+    chosen = chosen or import_module(f"{_MOE}.utils").get_moe_runner_backend()
+    return str(chosen.value)
+
+
+def all_to_all() -> str:
+    """Return the name of the backend by which SGLang moves tokens between ranks, or "none"."""
+    return str(import_module(f"{_MOE}.utils").get_moe_a2a_backend().value)
+
+
+def standard(hidden_states: Any) -> Any:
+    """Return what a quantization method returns to SGLang's standard dispatcher."""
+    return import_module(f"{_DISPATCHER}.standard").StandardCombineInput(hidden_states)
+
+
+def dispatched(hidden_states: Any, topk_output: Any) -> Any:
+    """Return what SGLang's standard dispatcher passes to a quantization method."""
+    made = import_module(f"{_DISPATCHER}.standard").StandardDispatchOutput
+    return made(hidden_states, None, topk_output)
+
+
+def dispatcher_class() -> Any:
+    """Return the class of SGLang's dispatchers."""
+    return import_module(f"{_DISPATCHER}.base").BaseDispatcher
+
+
+def expert_ranks() -> Any:
+    """Return SGLang's group of the ranks over which it spreads whole experts."""
+    return import_module("sglang.srt.runtime_context").get_parallel().moe_ep_group
+
+
+def most_tokens() -> int | None:
+    """Return the most tokens that any rank passes to an MoE layer of this forward pass, or None."""
+    counts = import_module("sglang.srt.layers.dp_attention").get_dp_global_num_tokens()
+    return None if not counts else max(counts)
+
+
+def most_scheduled() -> int:
+    """Return the most tokens that a rank passes to an MoE layer, as the engine schedules them."""
+    prefill = argument("chunked_prefill_size") or -1
+    prefill = prefill if prefill > 0 else argument("max_prefill_tokens") or 1
+    decode = (argument(f"cuda_graph_max_bs{phase}") for phase in ("", "_decode", "_prefill"))
+    return max(prefill, *(size or 1 for size in decode))
+
+
+def captures_graphs() -> bool:
+    """Return whether the engine captures calls in CUDA graphs."""
+    return not argument("disable_cuda_graph", False)
+
+
+def has_cpu_kernel() -> bool:
+    """Return whether SGLang has kernels for experts on this machine's CPU: they need AMX."""
+    return bool(import_module("sglang.srt.utils").cpu_has_amx_support())
