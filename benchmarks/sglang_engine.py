@@ -13,8 +13,8 @@ captures CUDA graphs of the batches' sizes for decoding.
 
 With --tokens the engines complete prompts greedily with a small checkpoint of random weights, then
 with a second one that they take from disk in place, and with the first one again. Exit code 1 if
-log probabilities of moekit's tokens are 0.3 or more from SGLang's, up to the first token that
-differs, or if moekit does not complete the same after its first checkpoint came back.
+log probabilities of moekit's tokens differ by 0.3 or more from SGLang's, up to the first token that
+differs, or if moekit's completions change when the first checkpoint comes back.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _config(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _run(kind: str, args: argparse.Namespace, folder: str) -> list[tuple[str, Any]]:
-    """Return what one turn's engine says: (name, value) of each line TIME or TOKENS."""
+    """Run one engine, and return (name, value) of each line TIME or TOKENS that it prints."""
     print(f"{kind}:", flush=True)
     environment = {
         **os.environ,
@@ -178,7 +178,7 @@ def _time(args: argparse.Namespace) -> None:
 
 
 def _complete(args: argparse.Namespace) -> None:
-    """Print what an engine completes with each checkpoint, as [tokens, log probabilities]."""
+    """Print an engine's completions with each checkpoint, as [tokens, log probabilities]."""
     draw = random.Random(0)
     prompts = [
         [draw.randrange(3, 512) for _ in range(n)] for n in (3, 11, 40, 64, 65, 128, 200, 17)

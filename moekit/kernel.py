@@ -147,19 +147,19 @@ class ModularKernel:
     ) -> None:
         """Write new weights into the memory of packed ones, which CUDA graphs may have captured.
 
-        That may be the memory of the weights that were packed. No call may run meanwhile.
+        This may also be the memory of the weights that were packed. No call may run meanwhile.
 
         Args:
-            packed: from `pack`.
-            new: as `pack` takes them, on any device, or what `pack` made of them. Weights of 16 or
-                32 bits are quantized to the problem's scheme.
-            experts: the places of these experts among this rank's L, if ``new`` has some of them.
-            checksum: ``new.checksum()`` where they come from, compared before anything is written.
+            packed: the result of `pack`.
+            new: weights as `pack` takes them, on any device, or packed ones. Weights of 16 or 32
+                bits are quantized to the problem's scheme.
+            experts: the positions of these experts among this rank's L, if ``new`` has only some.
+            checksum: ``new.checksum()`` at the source, compared before anything is written.
             name: the layer's name, for errors.
 
         Raises:
-            WeightsError: names the layer and each tensor that does not fit. ``packed`` is as it
-                was.
+            WeightsError: ``new`` does not fit. The error names the layer and each tensor, and
+                ``packed`` is unchanged.
         """
         from moekit.runtime.repack import repack
 

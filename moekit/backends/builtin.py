@@ -85,7 +85,7 @@ def moekit_schemes() -> list[QuantScheme]:
 
 @hookimpl
 def moekit_formats() -> list[FormatSpec]:
-    """Return the names that no plugin's format may take: `moekit.formats.methods` has these."""
+    """Reserve the names of the formats in `moekit.formats.methods` against plugins."""
     names = (
         "compressed-tensors compressed_tensors fp8 fbgemm_fp8 mxfp4 auto-round awq gptq modelopt "
         "modelopt_fp4 modelopt_mixed"

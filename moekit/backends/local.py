@@ -25,7 +25,7 @@ def local_ids(topk_ids: Tensor, problem: MoEProblem) -> Tensor:
     experts = problem.local_experts
     if len(experts) == problem.num_physical_experts:
         return topk_ids
-    local = topk_ids - experts.start  # four small kernels, which count where one token is decoded
+    local = topk_ids - experts.start  # four small kernels, which matter for one token
     return local.masked_fill_(local != local.clamp(0, len(experts) - 1), -1)
 
 

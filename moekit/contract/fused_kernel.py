@@ -67,10 +67,11 @@ class FusedKernel(PrepareAndFinalize, PermuteExpertsUnpermute):
     def stage(
         self, x_TH: Tensor, weights: PackedWeights, routing: Routing, workspace: Sequence[Tensor]
     ) -> None:
-        """Do what may fail on one rank alone, with the arguments of `run`, before `run`.
+        """Do the work that may fail on one rank alone. moekit calls this before `run`.
 
-        No rank waits for another here. Checked kernels let `run` begin when this has succeeded on
-        all ranks; otherwise all ranks raise, and can call again.
+        The arguments are the ones of `run`. No rank may wait for another here. A checked kernel
+        calls `run` after this has succeeded on all ranks; otherwise all ranks raise, and can call
+        again.
         """
 
     @abstractmethod

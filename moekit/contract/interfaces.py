@@ -180,7 +180,7 @@ class PackedWeights:
         return {**self.experts, **self.shared}
 
     def checksum(self) -> str:
-        """Return 16 digits that are equal for equal bits, on any device; waits for the device."""
+        """Return 16 digits that are the same for equal tensors on any device; wait for it."""
         from moekit.problem.checksum import checksum
 
         return checksum(self.tensors())

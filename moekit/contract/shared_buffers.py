@@ -16,7 +16,7 @@ from moekit.errors import InvalidInput
 
 T = TypeVar("T")
 
-# The stream of the last launch in each group, and its number.
+# The stream of the last launch in each group, and the number by which CUDA knows the stream.
 _last: WeakKeyDictionary[dist.ProcessGroup, list[Any]] = WeakKeyDictionary()
 
 

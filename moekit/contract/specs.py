@@ -135,7 +135,7 @@ class Backend(ABC):
 
 
 class Loadable:
-    """A record whose ``target`` names a class with its ``interface``."""
+    """A record whose ``target`` names a class that implements ``interface``."""
 
     name: str
     target: str
@@ -177,7 +177,7 @@ class FormatSpec(Loadable):
 
     name: the ``quant_method`` in the config of a checkpoint.
     target: ``"package.module:Class"`` of a `moekit.checkpoint.Method`. It is imported when a config
-        names the format, or none says how tensors are stored that no format of moekit has.
+        names the format, or when the config names none and no format of moekit fits the tensors.
     install_hint: the command that provides what the module needs.
     """
 
@@ -333,8 +333,8 @@ class DispatcherSpec(BackendSpec):
     wire_schemes: schemes whose activations it can send quantized. Tokens of other schemes are
         quantized when they arrive.
     needs_capacity: its buffers have a size that depends on ``problem.max_num_tokens``.
-    ids_dtype: dtype of the ids that it is given: int32, int64, or any, which is either of these,
-        and may differ between ranks and calls. `ModularKernel.warmup` passes both for any.
+    ids_dtype: dtype of the ids that it is given: int32, int64, or any. With any, ids have either
+        dtype, which may differ between ranks and calls, and `ModularKernel.warmup` passes both.
     spans_hosts: its ranks may be on several hosts.
     sliced_experts: experts may be sliced over ranks (tp_size above 1).
     shared_tokens: consecutive ranks may hold the same tokens (dp_size below the number of ranks).

@@ -94,7 +94,7 @@ class MoekitSpecs:
 class PluginState:
     """The result of loading one entry point: its state is ok, blocked, broken or clash.
 
-    dispatchers, experts, schemes, fused, formats: what it offers, without names of the core's own.
+    dispatchers, experts, schemes, fused, formats: what it offers, without the core's own names.
     """
 
     name: str

@@ -124,7 +124,7 @@ class Registry:
 
     @property
     def formats(self) -> Mapping[str, FormatSpec]:
-        """Usable formats of checkpoints by the quant_method that names them, sorted."""
+        """Usable checkpoint formats by their quant_method, sorted."""
         return self._usable(FormatSpec)
 
     def dispatcher(self, name: str) -> DispatcherSpec:

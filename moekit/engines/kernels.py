@@ -1,4 +1,4 @@
-"""The kernel of an engine's layers: composed once a problem, explained in the engine's log."""
+"""The kernels of an engine's layers: one for each problem, explained in the engine's log."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def names_dispatcher() -> bool:
 def kernel_for(
     problem: MoEProblem, engine: Engine, group: Callable[[], Any], cpu_kernel: bool
 ) -> ModularKernel:
-    """Return the kernel for a problem; equal problems share one. Say once why it was chosen.
+    """Return the kernel for a problem, which equal problems share. Log once why it was chosen.
 
     Args:
-        group: Return the group of the expert-parallel ranks, for kernels that move tokens.
+        group: Returns the group of the expert-parallel ranks, for kernels that move tokens.
         cpu_kernel: The engine has a kernel for the layer on this CPU, and may use it.
 
     Raises:
@@ -62,10 +62,10 @@ def kernel_for(
 
 
 def _in_own_memory(make: Callable[[], ModularKernel]) -> ModularKernel:
-    """Return ``make()``, called in a thread whose memory the engine does not take when it sleeps.
+    """Return ``make()``, called in a new thread, so that its memory survives the engine's sleep.
 
-    What the thread that loads weights allocates comes from a pool, which an engine may discard.
-    Dispatchers keep counters and the addresses of other ranks' memory.
+    The thread that loads weights allocates from a pool that an engine may discard. Dispatchers need
+    their counters and the addresses of other ranks' memory all the time.
     """
     index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
@@ -82,10 +82,10 @@ def _in_own_memory(make: Callable[[], ModularKernel]) -> ModularKernel:
 
 @contextmanager
 def on_all_ranks(group: Any, engine: Engine) -> Iterator[None]:
-    """Raise on every rank of a group if the context raises on one. Collective, unless None.
+    """Raise on every rank of a group if the context raises on one. Collective if group is given.
 
-    The engine's kernels and moekit's move tokens in different ways, so a rank that alone left the
-    layer to the engine would hang.
+    The engine's kernels and moekit's move tokens in different ways, so a rank that
+    alone left the layer to the engine would hang.
     """
     error: Exception | None = None
     try:
@@ -104,12 +104,12 @@ def on_all_ranks(group: Any, engine: Engine) -> Iterator[None]:
 def warm_up(
     kernel: ModularKernel, packed: PackedWeights, num_tokens: int, most: int | None = None
 ) -> None:
-    """Compile what calls of up to ``num_tokens`` need, unless a larger call has compiled it.
+    """Compile the kernels of calls of up to ``num_tokens``, unless a larger call has done so.
 
-    Otherwise kernels would compile while the engine serves. An engine's first call has the most
-    tokens, because it measures the memory. Kernels on CPUs compile nothing.
+    Otherwise they would compile while the engine serves. An engine's first call has the most
+    tokens, because it measures the memory. Kernels on CPUs are not compiled.
 
-    most: the most tokens of any rank, where ranks exchange tokens. They warm up together.
+    most: the most tokens of any rank, where ranks exchange tokens. These ranks warm up together.
     """
     moves = kernel.problem.parallel.moves_tokens
     largest = most or 0 if moves else num_tokens

@@ -1,4 +1,4 @@
-"""The variable of an engine's package, and how moekit speaks in the engine's log."""
+"""The variable that turns moekit on in an engine, and moekit's lines in the engine's log."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Mode(enum.Enum):
 
 @dataclass(frozen=True, eq=False)
 class Engine:
-    """An inference engine, as its user names it.
+    """An inference engine that moekit enters.
 
     Attributes:
-        name: For messages.
+        name: The engine's name in messages.
         variable: The environment variable that holds the mode.
         log: The name of a logger below the engine's, whose handlers the engine configures.
-        first, last: The oldest and newest version that moekit's package knows.
-        said: What this process has logged.
+        first, last: The oldest and the newest version that moekit's package supports.
+        said: The messages that this process has logged.
     """
 
     name: str

@@ -12,9 +12,9 @@ from moekit.kernel import ModularKernel
 
 
 def check_graphs(kernel: ModularKernel, engine: str, option: str) -> None:
-    """Raise Unsupported for a kernel that cannot be in the CUDA graphs which an engine captures.
+    """Raise Unsupported if a kernel cannot be in the CUDA graphs that an engine captures.
 
-    option: turns graphs off.
+    option: the engine's option that turns graphs off.
     """
     specs = (kernel.dispatcher.spec, kernel.experts.spec)
     if unfit := [repr(spec.name) for spec in specs if not spec.graph_safe]:
@@ -37,7 +37,7 @@ def held(layer: nn.Module, packed: PackedWeights) -> dict[str, nn.Parameter]:
 
 
 def hold(layer: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Give the layer these parameters in place of those that it has."""
+    """Replace all parameters of the layer by these."""
     for name in dict(layer.named_parameters(recurse=False)):
         delattr(layer, name)
     for name, parameter in parameters.items():

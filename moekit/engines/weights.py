@@ -1,4 +1,4 @@
-"""A layer's parameters, as engines name and pack them, as `moekit.ExpertWeights`."""
+"""Convert a layer's parameters, as engines name and pack them, to `moekit.ExpertWeights`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _GROUPS = (128, 64, 32)
 
 
 class Pair(NamedTuple):
-    """A tensor of w13, and the same of w2."""
+    """A tensor of w13, and the corresponding tensor of w2."""
 
     w13: Tensor
     w2: Tensor
 
     def map(self, convert: Callable[[Tensor], Tensor]) -> Pair:
-        """Return both tensors as ``convert`` returns them."""
+        """Apply ``convert`` to both tensors."""
         return Pair(convert(self.w13), convert(self.w2))
 
 
@@ -49,13 +49,13 @@ def made(weights: Pair, interleaved: bool, **more: Pair | None) -> ExpertWeights
 
 
 def per_row(numbers: Tensor, rows: int) -> Tensor:
-    """Return numbers of matrices, (L,) or (L, gate and up), for each row, (L, rows, 1)."""
+    """Repeat numbers of matrices, (L,) or (L, gate and up), for each row: (L, rows, 1)."""
     parts = numbers.view(len(numbers), -1)
     return parts.repeat_interleave(rows // parts.shape[1], dim=1).unsqueeze(2)
 
 
 def each_row(weights: ExpertWeights) -> ExpertWeights:
-    """Return weights with scales per channel, which repeat those per tensor."""
+    """Repeat scales per tensor for each channel."""
     assert weights.w13_scale is not None and weights.w2_scale is not None
     return replace(
         weights,
@@ -65,7 +65,7 @@ def each_row(weights: ExpertWeights) -> ExpertWeights:
 
 
 def e8m0(exponents: Tensor) -> Tensor:
-    """Return the fp32 scales that bytes of e8m0 stand for."""
+    """Decode bytes of e8m0 to fp32 scales."""
     return exponents.view(torch.float8_e8m0fnu).float()
 
 
@@ -78,12 +78,12 @@ def flip(tensor: Tensor) -> Tensor:
 
 
 def awq_words(words: Tensor) -> Tensor:
-    """Return AWQ's words (L, K, N / 8), rows in its order, as (L, N, K / 2) in order."""
+    """Unpack AWQ's words (L, K, N / 8) to (L, N, K / 2), with the rows in order."""
     return int4.repack_rows(flip(words), int4.AWQ_ORDER)
 
 
 def awq_zeros(zeros: Tensor) -> Tensor:
-    """Return AWQ's zero points (L, G, N / 8) as (L, N, G) uint8."""
+    """Unpack AWQ's zero points (L, G, N / 8) to (L, N, G) uint8."""
     return int4.unpack_rows(flip(zeros), int4.AWQ_ORDER)
 
 
@@ -100,10 +100,10 @@ def grouped(
     zeros: Pair | None,
     g_idx: Pair | None = None,
 ) -> tuple[str, Pair, dict[str, Pair | None]]:
-    """Return the scheme of integers with scales per group of columns, the codes, and the rest.
+    """Return the scheme of integers with a scale per group of columns, the codes, and the rest.
 
     Args:
-        columns: Of w13 and of w2.
+        columns: The numbers of columns of w13 and w2.
         words: (L, N, .) of int32 or uint8; their bytes are the columns in order.
         scales: (L, N, G).
         zeros: (L, N, G) uint8.
@@ -112,7 +112,7 @@ def grouped(
     codes = words.map(lambda words: words.view(torch.uint8))
     by_channel = scales.w13.shape[2] == scales.w2.shape[2] == 1
     if bits == 8 and by_channel and zeros is None:
-        # Stored are the integers plus 128.
+        # The checkpoint stores the integers plus 128.
         codes = codes.map(lambda codes: codes.bitwise_xor(128).view(torch.int8))
         return "int8_w8a16", codes, {"scale": scales}
     if bits != 4:

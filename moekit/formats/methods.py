@@ -75,7 +75,7 @@ _RETURN: Mapping[str, Any] = {
 
 
 class _Added:
-    """A plugin's format: a Method, whose faults become a WeightsError that names it."""
+    """A plugin's Method. Its faults become a WeightsError that names the format."""
 
     def __init__(self, spec: FormatSpec) -> None:
         self._spec, self.names = spec, (spec.name,)
@@ -113,7 +113,7 @@ def _named(name: str) -> Method | None:
 
 
 def _candidates(named: str) -> Iterator[Method]:
-    """Yield the formats that a matrix may have; plugins' where moekit has none of that name."""
+    """Yield the formats that a matrix may have: plugins' formats if moekit has none named so."""
     if named not in _BY_NAME and (added := _named(named)):
         yield added
     yield from METHODS

@@ -151,11 +151,11 @@ def repack(model: nn.Module) -> None:
 
 
 def routing_log(model: nn.Module, max_tokens: int) -> RoutingLog:
-    """Return a log of the experts that a model's routers choose, which they use until `detach()`.
+    """Return a log of the experts that a model's routers choose. They use it until `detach()`.
 
-    Every experts implementation serves. Layers whose experts depend on the token alone (hash
-    routing of DeepSeek-V4) are left out. torch.compile breaks its graph at each MoE block. Raises
-    InvalidInput if the model has no MoE layer, or how one routes is not known.
+    Any experts implementation works. The log has no layers whose experts depend only on the token
+    (hash routing of DeepSeek-V4). torch.compile breaks its graph at each MoE block. Raises
+    InvalidInput if the model has no MoE layer, or if moekit does not know how a layer routes.
     """
     blocks: dict[str, Any] = {}
     sizes: dict[str, tuple[int, int]] = {}

@@ -236,10 +236,10 @@ class FusedMoE(nn.Module):
         experts: Sequence[int] | None = None,
         checksum: str | None = None,
     ) -> None:
-        """Write new weights where the packed ones are, as `ModularKernel.repack_` does.
+        """Write new weights into the memory of the packed ones, as `ModularKernel.repack_` does.
 
-        experts: places in `local_experts`, if ``new`` has some of them. A trainable layer has
-        parameters, which `load_weights` fills in place.
+        experts: positions in `local_experts`, if ``new`` has only some. In a trainable layer,
+        `load_weights` fills the parameters in place instead.
         """
         packed = self.flow.require(self.packed)
         self.kernel.repack_(packed, new, experts=experts, checksum=checksum, name=self.prefix)

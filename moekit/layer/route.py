@@ -77,7 +77,7 @@ def route(
             This synchronizes with the device. Default: on the CPU only.
         batch_invariant: Give a token the same bits at every T and position. ``custom`` must do so
             itself.
-        log: A part of a `moekit.RoutingLog`. ``custom`` must then choose by `torch.topk`.
+        log: This layer's part of a `moekit.RoutingLog`. ``custom`` must then use `torch.topk`.
 
     Returns:
         Weights (T, K) fp32 and ids (T, K) int64.

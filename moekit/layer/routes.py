@@ -1,7 +1,7 @@
 """Record which experts the tokens of a model go to, and replay them in another pass.
 
-A log has one fixed buffer for all layers. Inside a `Block` each layer writes its choice there, or
-takes its experts from there, also in captured CUDA graphs. Nothing in a call waits for the device.
+A log has one fixed buffer for all layers. Inside a `Block` each layer writes its choice to the
+buffer, or reads its experts from it, also in captured CUDA graphs. No call waits for the device.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class LayerLog:
     top_k: int
 
     def choose(self, ids: Tensor, fixed: bool = False) -> Tensor:
-        """Return the experts (T, K) of a call: ``ids``, which the router chose, or replayed ones.
+        """Return the experts (T, K) of a call: the router's choice ``ids``, or the replayed ones.
 
-        fixed: ``ids`` have their weights already, so replaying other ones raises InvalidInput.
+        fixed: ``ids`` already have weights, so replaying different ids raises InvalidInput.
         """
         if torch.compiler.is_compiling():
             return _operator(ids, self.log.number, self.index, fixed)  # type: ignore[no-any-return]
         return self.log._choose(self, ids, fixed)
 
     def run(self, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-        """Call a function that routes by `torch.topk`, which then returns what `choose` does."""
+        """Call a router whose `torch.topk` then returns the experts that `choose` returns."""
         if self.log._block is None and not self.log._in_block:
             return function(*args, **keywords)
         with _Topk() as mode:
@@ -67,7 +67,7 @@ class _Topk(TorchFunctionMode):
             return made
         scores: Any = args[0] if args else kwargs["input"]
         if (scores.shape[-1], made[1].shape[-1]) != (layer.num_experts, layer.top_k):
-            return made  # of groups, for example
+            return made  # a choice of groups, for example
         if self.ids is None:
             self.ids = layer.choose(made[1].flatten(0, -2)).view_as(made[1])
         return torch.return_types.topk((scores.gather(-1, self.ids), self.ids))
@@ -76,13 +76,13 @@ class _Topk(TorchFunctionMode):
 class Block:
     """A step of a server, or a micro-batch of a trainer: ``with log.record() as block``.
 
-    One forward pass runs in it, which routes each layer once. A recomputation in backward gets the
-    same experts. Enter the block again around a backward that runs later.
+    One forward pass runs in a block, and each layer routes once. A recomputation in backward gets
+    the same experts. Enter the block again around a backward that runs later.
     """
 
     def __init__(self, log: RoutingLog, given: Tensor | None) -> None:
         self._log, self._replays = log, given is not None
-        self._held = given  # the buffer's rows while the block is left
+        self._held = given  # the buffer's rows while the block is not entered
         self._tokens = None if given is None else len(given)
         self._called: set[int] = set()  # the layers of the forward pass
         self._taken = False
@@ -99,8 +99,8 @@ class Block:
     def take(self, num_tokens: int | None = None) -> Pending[Tensor]:
         """Start an asynchronous copy to the CPU of ids (T, layers, K), int16 or int32.
 
-        In `record`, another forward pass may follow. After a CUDA graph's replay, pass its
-        num_tokens. Raises InvalidInput outside of the block.
+        In a block of `record`, another forward pass may follow. After a CUDA graph's replay, pass
+        its num_tokens. Raises InvalidInput outside the block.
         """
         tokens = self._tokens if num_tokens is None else check_tokens(num_tokens)
         if self._log._block is not self or tokens is None or tokens > len(self._log._ids):
@@ -115,7 +115,7 @@ class Block:
         return Pending(lambda: copied.synchronize() or host)
 
     def _misfit(self, layer: LayerLog, ids: Tensor, again: bool) -> str:
-        """Count a layer's call, and return what is wrong with it."""
+        """Count a layer's call, and return what is wrong with it, or an empty string."""
         if self._taken and not again:
             self._called, self._tokens, self._taken = set(), None, False
         if ids.dim() != 2 or ids.shape[1] != layer.top_k:
@@ -144,8 +144,8 @@ class RoutingLog:
         with log.replay(ids.result()):             # in a trainer
             model(tokens).loss.backward()
 
-    Weights of replayed experts are gathered from the router's scores of all experts, with
-    gradients. Tokens are those that this rank computes. Attach a log before torch.compile or a CUDA
+    The router gathers the weights of replayed experts from its scores of all experts, with
+    gradients. A log holds this rank's tokens. Attach it before torch.compile or a CUDA
     graph sees the layers, and capture graphs inside a block. One thread at a time may run them.
 
     Args:
@@ -170,14 +170,14 @@ class RoutingLog:
         with torch.inference_mode(False):
             self._ids = torch.full((max_tokens, len(layers), top_k), -1, dtype=dtype, device=device)
         self._block: Block | None = None
-        self._in_block = False  # whether the layers' last forward pass was
+        self._in_block = False  # whether the layers' last forward pass was in a block
         self.detach: Callable[[], object] = lambda: None
         self.number = next(self._numbers)
         self._numbered[self.number] = self
 
     @classmethod
     def of(cls, model: nn.Module, max_tokens: int) -> RoutingLog:
-        """Return a log of a model's `FusedMoE` layers, which use it until its `detach()`."""
+        """Return a log of a model's `FusedMoE` layers. They use it until `detach()`."""
         found = {
             name or str(module.prefix): module
             for name, module in model.named_modules()
@@ -194,25 +194,25 @@ class RoutingLog:
         return self._parts[name]
 
     def record(self) -> Block:
-        """Return a block in which layers route freely, and their experts are recorded."""
+        """Return a block that records the experts which the layers choose."""
         return Block(self, None)
 
     def replay(self, ids: Any) -> Block:
-        """Return a block in which layers take these experts.
+        """Return a block in which layers use these experts.
 
-        ids: Logical ids of T tokens: (T, K) by the layer's name; (T, N, K) of the log's layers; or
-        of all the model's layers, as vLLM's ``routed_experts``, which the one integer in a layer's
-        name numbers. A token with ids of -1 keeps the router's choice. Raises InvalidInput, which
-        names the layer, for ids that do not fit.
+        ids: Logical ids of T tokens: (T, K) for each layer's name; (T, N, K) of the log's layers;
+        or of all layers of the model, as vLLM's ``routed_experts``. The one integer in a layer's
+        name is then its number. A token with ids of -1 keeps the router's choice. Raises an
+        InvalidInput that names the layer if ids do not fit.
         """
         return Block(self, self._checked(ids).to(self._ids.device, non_blocking=True))
 
     def contexts(self) -> tuple[Any, Any]:
-        """Let recomputations replay their own block: the ``context_fn`` of torch's checkpoint()."""
+        """Let recomputations replay their own block, as ``context_fn`` of torch's checkpoint()."""
         return nullcontext(), self._block or nullcontext()
 
     def _switch(self, new: Block | None) -> None:
-        """Leave the block that is entered, and let the buffer hold the rows of another one."""
+        """Leave the current block, and load the rows of another one into the buffer."""
         old = self._block
         if old is new:
             return
@@ -226,8 +226,8 @@ class RoutingLog:
             self._ids[: len(new._held)].copy_(new._held)
 
     def _choose(self, layer: LayerLog, ids: Tensor, fixed: bool) -> Tensor:
-        """Return the experts (T, K) of a call, and write them in the buffer."""
-        # While autograd runs in this thread, a layer runs again for a checkpoint.
+        """Return the experts (T, K) of a call, and write them to the buffer."""
+        # A layer that runs while autograd runs in this thread is computed again for a checkpoint.
         again, block = torch._C._current_graph_task_id() != -1, self._block
         self._in_block = self._in_block if again else block is not None
         if block is None and not (again and self._in_block):
@@ -280,7 +280,7 @@ class RoutingLog:
         return [given[:, place] for place in places]
 
 
-# torch.compile captures no CUDA graph of it, so it runs in Python whichever block is entered.
+# torch.compile leaves it out of CUDA graphs, so Python finds the current block in every call.
 _UNSAFE = (torch.Tag.cudagraph_unsafe,)
 
 

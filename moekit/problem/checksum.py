@@ -1,4 +1,4 @@
-"""A checksum of tensors that is the same on every device, whatever their strides."""
+"""A checksum of tensors that depends on neither the device nor the strides."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_WORDS = 2**22  # of 8 bytes, read at once
+_WORDS = 2**22  # words of 8 bytes that are read at once
 # Odd constants; products of int64 wrap around.
 _ODD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 
@@ -24,7 +24,7 @@ def checksum(tensors: Mapping[str, Tensor], more: str = "") -> str:
 
 
 def _sum(tensor: Tensor) -> int:
-    """Return the sum of all words of a tensor, each mixed with its place, modulo 2**64."""
+    """Return the sum of all words of a tensor, each mixed with its position, modulo 2**64."""
     flat = tensor.contiguous().view(-1).view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start in range(0, len(flat), 8 * _WORDS):

@@ -1,4 +1,4 @@
-"""What does not fit in expert weights: shapes, dtypes, scales, zero points and act-order."""
+"""Find faults of expert weights in shapes, dtypes, scales, zero points and act-order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def raise_faults(faults: list[str]) -> None:
 
 
 def check(weights: Any, problem: MoEProblem, num_experts: int | None) -> None:
-    """Do as `ExpertWeights.check` says; its module imports this one."""
+    """Implement `ExpertWeights.check`."""
     if weights.w13.is_meta:
         raise WeightsError("the weights are meta tensors, which hold no values: load them")
     H, scheme = problem.hidden_size, problem.quant
@@ -79,7 +79,7 @@ def odd_columns(name: str, columns: int, operand: OperandQuant) -> list[str]:
 def _matrix_faults(
     weights: Any, name: str, want: tuple[int, int, int], problem: MoEProblem
 ) -> list[str]:
-    """Return the faults of a matrix and of what belongs to it, but for its bias."""
+    """Return the faults of a matrix, its scale, its zero points and its g_idx."""
     scheme, tensor = problem.quant, getattr(weights, name)
     found, stored, dtype = [], want, problem.dtype
     if (operand := scheme.weight) is not None:

@@ -109,7 +109,7 @@ class ExpertWeights:
         return replace(self, **changes)
 
     def checksum(self) -> str:
-        """Return 16 digits that are equal for equal bits, on any device; waits for the device."""
+        """Return 16 digits that are the same for equal tensors on any device; wait for it."""
         from moekit.problem.checksum import checksum
 
         return checksum(self.tensors(), "interleaved" * self.interleaved)
@@ -117,7 +117,7 @@ class ExpertWeights:
     def check(self, problem: MoEProblem, num_experts: int | None = None) -> None:
         """Raise WeightsError listing everything that does not fit ``problem``.
 
-        num_experts: of these weights; default: the problem's L.
+        num_experts: the number of experts in these weights; default: the problem's L.
         """
         from moekit.problem.weight_faults import check
 

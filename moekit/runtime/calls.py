@@ -31,7 +31,7 @@ class Observer:
     sent: the dispatch is launched.
     resumed: the call goes on after `ended`, and begins to wait for the tokens.
     arrived: the tokens are here; the experts follow.
-    staged: a fused kernel can run, which is all that follows.
+    staged: a fused kernel is ready to run; only `run` follows.
     computed: the experts are launched; the combine follows.
     combining: the combine is launched.
     ended: the call has ended, or its part that dispatches, also if it failed.

@@ -1,4 +1,4 @@
-"""New weights in the memory of packed ones, which CUDA graphs may have captured."""
+"""Write new weights into the memory of packed ones, which CUDA graphs may have captured."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def repack(
     checksum: str | None,
     name: str,
 ) -> None:
-    """Serve `ModularKernel.repack_`."""
+    """Implement `ModularKernel.repack_`."""
     try:
         check_weights(held, backend.spec.name, made_for)
         with on_device(device_of(held)):
@@ -44,7 +44,7 @@ def _write(
     experts: Sequence[int] | None,
     checksum: str | None,
 ) -> None:
-    """Write ``new`` once everything fits."""
+    """Check everything, then write ``new``."""
     if not isinstance(new, ExpertWeights | PackedWeights):
         raise WeightsError(f"{shown(new)} is neither ExpertWeights nor PackedWeights")
     problem, device = backend.problem, device_of(held)
@@ -74,7 +74,7 @@ def _write(
 
 
 def _copy(new: Tensor, old: Tensor) -> None:
-    """Copy a tensor into another one, unless an engine has loaded it there."""
+    """Copy a tensor into another one, unless an engine has loaded it into that memory."""
     if (new.data_ptr(), new.stride()) != (old.data_ptr(), old.stride()):
         old.copy_(new.clone() if overlap(old, new) else new)
 
@@ -88,13 +88,13 @@ def _places(experts: Sequence[int], local: range) -> Sequence[int]:
     ):
         raise WeightsError(
             f"experts={shown(experts)}: expected different integers in 0..{local.stop - 1}, the "
-            "places of this rank's experts"
+            "positions of this rank's experts"
         )
     return places
 
 
 def _faults(held: PackedWeights, new: PackedWeights, rows: int | None) -> Iterator[str]:
-    """Yield why ``new`` cannot be written where ``held`` is; ``rows`` of its experts, or all."""
+    """Yield why ``new`` does not fit the memory of ``rows`` of held's experts; None: of all."""
     if new.backend != held.backend:
         yield f"they are packed for {new.backend!r}, the others for {held.backend!r}"
         return

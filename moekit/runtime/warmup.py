@@ -31,7 +31,7 @@ def warm_up(kernel: Any, weights: PackedWeights, num_tokens: int) -> None:
         # The largest first: the workspace grows once, and too little memory fails at once.
         for step, tokens in enumerate(sorted(sizes, reverse=True)):
             begin = time.perf_counter()
-            for dtype in dtypes:  # kernels compile for each
+            for dtype in dtypes:  # kernels compile for each dtype
                 _random_call(kernel, weights, dtype, tokens)
             if (seconds := time.perf_counter() - begin) > 1:
                 logger.info("moekit: warm-up %d of %d (%d tokens) took %.1f s",

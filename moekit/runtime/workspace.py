@@ -31,7 +31,7 @@ class Layout:
         return views
 
 
-layout_of = lru_cache(_MAX_LAYOUTS)(lambda *specs: Layout(specs))  # one for all layers
+layout_of = lru_cache(_MAX_LAYOUTS)(lambda *specs: Layout(specs))  # layers share layouts
 
 
 class Scratch(list[Tensor]):

@@ -389,10 +389,10 @@ class Conformance(ABC):
 
 
 class OfAnotherClass(Conformance):
-    """A kit for what a spec declares by naming another class in its field ``_names_class``."""
+    """A kit for a class that a spec names in the field ``_names_class``."""
 
     _names_class: ClassVar[str]
-    _wants: ClassVar[dict[str, Any]]  # what a problem has that needs the class
+    _wants: ClassVar[dict[str, Any]]  # the fields of a problem that need the class
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         super().pytest_generate_tests(metafunc)
@@ -407,7 +407,7 @@ class OfAnotherClass(Conformance):
         return {**super()._main, **self._wants}
 
     def _capabilities(self) -> list[Capability]:
-        """Return nothing: the kit of the other class checks what the spec declares."""
+        """Return nothing: the kit of the main class checks the declared capabilities."""
         return []
 
     def _class(self) -> type:

@@ -42,13 +42,13 @@ _MEAN, _MEAN_OF_SCALES, _MEAN_OF_ONE_SCALE, _MEAN_OF_DEQUANTIZED = 1 / 6, 1 / 4,
 _STANDARD_ERRORS, _LEAST_TOKENS = 8.0, 16
 
 
-# Relative errors of an output by name, in the order of `Tolerance`, each with its standard error,
-# which is 0 for those that are no means.
+# Relative errors of an output by name, in the order of `Tolerance`, each with its standard error:
+# 0 for errors that are not means.
 Errors = dict[str, tuple[float, float]]
 
 
 class Rounding(NamedTuple):
-    """The largest errors of an output in random draws of rounding errors.
+    """The largest errors of an output over random draws of rounding errors.
 
     Attributes:
         row_T: RMS errors of tokens, fp32.
@@ -126,8 +126,8 @@ def relative_error(out: Tensor, ref: Tensor) -> float:
 def errors(out: Tensor, ref: Tensor) -> Errors:
     """Compare ``out`` with ``ref``, both (T, H) of any float dtypes.
 
-    The scale is ``<out - ref, ref> / <ref, ref>``, by how much the whole output is too large, and
-    the mean is the average of ``out - ref`` over RMS(ref).
+    The scale is ``<out - ref, ref> / <ref, ref>``: how much too large the whole output is. The mean
+    is the average of ``out - ref`` divided by RMS(ref).
     """
     used = (ref != 0).any(dim=1)
     if not bool(used.any()):
@@ -150,7 +150,7 @@ def errors(out: Tensor, ref: Tensor) -> Errors:
 
 
 def _mean(part_T: Tensor, size_T: Tensor) -> tuple[float, float]:
-    """Return ``sum(part) / sum(size)``, and its standard error over the tokens; 0 for few."""
+    """Return ``sum(part) / sum(size)``, and its standard error over the tokens; 0 for too few."""
     if len(part_T) < _LEAST_TOKENS:
         return 0.0, 0.0
     value, total = part_T.sum() / size_T.sum(), size_T.sum()

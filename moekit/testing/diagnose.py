@@ -118,7 +118,7 @@ def rounding_errors(case: Case, draws: int = _DRAWS, times: float = 1.0) -> Roun
     def rounded(expert: int, name: str, made: Tensor, rows: Tensor) -> Tensor:
         if name == "w2":
             return _rounded(rows, case, w.w2_input_scale, draw) @ w.w2[expert].T
-        # A kernel may write w13's product in the dtype.
+        # A kernel may write the product with w13 in the problem's dtype.
         return made if p.quant.activation else _rounded(made, case, None, draw)
 
     exact, row_T = case.reference(), torch.zeros(len(x_TH), device=x_TH.device)

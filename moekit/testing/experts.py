@@ -181,7 +181,7 @@ class ExpertsCalls(ExpertsInvariance):
                 assert_right(out, case, f"weights {turn} in place")
 
     def test_repack(self) -> None:
-        """New weights of all experts, then of two, take the memory of the packed ones."""
+        """`repack_` writes new weights of all experts, then of two, over the packed ones."""
         for problem in self._one_of_each_kind():
             old, new = random_weights(problem), random_weights(problem, "new")
             kernel, packed = self._packed(problem, weights=old._map(torch.clone))

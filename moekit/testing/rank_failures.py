@@ -83,7 +83,7 @@ def experts_fail(r: Rank, what: str = "apply") -> None:
 
     One of them is in flight at that time, one is the next.
 
-    what: the method that raises.
+    what: the name of the method that raises.
     """
     right = getattr(r.kernel.experts, what)
 

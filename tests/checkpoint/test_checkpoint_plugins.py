@@ -1,4 +1,4 @@
-"""Formats that plugins add: read from files, pushed, and faults that stay the plugin's."""
+"""Formats that plugins add are read from files and pushed, and their faults are contained."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes]:
 
 
 def pack(values: Tensor) -> files.Packed:
-    """Store values as QLoRA does: the even column in the upper half of a byte."""
+    """Store values as QLoRA does, with the even column in the upper half of a byte."""
     book = torch.tensor(acme_moe.nf4.NF4.codebook)
     absmax = files.grouped(values, 1, 64)
     each = files.spread(absmax, *values.shape, 1, 64)
@@ -130,7 +130,7 @@ def test_a_config_that_the_format_does_not_understand() -> None:
 
 
 class Broken(Method):
-    """A format whose method raises or returns something else; "fault" says what."""
+    """A format whose method raises "fault" or returns it."""
 
     fault: object = None
 

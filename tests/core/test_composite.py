@@ -212,7 +212,7 @@ def test_every_size_is_served_by_its_member() -> None:
 
 @interpreted
 def test_members_take_adapters() -> None:
-    """Each call goes to its member with the adapters; if a member has none, the reason says so."""
+    """Each member gets its calls with the adapters; a member that takes none gives the reason."""
     p = PROBLEM.replace(adapters=AdapterSlots(2, 4))
     kernel = moekit.compose(p, "local", "torch:4|triton")
     adapters = random_adapters(p)

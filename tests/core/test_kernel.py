@@ -433,7 +433,7 @@ def test_a_kernel_says_who_sums(dispatcher: str, experts: str, changes: dict, su
 
 
 def test_warmup_passes_ids_of_every_dtype_that_a_call_may_have(monkeypatch) -> None:
-    """Kernels compile for each dtype, and `local` takes ids as they come."""
+    """Kernels compile for each dtype, and `local` does not convert ids."""
     kernel, seen = moekit.compose(PROBLEM, "local", "torch"), set()
     apply = type(kernel.experts).apply
 

@@ -1,4 +1,4 @@
-"""`repack_`: new weights in the memory of packed ones, and what it refuses."""
+"""`repack_` writes new weights into the memory of packed ones, and refuses those that misfit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def weights(seed: int, dtype: torch.dtype = torch.bfloat16) -> ExpertWeights:
 
 
 def fresh(kernel: ModularKernel, given: ExpertWeights) -> PackedWeights:
-    """Pack a copy: packed weights may be the memory of the given ones."""
+    """Pack a copy, because packed weights may use the memory of the given ones."""
     return kernel.pack(given.quantize(kernel.problem.quant)._map(torch.clone))
 
 
@@ -154,7 +154,7 @@ def test_a_layer_keeps_its_memory() -> None:
 
 
 def test_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They depend on bits, places, names, shapes and dtypes, and not on strides or parts."""
+    """Checksums depend on bits, positions, names, shapes and dtypes, not on strides or parts."""
     given = weights(0)
     strided = given._map(lambda t: t.mT.contiguous().mT)
     assert strided.checksum() == given.checksum() != replace(given, interleaved=True).checksum()

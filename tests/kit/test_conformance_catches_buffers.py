@@ -103,7 +103,7 @@ wrong("BuffersOfLikeLayersInTurn", "The same, for layers that are alike",
 
 
 class Shares(Naive):
-    """Layers share what was made for the first of those that are ``alike``."""
+    """Layers share the object that the first of the ``alike`` layers made."""
 
     _made: ClassVar[dict[Any, int]] = {}
 
@@ -124,14 +124,14 @@ of_the_first = killed_by("test_layers_in_turn", 2, says="layer 1.*(relative erro
 
 @of_the_first
 def BufferOfTheFirstLayer(self, handed):
-    """Layers share what was made for the first of them."""
+    """Layers share the buffer of the first layer."""
     handed.topk_ids[:, self.first(self.problem.top_k) :] = -1
     return handed
 
 
 @of_the_first
 def BufferOfTheSameSize(self, handed):
-    """Layers share what was made for the first of them that has rows as wide and as many."""
+    """Layers share the buffer of the first layer with rows as wide and as many."""
     p = self.problem
     handed.topk_ids[:, self.first(p.top_k, p.hidden_size, p.max_num_tokens) :] = -1
     return handed
@@ -139,14 +139,14 @@ def BufferOfTheSameSize(self, handed):
 
 @of_the_first
 def WidthOfTheFirstLayer(self, handed):
-    """Layers share receive buffers as wide as the first of them needs."""
+    """Layers share receive buffers as wide as the first layer needs."""
     lost = torch.arange(self.first(self.problem.hidden_size), handed.x.shape[1])
     return replace(handed, x=handed.x.index_fill(1, lost, 0))
 
 
 @of_the_first
 def RoomOfTheFirstLayer(self, handed):
-    """Layers share receive buffers with as many rows as the first of them needs."""
+    """Layers share receive buffers with as many rows as the first layer needs."""
     handed.topk_ids[self.first(self.max_rows(self.problem.max_num_tokens)) :] = -1
     return handed
 

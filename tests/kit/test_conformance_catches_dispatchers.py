@@ -17,7 +17,7 @@ from moekit.testing.calls import SumsItself
 
 
 class Hooks(PrepareAndFinalize):
-    """Mutants change the routing that is sent, or what is handed to the experts."""
+    """Mutants change the routing that is sent, or the tokens that the experts get."""
 
     def routed(self, routing):
         return routing

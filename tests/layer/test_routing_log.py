@@ -24,7 +24,7 @@ SCORES = {"softmax": F.softmax, "sigmoid": lambda x, dim: x.sigmoid()}
 
 
 class Model(nn.Module):
-    """Two layers, whose router is as noisy as kernels with other sums, only much more so."""
+    """Two layers whose router has much more noise than another order of sums would give."""
 
     def __init__(self, noise: float = 0.0, **arguments: Any) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Model(nn.Module):
         self.noise, self.seen, self.wrap = noise, [], lambda function, x: function(x)
         for layer in self.layers if not arguments.get("trainable") else ():
             layer.load_weights(random_weights(layer.problem))
-        for layer in self.layers:  # what the experts' kernel gets
+        for layer in self.layers:  # note the ids that the experts' kernel gets
             kernel = layer.kernel
             layer.flow.kernel = Watched(kernel, self.seen)
 
@@ -73,7 +73,7 @@ def distinct(*shape: int) -> Tensor:
 
 
 def test_a_rollout_and_a_training_pass_use_the_same_experts() -> None:
-    """Another backend, dtype and noise; the trainer's checkpoints run each layer again."""
+    """Both differ in backend, dtype and noise; the trainer's checkpoints run each layer again."""
     server = Model(params_dtype=torch.bfloat16, experts="reference")
     trainer = Model(noise=5.0, trainable=True)
     x = torch.randn(T, H)
@@ -100,7 +100,7 @@ def test_a_rollout_and_a_training_pass_use_the_same_experts() -> None:
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("scoring", SCORES)
 def test_weights_and_gradients_come_from_the_full_scores(scoring, renormalize, bias) -> None:
-    """The replayed experts are the worst ones. A token without a record has the best ones."""
+    """The replayed experts are the worst ones. A token without a record gets the best ones."""
     logits, twin = (torch.randn(T, E).requires_grad_() for _ in range(2))
     twin.data.copy_(logits.data)
     ids = logits.detach().argsort(1)[:, None, :K].clone()
@@ -126,7 +126,7 @@ def test_weights_and_gradients_come_from_the_full_scores(scoring, renormalize, b
 
 @pytest.mark.parametrize("how", ["context_fn", "entered again", "inside", "reentrant"])
 def test_recomputation_in_any_order(how: str) -> None:
-    """Micro-batches of a pipeline: forward, forward, backward, backward. Routers are random."""
+    """A pipeline runs forward, forward, backward, backward, with random routers."""
     model = Model(noise=5.0, trainable=True)
     log = RoutingLog.of(model, max_tokens=T)
     more = {"context_fn": log.contexts} if how == "context_fn" else {}
@@ -182,7 +182,7 @@ def test_steps_of_a_server_and_a_prefix_cache() -> None:
     """Two requests share the slots of their prefix, and each gets all of its ids."""
     model = Model(noise=5.0)
     log, table = RoutingLog.of(model, max_tokens=T), torch.full((32, 2, K), -1, dtype=torch.int16)
-    steps = [[3, 4, 5, 6], [7], [20], [21]]  # slots of: a prompt, its token, the other's two
+    steps = [[3, 4, 5, 6], [7], [20], [21]]  # a prompt, its token, two of the other request
     pending = []
     with torch.no_grad(), log.record() as step:
         for slots in steps:
@@ -196,7 +196,7 @@ def test_steps_of_a_server_and_a_prefix_cache() -> None:
 
 
 def test_logical_ids_before_replicas() -> None:
-    """EPLB's physical ids differ, and replayed ids are mapped as others are."""
+    """EPLB's physical ids differ, and replayed ids are mapped to them."""
     layer = moekit.FusedMoE(E, K, H, I, num_redundant_experts=2, device="cpu", trainable=False)
     layer.load_weights(random_weights(layer.problem))
     order = tuple(reversed(range(E))) + (0, 1)
@@ -273,7 +273,7 @@ def test_routers_of_the_caller() -> None:
 
 
 def test_all_layers_of_a_model_by_number() -> None:
-    """vLLM returns the layers without experts too, in unsigned integers."""
+    """vLLM also returns the layers without experts, in unsigned integers."""
     log = RoutingLog({f"model.layers.{n}.mlp": (200, 2) for n in (1, 3)}, T)
     array = torch.stack([torch.arange(5)[:, None] + torch.tensor([n, 190]) for n in range(4)], 1)
     for dtype in (torch.uint8, torch.uint16, torch.int16):
@@ -366,7 +366,7 @@ def test_blocks_inside_blocks_and_passes_without_tokens() -> None:
 
 
 def _on_ranks(rank: int, world_size: int, logits: Tensor, ids: Tensor) -> tuple[Tensor, str]:
-    """Return the ids of this rank's share, and what it is told of the other rank's wrong ids."""
+    """Return the ids of this rank's share, and its error after wrong ids on one rank."""
     layer = moekit.FusedMoE(
         E, K, H, I, params_dtype=torch.float32, device="cpu", tp_size=world_size,
         enable_expert_parallel=True, is_sequence_parallel=True,

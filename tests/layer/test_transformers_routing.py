@@ -1,4 +1,4 @@
-"""The experts of a rollout, replayed in a training pass of models of transformers."""
+"""Models of transformers replay the experts of a rollout in a training pass."""
 
 from __future__ import annotations
 

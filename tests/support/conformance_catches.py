@@ -121,7 +121,7 @@ class Mutant:
             getattr(kit, self.test)(*self.args)
 
 
-# The arguments of a mutant that is a function -> what it overrides, if no keyword names that.
+# The arguments of a mutant that is a function -> the method it overrides, if no keyword names it.
 _OVERRIDES = {
     "weights": (Plain, "given"),
     "packed": (Plain, "stored"),

@@ -236,7 +236,7 @@ def warmup_of_other_sizes(rank: int, world_size: int) -> tuple[list[int], str]:
     layer.kernel.experts.largest_calls = lambda num_tokens: (num_tokens, 3)[: 1 + rank]
 
     def call(kernel: object, weights: object, dtype: torch.dtype, tokens: int) -> None:
-        if dtype == torch.int64:  # and as many of int32
+        if dtype == torch.int64:  # and as many ids of int32
             sizes.append(tokens)
 
     with mock.patch.object(warmup, "_random_call", call):

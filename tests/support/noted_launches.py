@@ -1,4 +1,4 @@
-"""Launches without a GPU: each is noted, and `moekit_kernels.launch.Launches` repeats them."""
+"""Note launches instead of running them, so that `Launches` repeats them without a GPU."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Notes:
 
 
 def _plain(value: Any) -> Any:
-    """Return what can be compared: a descriptor as its parts."""
+    """Return a value that can be compared: the parts of a descriptor."""
     if isinstance(value, tuple):
         return tuple(map(_plain, value))
     if hasattr(value, "block_shape"):
@@ -51,7 +51,7 @@ def _plain(value: Any) -> Any:
 
 
 def python_calls(call: Callable[[], object]) -> int:
-    """Return the number of Python functions that run in a call; this module does not count."""
+    """Return the number of Python functions that run in a call, without those of this module."""
     seen = 0
 
     def count(frame: Any, event: str, arg: Any) -> None:

@@ -49,7 +49,7 @@ def by_rank(sources, arrived):
 
 
 def delivered(sources, arrived, rows, held):
-    """Memory for x, with its scales if it has any, ids and weights, and what writes it.
+    """Return memory for x (with scales if it has any), ids and weights, and a function to fill it.
 
     held: the experts of this rank, whose ids become local ones.
     """

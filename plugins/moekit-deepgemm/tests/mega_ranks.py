@@ -1,6 +1,6 @@
-"""DeepGEMM's layer in plain torch, and the fused kernel over it, as rank processes import it.
+"""DeepGEMM's layer in plain torch, and the fused kernel over it, for rank processes.
 
-Like the library it keeps tokens in a buffer that ranks map, which holds what earlier calls left.
+Like the library it keeps tokens in a buffer that all ranks map and that no call clears.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _exchange(value, group) -> list:
 
 
 def _undone(w13, scale) -> torch.Tensor:
-    """Gate before up again: the kernel's tiles hold 8 rows of each in turn."""
+    """Undo the packing, in which 8 gate rows and 8 up rows alternate."""
     L, rows, columns = w13.shape
     turns = w13.view(torch.uint8).view(L, rows // 16, 2, 8, columns).transpose(1, 2)
     plain = turns.reshape(L, rows, columns).view(w13.dtype)

@@ -96,8 +96,8 @@ def _masked(x, w, out, counts, expected_m) -> None:
 
 
 def registry() -> Registry:
-    """All installed backends, and this plugin's as `standin`, `standin_batched` and
-    `standin_mega` on any device."""
+    """Return all installed backends, and this plugin's as `standin`, `standin_batched` and
+    `standin_mega`, which run on any device."""
     from moekit_deepgemm import moekit_experts, moekit_fused
 
     found = Registry.discover()

@@ -1,7 +1,7 @@
-"""FlashInfer's push layers in plain torch: ranks send whole batches, and are as picky as theirs.
+"""FlashInfer's push layers in plain torch. Ranks send whole batches.
 
-The state that the library keeps between calls is kept here: weights are bound, a call must not
-follow one whose event is left, and results go through an inbox that a call zeroes.
+The stand-in keeps the library's state between calls and its checks: weights are bound, a call must
+not follow one whose event is left, and results go through an inbox that each call zeroes.
 """
 
 from __future__ import annotations

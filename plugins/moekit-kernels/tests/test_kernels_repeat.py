@@ -97,7 +97,7 @@ def test_a_variable_turns_it_off(notes, monkeypatch) -> None:
 
 
 def test_what_cannot_be_repeated_runs_each_time(notes) -> None:
-    """An argument from elsewhere, tensors that overlap, results from elsewhere."""
+    """A function runs in every call if an argument or a result is not in the given memory."""
     launcher, x, elsewhere, ran = Launcher(Kernel()), torch.empty(64), torch.empty(4), []
 
     def call(name, given, argument, made=None):

@@ -1,4 +1,4 @@
-"""Calls repeat the launches of an earlier one, in every buffer: launches are noted."""
+"""Calls repeat the launches of an earlier call, in every buffer. Launches are only noted."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ CPU = torch.device("cpu")
 
 
 class Group:
-    """A group that nobody asks anything."""
+    """A process group of which no method is called."""
 
 
 def dispatcher(kind: type, capacity: int, **more):
-    """Return rank 0's dispatcher of two ranks, whose buffers only it has."""
+    """Return the dispatcher of rank 0 of two, with buffers that only this rank maps."""
     problem = problems(2, 1, 8, 2, 64, capacity, **more)[0]
     held, lost, group = object.__new__(kind), Lost.of(2, CPU), Group()
     held.problem, held._transfer = problem, kind._transfers.of(problem, Settings())
@@ -44,7 +44,7 @@ def dispatcher(kind: type, capacity: int, **more):
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("left", [None, "rows", "places"])
 def test_calls_repeat_launches(monkeypatch, kind, quantized, left) -> None:
-    """left: what the experts leave to the combine."""
+    """left: the weighting and sum that the experts leave to the combine."""
     rows = kind is HighThroughputDispatcher
     if left and not rows:
         pytest.skip("experts of the BATCHED format leave nothing")
@@ -54,7 +54,7 @@ def test_calls_repeat_launches(monkeypatch, kind, quantized, left) -> None:
     send, arrived = kind._transfers.send, {}
 
     def once(transfer, buffer, x, scale, routing):
-        """Let calls of one routing have the same memory."""
+        """Let calls with one routing use the same memory."""
         if id(routing) not in arrived:
             arrived[id(routing)] = send(transfer, buffer, x, scale, routing)
         return arrived[id(routing)]

@@ -1,4 +1,4 @@
-"""Layers of the stand-in for SGLang, and what they compute, written out."""
+"""Layers of the stand-in for SGLang, and their results in plain torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ E, K, H, INNER = 6, 2, 64, 32
 
 @pytest.fixture(autouse=True)
 def sglang(monkeypatch):
-    """Put the stand-in where SGLang would be, in a process that has said nothing yet."""
+    """Put the stand-in in SGLang's place, and clear the memory of logged lines."""
     for name, module in standin.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     standin.reset()
@@ -55,7 +55,7 @@ def calls(tokens=9, seed=5):
 
 
 def want(weights, x, topk, activation=None, interleaved=False, first=0):
-    """Return the sum over this rank's experts, which begin at ``first``, written out in fp32."""
+    """Return the sum over this rank's experts, which begin at ``first``, in fp32."""
     out, activation = torch.zeros_like(x), activation or moekit.Activation("silu")
     w13, w2 = weights["w13_weight"].float(), weights["w2_weight"].float()
     for token in range(len(x)):
@@ -79,7 +79,7 @@ def error(got, expected):
 
 
 def made(weights=None, method="UnquantizedFusedMoEMethod", fields=None, **config):
-    """Return a loaded layer of SGLang, as its model loader makes it."""
+    """Return a loaded layer of SGLang, made as its model loader does."""
     cls = sys.modules["sglang.srt.layers.moe.fused_moe_triton.layer"].FusedMoE
     named = standin.method(method, **(fields or {}))
     layer = cls(weights or drawn(), named, **{"hidden": H, "inner": INNER} | config)

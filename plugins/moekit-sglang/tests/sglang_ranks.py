@@ -17,7 +17,7 @@ from moekit.errors import MoekitError
 
 
 def start(rank: int, world_size: int, **chosen: Any) -> None:
-    """Put the stand-in where SGLang would be, with moekit in it."""
+    """Put the stand-in in SGLang's place, with moekit in it."""
     sys.modules.update(standin.modules())
     standin.reset()
     world = dist.group.WORLD
@@ -41,7 +41,7 @@ def layer_of(rank: int, world_size: int) -> Any:
 
 
 def run(rank: int, world_size: int, tokens: list[int]) -> dict[str, Any]:
-    """Return how far the layer's outputs are from whole sums over this rank's own tokens."""
+    """Return the errors of the layer's outputs against whole sums over this rank's own tokens."""
     start(rank, world_size, dp_tokens=tokens)
     layer = layer_of(rank, world_size)
     x, topk = one.calls(max(tokens), seed=rank)
@@ -60,7 +60,7 @@ def run(rank: int, world_size: int, tokens: list[int]) -> dict[str, Any]:
 
 
 def fail(rank: int, world_size: int, failing: int) -> dict[str, Any]:
-    """Return what computes a layer that one rank cannot read, and what moves its tokens."""
+    """Return who computes a layer that one rank cannot read, and who moves its tokens."""
     start(rank, world_size)
     kept = experts.read
 

@@ -1,7 +1,7 @@
 """A stand-in for the parts of SGLang that moekit-sglang uses, with its names and order of calls.
 
-What it cannot show is in test_sglang_real.py, which needs SGLang. Its registry of hooks wraps as
-SGLang's does, but only methods and functions, after and around.
+test_sglang_real.py needs SGLang, and tests what the stand-in cannot show. Its registry of hooks
+wraps as SGLang's does, but only methods and functions, after and around.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class BaseDispatcher:
 
 
 class StandardDispatcher(BaseDispatcher):
-    """It turns ids of all ranks' experts into this rank's, unless told not to."""
+    """Maps ids of all ranks' experts to this rank's, unless told not to."""
 
     skip_local_expert_mapping = False
 
@@ -109,7 +109,7 @@ def create_moe_dispatcher(layer: Any) -> Any:
 
 
 class Method:
-    """A quantization method that marks what it prepares, and computes zeros."""
+    """A quantization method that marks the layers it prepares, and computes zeros."""
 
     def __init__(self, **fields: Any) -> None:
         vars(self).update(fields)
@@ -201,7 +201,7 @@ class FusedMoE(nn.Module):
 
 
 class ModelRunner:
-    """It writes matrices as a model's load_weights does, by the parameters' names."""
+    """Writes matrices by the parameters' names, as a model's load_weights does."""
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer

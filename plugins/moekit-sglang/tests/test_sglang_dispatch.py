@@ -13,7 +13,7 @@ ranks = rank_pool(2)
 
 @pytest.mark.parametrize("tokens", [[5, 9], [7, 0], [16, 16]])
 def test_ranks_get_their_own_tokens_back(ranks, tokens) -> None:
-    """Whole sums, as SGLang's dispatchers return them."""
+    """moekit returns whole sums, as SGLang's dispatchers do."""
     for said in ranks.run(sglang_ranks.run, tokens):
         assert said["moekit"] and said["error"] < 1e-5
         (line,) = said["said"]

@@ -170,7 +170,7 @@ def test_registering_twice_wraps_once() -> None:
 
 
 def test_a_router_of_another_kind_of_weights() -> None:
-    """SGLang's router may return weights in 16 bits and ids of 64."""
+    """SGLang's router may return weights of 16 bits and ids of 64 bits."""
     started()
     layer, (x, topk) = made(), calls()
     other = standin.TopK(topk.topk_weights.bfloat16(), topk.topk_ids.long())
@@ -188,7 +188,7 @@ def test_graphs_need_backends_that_they_can_hold() -> None:
 
 
 def test_kernels_compile_before_the_engine_serves(monkeypatch) -> None:
-    """For as many tokens as SGLang schedules: a chunk of a prompt, or the largest graph."""
+    """They compile for the tokens that SGLang schedules: a prompt's chunk, or the largest graph."""
     asked = []
     monkeypatch.setattr(
         experts, "warm_up", lambda kernel, packed, tokens, most=None: asked.append(tokens)

@@ -1,6 +1,6 @@
-"""SGLang itself has what moekit-sglang uses, and an engine on the CPU completes what it does alone.
+"""Test moekit-sglang with SGLang itself: its classes, and an engine on the CPU.
 
-The tests need SGLang (0.5.15 or 0.5.23), whose modules are imported as they are.
+The tests need SGLang 0.5.15 or 0.5.23.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MODULES = {
 
 
 def bare(name: str, **fields: object) -> object:
-    """Return an object of SGLang's class whose constructor needs a GPU or an engine."""
+    """Return an object without calling its constructor, which needs a GPU or an engine."""
     made = object.__new__(sglang_class(name))
     vars(made).update(fields)
     return made
@@ -82,7 +82,7 @@ MADE = {
 
 @pytest.mark.parametrize("scheme", MADE)
 def test_parameters_that_sglang_creates_are_read(monkeypatch, scheme) -> None:
-    """SGLang's own create_weights makes them; random values need not be a checkpoint's."""
+    """SGLang's own create_weights makes them, and random values fill them."""
     from sglang.srt.runtime_context import get_parallel
 
     monkeypatch.setattr(versions, "argument", lambda name, default=None: default)

@@ -1,4 +1,4 @@
-"""Weights change in place, in the memory that CUDA graphs hold. SGLang is a stand-in."""
+"""Weights change in place, in the memory that CUDA graphs use. SGLang is a stand-in."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moekit.errors import MoekitError
 
 @pytest.fixture
 def repacking(monkeypatch):
-    """Let a backend keep copies, as those do whose layout differs from the checkpoint's."""
+    """Let a backend keep copies, as backends do whose layout differs from the checkpoint's."""
     stock = experts.held
 
     def held(layer, packed):
@@ -100,7 +100,7 @@ def test_all_experts_in_one_tensor(repacking) -> None:
 
 
 def test_an_update_that_moekit_cannot_take(repacking) -> None:
-    """The layer stays moekit's, with the weights that it had."""
+    """moekit keeps the layer, with the old weights."""
     started()
     layer = made()
     new = list(matrices(drawn(1)))
@@ -117,7 +117,7 @@ def test_an_update_that_moekit_cannot_take(repacking) -> None:
 
 
 def test_parameters_that_a_checkpoint_lacks_are_not_awaited(repacking) -> None:
-    """SGLang registers some for every checkpoint; what the first loading brings is awaited."""
+    """SGLang registers some for every checkpoint. An update awaits those of the first load."""
     started()
     layer = made(drawn(w13_g_idx=torch.zeros(E, H), w2_g_idx=torch.zeros(E, H)))
     assert set(layer.quant_method.moekit_experts.awaited) == {"w13_weight", "w2_weight"}

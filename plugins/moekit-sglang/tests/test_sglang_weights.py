@@ -125,7 +125,7 @@ def test_a_method_is_read(name) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_quantized_layer_computes(name) -> None:
-    """As moekit does with the weights themselves."""
+    """The layer's output equals moekit's with the weights themselves."""
     started()
     layer = layer_of(name, params_dtype=torch.bfloat16)
     assert taken(layer)

@@ -48,7 +48,7 @@ def test_a_broken_adapter_spoils_no_other_row(device, separate) -> None:
 @pytest.mark.parametrize("quant", ["none", "fp8_block"])
 @pytest.mark.parametrize("separate", [False, True])
 def test_dot_products(device, monkeypatch, kind, quant, separate) -> None:
-    """Tokens have another adapter each or none, some assignments no expert."""
+    """Tokens have different adapters or none, and some assignments have no expert."""
     problem = MoEProblem(
         num_experts=4, top_k=3, hidden_size=264, intermediate_size=72, device=str(device),
         quant=quant, has_bias=True, adapters=AdapterSlots(3, 20, separate),

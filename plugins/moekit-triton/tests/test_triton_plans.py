@@ -409,8 +409,8 @@ INVARIANT_ROWS = (1, 2, 3, 16, 17, 64, 65, 300, 512, 513, 1024, 1536, 1537, 3072
 
 
 def steps(plan: Gathered, p: MoEProblem) -> list[tuple]:
-    """Return what decides the bits of a row: where results are rounded; but in bf16 also the
-    instruction and the columns of a step, and in fp8 blocks whether it has one scale of weights."""
+    """Return what decides the bits of a row: where results are rounded. Except in bf16, also the
+    instruction and the columns of a step; in fp8 blocks, whether a step has one scale."""
     fp8, bf16 = p.quant.name.startswith("fp8"), p.quant.name == "none" and p.dtype_name != "float16"
     return [
         (plan.fused, bf16 or (t.swapped and t.block_n >= 64 and fp8 or t.block_m >= 64, t.block_k),
@@ -456,7 +456,7 @@ def test_plans_of_a_batch_invariant_problem(device, quant, sizes) -> None:
 
 
 def test_a_batch_invariant_token_has_deep_or_many_programs() -> None:
-    """One token names few experts, so tiles are narrow, or a program streams alone."""
+    """One token has few experts, so tiles are narrow, or each program has many stages."""
     sizes = {"num_experts": 128, "hidden_size": 2048, "intermediate_size": 768}
     for quant in ("none", "fp8_block"):
         p = problem(quant=quant, batch_invariant=True, **sizes)

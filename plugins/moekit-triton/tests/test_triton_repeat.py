@@ -1,4 +1,4 @@
-"""Calls repeat the launches of an earlier one: whole calls of every plan, with launches noted."""
+"""Whole calls of every plan repeat the launches of an earlier call. Launches are only noted."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PLANS = [
 
 
 class OnlyViews(TorchDispatchMode):
-    """Fails at operators that do device work, which repeated launches would leave out."""
+    """Fail at operators that do device work, because repeated launches would leave them out."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert func.is_view or func is torch.ops.aten.empty.memory_format, f"{func} is no launch"
@@ -49,7 +49,7 @@ class OnlyViews(TorchDispatchMode):
 
 
 class Calls:
-    """Calls of one backend: the problem, its plan, and tensors of a call that are made anew."""
+    """Calls of one backend, with its problem and plan, and new tensors for each call."""
 
     def __init__(self, monkeypatch, quant: str, text: str, **changes) -> None:
         plan = plan_from_text(text)
@@ -66,7 +66,7 @@ class Calls:
         self.weights = random_weights(here).canonical(here)
 
     def tensors(self, x_quantized: bool) -> tuple:
-        """Return a call's arguments, with memory that no other call has."""
+        """Return a call's arguments in new memory."""
         operand, rows = self.problem.quant.activation, (4, R) if self.batched else (R,)
         x, scale = torch.empty(*rows, H, dtype=torch.bfloat16), None
         if operand is not None and x_quantized:
@@ -91,7 +91,7 @@ class Calls:
 @pytest.mark.parametrize(("quant", "text"), PLANS)
 @pytest.mark.parametrize("unreduced", [False, True])
 def test_calls_repeat_launches(monkeypatch, quant, text, unreduced) -> None:
-    """As without recordings, in other memory, of weights too; with few Python functions."""
+    """Launches equal those without recordings, with other weights too, in few Python functions."""
     calls, notes = Calls(monkeypatch, quant, text), Notes(monkeypatch)
     if unreduced and calls.batched:
         pytest.skip("experts of the BATCHED format do not sum")

@@ -62,7 +62,7 @@ def test_weights_change_while_serving(saved, engines, tmp_path) -> None:
 
 @pytest.mark.parametrize("eager", [True, False])
 def test_adapters(saved, engines, tmp_path, eager) -> None:
-    """Two prompts of a batch have an adapter (LoRA) of the experts, as if it were merged."""
+    """Prompts of a batch with adapters (LoRA) of experts complete as with merged weights."""
     adapter, merged = models.adapter_of(saved("qwen3_moe"), tmp_path)
     engine = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "enforce_eager": eager}
     paths = [str(adapter), "", str(adapter)]

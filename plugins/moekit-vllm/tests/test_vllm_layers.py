@@ -128,8 +128,8 @@ def test_a_call_reads_no_values(monkeypatch) -> None:
     [(False, 1, [9, 12]), (True, 1, []), (False, 2, [20])],
 )
 def test_kernels_compile_in_vllms_first_call(monkeypatch, capturing, ranks, warm) -> None:
-    """It has the most tokens. Nothing is compiled while a CUDA graph is captured. Ranks that
-    exchange tokens compile for the most of any rank."""
+    """The first call has the most tokens. Nothing compiles while a CUDA graph is captured. Ranks
+    that exchange tokens compile for the largest number of any rank."""
     moekit_vllm.register()
     layers = [made(weights=drawn(seed)) for seed in range(2)]
     kernel = layers[0].quant_method.moekit_experts.kernel

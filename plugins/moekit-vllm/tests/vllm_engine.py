@@ -86,7 +86,7 @@ def load_experts(worker: Any, folder: str) -> None:
 
 
 def capture_experts(worker: Any, steps: list[Any]) -> None:
-    """Append the experts of each forward pass, which vLLM's own capturer gets.
+    """Append the experts of each forward pass that vLLM's own capturer gets.
 
     The model runner that returns them (`enable_return_routed_experts`) needs Triton.
     """

@@ -110,7 +110,7 @@ class _RoundTrips:
         """Return the microseconds of each dispatch and of each combine.
 
         A GPU starts when all round trips of a turn are enqueued. The host takes longer for these
-        than for many in a row, which ``host_us`` is the time of.
+        than for a long run, whose time for each round trip is ``host_us``.
         """
         timer, dispatch, combine = self.timer, list[float](), list[float]()
         for _ in range(self.task.settings.replays):

@@ -24,8 +24,8 @@ from .records import Result
 
 T = TypeVar("T")
 
-# Calls in a row that an eager time is the mean of, as a model makes them: a process takes longer
-# for its first ones after a wait for the device. The device's queue holds their launches.
+# An eager time is the mean of this number of calls in a row, as a model makes them: a process takes
+# longer for its first calls after a wait for the device. The device's queue holds their launches.
 EAGER_CALLS = 24
 # At least what the clock of any GPU does in a microsecond.
 _CYCLES_PER_US = 2000
@@ -63,8 +63,8 @@ class Timer:
             synchronize(self.device)
 
     def eager_us(self, function: Callable[[], object], times: int = 1) -> tuple[float, float]:
-        """Return the microseconds of one of ``times`` calls in a row, from a drained queue to a
-        drained queue, and those until it returns."""
+        """Return the mean microseconds of ``times`` calls in a row, until the queue is drained and
+        until the last call returns. The queue is drained before them."""
         self.drain()
         start = time.perf_counter()
         for _ in range(times):

@@ -1,6 +1,6 @@
-"""DeepGEMM for moekit: the experts `deepgemm` and `deepgemm_batched`, the layer `deepgemm_mega`.
+"""DeepGEMM for moekit: experts `deepgemm` and `deepgemm_batched`, fused kernel `deepgemm_mega`.
 
-Of the experts, only the GEMMs are DeepGEMM's. Alignment, expert-sorted rows and the weighted sum
+Only the GEMMs of the experts are DeepGEMM's. Alignment, expert-sorted rows and the weighted sum
 are moekit's, and the activation is this plugin's (kernels.py). The library is an installed
 `deep_gemm`, or the copy inside vLLM's wheel, which is loaded without importing vLLM (library.py).
 """

@@ -1,8 +1,8 @@
 """`deepgemm_mega`: dispatch, experts and combine in one kernel of DeepGEMM, fp8 blocks on Hopper.
 
-A call quantizes its tokens into memory that all ranks map. The kernel then pulls the tokens of each
-rank's experts, multiplies, activates, quantizes, multiplies, stores the results in the memory of
-the tokens' ranks, and adds each token's over K. Router weights are applied before GEMM 2.
+A call quantizes its tokens into memory that all ranks map. The kernel then pulls the tokens of its
+rank's experts, computes GEMM 1, activation and GEMM 2, stores the results in the memory of the
+tokens' ranks, and sums each token's results over K. It applies router weights before GEMM 2.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from moekit.plugin import (
 
 from . import library
 
-_ROWS = 8  # gate and up rows in turn, as the kernel's tiles read them
+_ROWS = 8  # gate rows alternate with up rows in this number, as the kernel's tiles read them
 
 
 class Memory:
-    """The memory that layers of one group with equal problems share; collective.
+    """The memory that layers of one group with equal problems share. Construction is collective.
 
-    One call uses it at a time. Calls run in the order of their launches, on whichever streams.
+    One call uses it at a time. Calls run in the order of their launches, also on several streams.
     """
 
     def __init__(self, group: dist.ProcessGroup, p: MoEProblem) -> None:
@@ -73,7 +73,7 @@ _memories: SharedBuffers[Memory] = SharedBuffers(Memory.free)
 
 
 class MegaKernel(FusedKernel):
-    """The library compiles its kernel with nvcc for each size, and for some numbers of tokens.
+    """Run the library's kernel, which nvcc compiles for each size and for some numbers of tokens.
 
     If a rank never calls, the kernels of the other ranks trap after the library's own timeout.
     """
@@ -90,7 +90,7 @@ class MegaKernel(FusedKernel):
         self.lease = _memories.lease((self.group, problem), lambda: Memory(self.group, problem))
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
-        """Put gate and up rows of w13 in turn, 8 of each; the scales keep their order."""
+        """Alternate 8 gate rows and 8 up rows of w13; the scales keep their order."""
         experts, _ = weights.by_expert()
         w13 = experts["w13"]
         L, rows, columns = w13.shape

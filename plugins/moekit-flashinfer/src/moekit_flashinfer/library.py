@@ -36,7 +36,7 @@ def unsupported() -> list[str]:
 
 
 def unsupported_mega() -> list[str]:
-    """Return why the installed version has no layers that push tokens."""
+    """Return why the installed version has no layers that push tokens; empty if it has them."""
     return list(_LATER.unsupported())
 
 

@@ -2,12 +2,12 @@
 
     push each token to the ranks of its experts, bf16 or quantized to fp8 (1 x 128)
     sort what arrived by expert, GEMM 1, activation, GEMM 2
-    push the results back, bf16, and add each token's over K in fp32
+    push the results back in bf16, and sum each token's results over K in fp32
 
-bf16 runs the library's "push_cake" kernels, fp8_block its "push_cuda" kernels, of which the results
-travel in bf16: the library's other choice, fp8, costs more accuracy than the scheme itself. The
-third layer for Hopper ("pull_cutedsl") is not served: its block scales span gate and up rows, so
-the weights of fp8_block checkpoints would have to be quantized again.
+bf16 runs the library's "push_cake" kernels, and fp8_block runs its "push_cuda" kernels. Results
+travel in bf16: with the library's other choice, fp8, the error would exceed the scheme's own. The
+third layer for Hopper ("pull_cutedsl") is not used: its block scales span gate and up rows, so
+weights of fp8_block checkpoints would have to be quantized again.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Window:
             )  # fmt: skip
             made = push.Sm90PushMoERunner if fp8 else cake.Sm90CakeBf16MoERunner
             self.runner = made(self.pipe, bundle(p, _any_weights(p, self.pipe.device)))
-        except RuntimeError as error:  # of any rank: the library collects them
+        except RuntimeError as error:  # the library collects the errors of all ranks
             raise BackendError(
                 f"FlashInfer's layer failed: {error}; it compiles its modules with nvcc, and needs "
                 "NVLink, whole GPUs, and a temporary directory that all ranks share"
@@ -73,20 +73,20 @@ class Window:
         self.nbytes = round_up(self.pipe.total_bytes, 2 << 20) + max(0, held)
         self._inbox = self.pipe.combine_t
         self._lock = threading.Lock()
-        # Kernels that wait for other ranks run in one order, on whichever streams.
+        # Kernels that wait for other ranks run in one order, also on several streams.
         self._calls = CallBuffers(object, group or self, most=1)  # type: ignore[arg-type]
 
     def run(
         self, out_TH: Tensor, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, weights: Any
     ) -> None:
-        """Run one call. After an error of the library, every later one fails."""
+        """Run one call. After an error of the library, every later call fails."""
         with self._lock:
             mine = self._calls.take()
             try:
                 self.runner.bind_weights(weights)
                 # The library zeroes its whole inbox before a call, and reads T tokens' rows alone.
                 self.pipe.combine_t = self._inbox[: len(x_TH)]
-                # It refuses to follow a call on another stream, which `take` has waited for.
+                # It refuses a call after one on another stream; `take` has waited for that one.
                 self.runner._round_event = None
                 self.runner.forward(x_TH, ids_TK, weights_TK, output=out_TH)
             except RuntimeError as error:
@@ -107,7 +107,7 @@ def _in_fp8(p: MoEProblem) -> bool:
 
 
 def _any_weights(p: MoEProblem, device: torch.device) -> dict[str, Tensor]:
-    """Return weights without values: a runner wants some where it is made, calls bind theirs."""
+    """Return uninitialized weights for the construction of a runner; each call binds its own."""
     made, dtype = {}, torch.float8_e4m3fn if _in_fp8(p) else torch.bfloat16
     inner, L = p.local_intermediate_size, p.num_local_experts
     for name, n, k in (("w13", 2 * inner, p.hidden_size), ("w2", p.hidden_size, inner)):
@@ -130,7 +130,7 @@ _windows: SharedBuffers[Window] = SharedBuffers(Window.free)
 
 
 class PushKernel(FusedKernel):
-    """Layers of a group with equal problems share a window.
+    """Run FlashInfer's push layers. Layers of a group with equal problems share a window.
 
     Calls run in the order of their launches. If a rank never calls, the library's kernels trap
     after their own timeout.
@@ -148,7 +148,7 @@ class PushKernel(FusedKernel):
         self._bundle: tuple[PackedWeights | None, Any] = None, None
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
-        """Put gate and up rows of bf16 in turn, 32 of each; fp8 stays as it is."""
+        """Alternate 32 gate rows and 32 up rows in bf16; fp8 stays as it is."""
         experts, _ = weights.by_expert()
         if not _in_fp8(self.problem):
             w13 = experts["w13"]
@@ -171,10 +171,10 @@ class PushKernel(FusedKernel):
         self.lease.value.run(out_TH, x_TH, ids, topk_weights, view)
 
     def transient_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of local ids and a mask, and of ids and weights that are not aligned."""
+        """Return the bytes of local ids, of a mask, and of aligned copies of ids and weights."""
         return num_tokens * 13 * self.problem.top_k
 
 
 def _aligned(rows: Tensor) -> Tensor:
-    """Return the rows in memory that the library reads 16 bytes at a time."""
+    """Return the rows, copied if their address is not a multiple of 16, as the library needs."""
     return rows if rows.data_ptr() % 16 == 0 else rows.clone()

@@ -31,20 +31,20 @@ __all__ = [
     "pdl_enabled", "wait_then_launch_dependents",
 ]  # fmt: skip
 
-_MAX_RECORDINGS = 64  # of a `Launches`; beyond, it forgets them all
-_MAX_DESCRIPTORS = 256  # of an argument, one for each address
-# ``launches`` of this thread while `Launches` records them.
+_MAX_RECORDINGS = 64  # a `Launches` that has more forgets them all
+_MAX_DESCRIPTORS = 256  # for each argument, by address
+# Its ``launches`` are the list to which `Launches` records in this thread.
 _tape = threading.local()
 # One thread compiles at a time.
 _compiling = threading.Lock()
 _RUNTIME = triton.knobs.runtime
-_ONES: tuple[tuple[int, ...], ...] = ((1, 1, 1), (1, 1), (1,), ())  # what shorter grids lack
+_ONES: tuple[tuple[int, ...], ...] = ((1, 1, 1), (1, 1), (1,), ())  # pad a grid to three dimensions
 
 
 class Constants(str):
-    """The base of dataclasses that are one constexpr of a kernel: a text of the fields.
+    """The base of dataclasses that are one constexpr of a kernel: a str of the fields.
 
-    Triton writes constants as JSON where an engine listens to its compilations, as vLLM does.
+    Triton writes constants as JSON if an engine listens to its compilations, as vLLM does.
     """
 
     def __new__(cls, *fields: object, **named: object) -> "Constants":
@@ -110,7 +110,7 @@ class Launcher:
             found[0][(*grid, 1, 1)[:3]](*args, *found[4])
         else:
             _, run, function, metadata, values = found
-            # `compiled[grid](...)` ends in this, after it has looked for the stream and for hooks.
+            # `compiled[grid](...)` calls this after it has looked up the stream and hooks.
             run(
                 *grid, *_ONES[len(grid)], torch._C._cuda_getCurrentRawStream(device), function,
                 metadata, None, None, None, *passed, *values,
@@ -127,10 +127,10 @@ def _profiled() -> bool:
 
 
 class Launches:
-    """Records the launches of functions, and makes them again for tensors of the same forms.
+    """Records the launches of functions, and repeats them for tensors of the same forms.
 
-    The functions make device work by `Launcher` alone. Where an argument lies in none of their
-    tensors, or MOEKIT_TRITON_REPEAT=0 is in the environment, each call runs them.
+    The functions start device work only through `Launcher`. They run in every call if an argument
+    lies in none of the tensors, or if MOEKIT_TRITON_REPEAT=0 is in the environment.
     """
 
     def __init__(self) -> None:
@@ -144,10 +144,10 @@ class Launches:
         memory: Sequence[torch.Tensor],
         function: Callable[[], Any],
     ) -> Any:
-        """Return what ``function`` returns: None, or parts of ``memory`` from its beginnings on.
+        """Return what ``function`` returns: None, or views that begin where tensors of memory do.
 
-        key: what decides the launches, besides the dtypes, shapes and strides of ``given``. memory:
-        tensors whose forms follow from these.
+        key: what decides the launches, apart from the dtypes, shapes and strides of ``given``.
+        memory: tensors whose forms follow from the key and ``given``.
         """
         recording = getattr(_tape, "launches", None) is not None
         if INTERPRETED or recording or not self._repeats or _profiled():
@@ -192,11 +192,11 @@ class Launches:
 
 
 launches_of = functools.lru_cache(256)(lambda *what: Launches())
-"""Return the launches that layers share which are equal in ``what``."""
+"""Return the `Launches` that all layers with the same arguments share."""
 
 
 def _span(tensor: torch.Tensor | None) -> range:
-    """Return the addresses of the tensor's bytes."""
+    """Return the range of the addresses of the tensor's bytes."""
     if tensor is None or not tensor.numel():
         return range(0)
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -204,9 +204,9 @@ def _span(tensor: torch.Tensor | None) -> range:
 
 
 def _recorded(args: tuple[Any, ...], spans: Sequence[range]) -> tuple[list[Any], ...]:
-    """Return arguments without addresses, where tensors' go, and where the rest goes.
+    """Return the arguments without addresses, the places of tensors, and functions for the rest.
 
-    Raises ValueError for a tensor that begins in none of ``spans``, or in two.
+    Raises ValueError for a tensor that begins in none of ``spans``, or in two of them.
     """
     values, addresses, made = list(args), list[Any](), list[Any]()
     for at, value in enumerate(args):
@@ -242,7 +242,7 @@ def _descriptors(like: Any, index: int, offset: int) -> Callable[[Sequence[int]]
 
 
 def _filled(recorded: tuple[list[Any], ...], addresses: Sequence[int]) -> tuple[Any, ...]:
-    """Return the arguments of a call with these addresses of its tensors."""
+    """Return recorded arguments with the addresses of a call's tensors."""
     values, places, made = recorded
     filled = values.copy()
     for at, index, offset in places:

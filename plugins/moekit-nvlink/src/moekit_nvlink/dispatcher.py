@@ -147,7 +147,7 @@ class _Dispatcher(PrepareAndFinalize):
         self, call: Call, out_TH: Tensor, steps: Callable[[Tensor], list[Step]],
         *given: Tensor | None,
     ) -> None:  # fmt: skip
-        """given: the tensors of ``steps`` but the output."""
+        """given: the tensors of ``steps``, apart from the output."""
         out = out_TH if out_TH.stride(1) == 1 else torch.empty_like(out_TH).contiguous()
         calls = self.lease.value.calls
         calls.keep_order()

@@ -106,8 +106,8 @@ class Tile:
 class Call:
     """The results of a dispatch that its combine needs.
 
-    layout: of this call. places: int32 (T, entries), the rows of each token; batched: (2, T,
-    entries), before them their positions.
+    layout: the layout of this call. places: the rows of each token, int32 (T, entries); batched:
+    (2, T, entries), positions and then rows.
     """
 
     buffer: Buffer
@@ -136,8 +136,7 @@ class Transfer(ABC):
     def send(
         self, buffer: Buffer, x: Tensor, scale: Tensor | None, routing: Routing
     ) -> tuple[Callable[[], list[Step]], Dispatched]:
-        """Return what arrives, and before it what returns the steps that transfer x (T, ...) and
-        what belongs to it."""
+        """Return a function that makes the steps of the transfer, and the rows that arrive."""
 
     def of_call(self, routing: Routing) -> Layout:
         """Return the layout of a call."""
@@ -230,7 +229,7 @@ class RowTransfer(Transfer):
             words, row_words = _words(x, places)
             groups = 0 if scale is None else scale.shape[1]
             tile = Tile.of_dispatch(T, row_words, self.settings)
-            scan = 128 if T <= 128 else 512  # tokens whose ids a program reads at once
+            scan = 128 if T <= 128 else 512  # the tokens whose ids a program reads at once
             return [
                 partial(
                     _dispatch_rows, (tile.programs,),

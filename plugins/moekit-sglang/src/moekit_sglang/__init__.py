@@ -5,8 +5,8 @@ group ``sglang.srt.plugins``. From then on moekit computes the routed experts of
 that it can compute exactly. The other layers keep SGLang's own kernels, and one line of the log
 says why.
 
-    settings  the variable MOEKIT_SGLANG and the versions that this package knows
-    versions  what this package uses of SGLang, by version
+    settings  the variable MOEKIT_SGLANG and the versions that this package supports
+    versions  the names of SGLang that this package uses, by version
     hooks     the functions that SGLang's registry of hooks wraps
     method    the part of a quantization method that moekit replaces
     problem, weights

@@ -2,9 +2,8 @@
 
 A layer with packed weights keeps SGLang's parameters, because models look them up by name when they
 load weights. Parameters that hold no packed weights are empty. When new weights come for the layer,
-they get room again, and when the last matrix has come, the weights are packed into the memory that
-CUDA graphs hold. Weights that moekit computes with as SGLang holds them change by SGLang's copy
-alone.
+these parameters get memory again. After the last matrix, the weights are packed into the memory
+that CUDA graphs use. Weights that moekit uses as SGLang holds them change with SGLang's copy.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ class LayerExperts:
             SGLang moves experts between ranks (EPLB) as it does with its own.
         scale: The factor of the router's weights.
         emptied: The meta tensors of the layer's parameters that hold no packed weights, by name.
-        awaited: The names of the parameters that an update brings.
+        awaited: The names of the parameters that an update must bring.
         room: The memory of emptied parameters while the layer receives new weights.
-        came: (parameter, expert, part) of each new matrix.
+        came: (parameter, expert, part) of each matrix that the update has brought.
     """
 
     kernel: ModularKernel
@@ -57,11 +56,11 @@ class LayerExperts:
     def of(cls, layer: Any, method: Any, before: LayerExperts | None) -> LayerExperts:
         """Pack a layer's loaded parameters; the layer then holds the packed weights instead.
 
-        before: What this returned before the weights were updated. It keeps its memory, which CUDA
-        graphs may have captured. If this raises, the layer is as it was.
+        before: The result of the call before the update. It keeps its memory, which CUDA graphs may
+        have captured. If this raises, the layer is unchanged.
         """
         if before is not None and before.emptied and not before.room:
-            return before  # nothing new has come, or it has been packed
+            return before  # nothing new has come, or it is packed already
         if before is not None and before.room and not before._complete(layer):
             raise refusal(f"{len(before.came)} matrices of new weights are not all of the layer")
         group = versions.expert_ranks().cpu_group if dispatches(layer) else None
@@ -94,7 +93,7 @@ class LayerExperts:
             for name, parameter in parameters.items():
                 layer.register_parameter(name, parameter)
             made._empty(layer)
-            warm_up(kernel, packed, versions.most_scheduled())  # else while the engine serves
+            warm_up(kernel, packed, versions.most_scheduled())  # not while the engine serves
         layer.deprecate_flag = True  # DeepEPMoE: SGLang's name for "the method computes the layer"
         layer.dispatcher.skip_local_expert_mapping = True  # moekit takes ids of all ranks' experts
         return made
@@ -104,7 +103,7 @@ class LayerExperts:
 
         Args:
             x: (T, H).
-            chosen: SGLang's output of the router, with weights and physical experts (T, K).
+            chosen: SGLang's output of the router, with weights and physical ids (T, K).
         """
         if self.room:
             raise MoekitError(
@@ -135,7 +134,7 @@ class LayerExperts:
     def received(self, layer: Any, param: Any, expert: int | None, part: str) -> None:
         """Note a matrix that SGLang has loaded; pack the layer's weights after the last one.
 
-        expert, part: Which of this rank's experts, or None for all; and "w1", "w2", "w3" or "w13".
+        expert: One of this rank's experts, or None for all. part: "w1", "w2", "w3" or "w13".
         """
         with _lock:
             self.came.add((id(param), expert, part))
@@ -167,9 +166,9 @@ class LayerExperts:
 
 
 def _awaited(layer: Any, loaded: set[int]) -> list[str]:
-    """Return the parameters that an update brings: those that SGLang has ``loaded`` (ids).
+    """Return the names of the parameters that SGLang has ``loaded`` (ids).
 
-    With weights that are not from a file (load_format dummy), those that checkpoints have.
+    If it has loaded no file (load_format dummy), return the names that checkpoints have.
     """
     own = {n: p for n, p in layer.named_parameters(recurse=False) if hasattr(p, "weight_loader")}
     if any(id(param) in loaded for param in own.values()):

@@ -4,10 +4,10 @@
 
     FusedMoE.__init__        a layer gets a quantization method that extends the one it chose
     create_moe_dispatcher    a layer whose tokens moekit moves gets a dispatcher that passes them on
-    FusedMoE's loaders       a layer gets room for new weights, and packs them after the last one
+    FusedMoE's loaders       a layer gets memory for new weights, and packs them after the last one
 
-SGLang's registries of runners serve less: its quantization methods never choose a registered
-runner, and a function fused with its dispatcher takes the place of a built-in one.
+SGLang's registries of runners are not enough: its quantization methods never choose a registered
+runner, and a registered fused function replaces a built-in one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def install(mode: Mode) -> None:
     """Register the hooks, which SGLang applies once all plugins have registered theirs. Idempotent.
 
     Raises:
-        MoekitError: It is impossible, and the mode is REQUIRE.
+        MoekitError: SGLang lacks something, and the mode is REQUIRE.
     """
     if _installed:
         return
@@ -55,7 +55,7 @@ def extend(_: None, layer: Any, *args: Any, **more: Any) -> None:
 
 
 def make_dispatcher(stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
-    """Return a layer's dispatcher: one that passes tokens on if moekit's dispatchers move them."""
+    """Return a layer's dispatcher. It passes tokens on if moekit's dispatchers move them."""
     if not names_dispatcher() or versions.all_to_all() == "none":
         return stock(*args, **more)
     passing = {
@@ -70,7 +70,7 @@ def make_dispatcher(stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
 
 
 def load(stock: Callable[..., Any], layer: Any, param: Any, *args: Any, **more: Any) -> Any:
-    """Load one matrix, or all experts', into a parameter that has room for it."""
+    """Load a matrix of one expert or of all, into a parameter that has memory for it."""
     experts = getattr(layer.quant_method, "moekit_experts", None)
     if experts is None or not experts.emptied:
         if (loaded := getattr(layer.quant_method, "moekit_loaded", None)) is not None:

@@ -33,8 +33,8 @@ def _extended(stock: Any) -> Any:
         """A method whose layer moekit computes, unless SGLang keeps it.
 
         moekit_mode: What to do if moekit cannot compute the layer; OFF once SGLang keeps it.
-        moekit_experts: What computes the layer; None before the weights are loaded, and where
-            SGLang's own method does.
+        moekit_experts: The object that computes the layer; None before the weights are loaded,
+            and if SGLang's own method computes it.
         moekit_loaded: The ids of the parameters that SGLang has loaded.
         """
 
@@ -46,14 +46,14 @@ def _extended(stock: Any) -> Any:
             """Pack the layer's parameters for moekit, or let SGLang prepare them for its kernel.
 
             SGLang calls it again after it has loaded new weights from files. Raises MoekitError if
-            moekit cannot take them. It keeps the layer: CUDA graphs that were captured would go on
-            with its former weights.
+            moekit cannot take them. SGLang does not get the layer then, because captured CUDA
+            graphs would go on with the old weights.
             """
             before = self.moekit_experts
             if self.moekit_mode is not Mode.OFF:
                 try:
                     self.moekit_experts = LayerExperts.of(layer, self, before)
-                except Exception as error:  # of any kind: SGLang has a kernel
+                except Exception as error:  # after any error SGLang can compute the layer
                     reason = str(error) if isinstance(error, MoekitError) else reason_of(error)
                     if before is not None:
                         raise MoekitError(
@@ -68,7 +68,7 @@ def _extended(stock: Any) -> Any:
                 super().process_weights_after_loading(layer)
 
         def restore_weights_before_loading(self, layer: Any) -> None:
-            """Undo what SGLang's kernel needs (0.5.23); moekit makes room when weights come."""
+            """Restore the checkpoint's layout (0.5.23); moekit does so when weights come."""
             if self.moekit_experts is None:
                 super().restore_weights_before_loading(layer)
 

@@ -10,17 +10,17 @@ from moekit.engines.weights import refusal
 from moekit.errors import InvalidProblem
 from moekit_sglang import versions
 
-# Runners whose layers get chosen experts, and parameters in the checkpoint's order.
+# Runners whose layers are given the chosen experts, and parameters in the checkpoint's order.
 _RUNNERS = ("auto", "triton", "deep_gemm", "cutlass", "marlin")
 
 
 def problem_of(layer: Any, quant: str, weights: ExpertWeights) -> MoEProblem:
     """Return the problem that a `FusedMoE` layer of SGLang computes on this rank.
 
-    Unless moekit `dispatches`, SGLang gathers tokens before the layer and sums ranks after it, so
-    every rank passes the same tokens (``dp_size=1``) and the output is this rank's partial sum.
-    SGLang's router chooses physical experts, which stand on the ranks in order: they are moekit's
-    experts. Raises Unsupported if the layer needs something that moekit has not.
+    Unless moekit `dispatches`, SGLang gathers tokens before the layer and sums over the ranks after
+    it. So every rank passes the same tokens (``dp_size=1``), and the output is this rank's partial
+    sum. SGLang's router chooses physical experts, which the ranks hold in order: they are moekit's
+    experts. Raises Unsupported if the layer needs something that moekit does not have.
     """
     if reasons := _refusals(layer):
         raise refusal(*reasons)
@@ -47,9 +47,9 @@ def problem_of(layer: Any, quant: str, weights: ExpertWeights) -> MoEProblem:
 
 
 def dispatches(layer: Any) -> bool:
-    """Return whether a dispatcher of moekit moves a layer's tokens: MOEKIT_DISPATCHER names one.
+    """Return whether a dispatcher that MOEKIT_DISPATCHER names moves a layer's tokens.
 
-    Ranks must have whole experts and different tokens, which they have with --moe-a2a-backend.
+    Ranks must have whole experts and different tokens, as they do with --moe-a2a-backend.
     """
     return names_dispatcher() and layer.moe_ep_size > 1 and versions.all_to_all() != "none"
 
@@ -74,7 +74,7 @@ def _refusals(layer: Any) -> list[str]:
         "MOEKIT_DISPATCHER to a dispatcher of moekit, or use none": (
             versions.all_to_all() != "none" and not moves
         ),
-        "the model is compiled (--enable-torch-compile), and moekit's kernels are no operators": (
+        "the model is compiled (--enable-torch-compile), and moekit's kernels are not operators": (
             bool(versions.argument("enable_torch_compile", False))
         ),
         "two batches overlap (--enable-two-batch-overlap), and moekit moves tokens in one step": (
@@ -92,7 +92,7 @@ def _refusals(layer: Any) -> list[str]:
         "it weights the experts' input and scales their sum (routed_scaling_factor)": (
             bool(config.apply_router_weight_on_input) and scaling(layer) != 1.0
         ),
-        "its number of experts a token is not stated": config.top_k is None,
+        "its number of experts per token is unknown": config.top_k is None,
     }
     return [reason for reason, holds in against.items() if holds]
 
@@ -100,9 +100,9 @@ def _refusals(layer: Any) -> list[str]:
 def activation_of(layer: Any) -> Activation:
     """Return what SGLang computes (moe_runner/triton_utils/fused_moe.py).
 
-    gemm1_alpha: gate and up alternate or not, are clamped, and 1 is added to up, as in gpt-oss.
-    gemm1_clamp_limit alone clamps after silu, and swiglu_limit before it. Raises InvalidProblem if
-    moekit has no such activation, or not with these numbers.
+    With gemm1_alpha, gate and up are clamped and 1 is added to up, as in gpt-oss; their rows may
+    alternate. gemm1_clamp_limit alone clamps after silu, and swiglu_limit before it. Raises
+    InvalidProblem if moekit has no such activation, or does not have it with these numbers.
     """
     config = layer.moe_runner_config
     name, limit, alpha = config.activation, config.gemm1_clamp_limit, config.gemm1_alpha
@@ -127,13 +127,13 @@ def interleaved(layer: Any) -> bool:
 
 
 def scaling(layer: Any) -> float:
-    """Return the factor by which SGLang's kernel multiplies the sum, unless the router has."""
+    """Return the factor by which SGLang's kernel multiplies the sum: 1 if the router does it."""
     factor = layer.moe_runner_config.routed_scaling_factor
     return 1.0 if factor is None or layer.should_fuse_routed_scaling_factor_in_topk else factor
 
 
 def shape(layer: Any) -> str:
-    """Return the layer's shape in words; layers of one shape get the same decision."""
+    """Describe the layer's shape for the log."""
     config = layer.moe_runner_config
     words = [
         f"{layer.num_experts} experts",

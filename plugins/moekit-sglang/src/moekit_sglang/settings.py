@@ -1,4 +1,4 @@
-"""SGLang as moekit speaks of it: its variable, its log, and the versions that are known."""
+"""The `Engine` record of SGLang: its variable, its log and the supported versions."""
 
 from moekit.engines.mode import Engine, Mode
 

@@ -1,4 +1,4 @@
-"""What this package uses of SGLang. The versions differ in a few names, which stand here."""
+"""The names of SGLang that this package uses. Versions differ in a few of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 _MOE = "sglang.srt.layers.moe"
 _DISPATCHER = f"{_MOE}.token_dispatcher"
 LAYER = f"{_MOE}.fused_moe_triton.layer.FusedMoE"
-# They load a matrix of one of this rank's experts, and of all experts.
+# The first one loads a matrix of one of this rank's experts, the second one of all experts.
 LOADERS = (f"{LAYER}._weight_loader_impl", f"{LAYER}.weight_loader_fused")
 MAKE_DISPATCHER = f"{_MOE}.fused_moe_triton.layer.create_moe_dispatcher"
 
@@ -31,9 +31,9 @@ def found(target: str) -> Any:
 
 
 def missing_hooks() -> list[str]:
-    """Return what the installed SGLang lacks of what this package uses; empty if it has all.
+    """Return the names that the installed SGLang lacks; empty if it has all of them.
 
-    If SGLang lacks a module, or importing it fails, this raises what SGLang or Python raise.
+    If SGLang lacks a module, or an import fails, this raises the error of the import.
     """
     pkgutil.resolve_name(LAYER)
     return [f"SGLang has no {name}" for name in (*LOADERS, MAKE_DISPATCHER) if found(name) is None]
@@ -46,7 +46,7 @@ def register_hook(target: str, hook: Any, kind: str) -> None:
 
 
 def argument(name: str, default: Any = None) -> Any:
-    """Return an argument with which the engine was started; ``default`` if it has none so named."""
+    """Return an argument of the engine; ``default`` if this version has no such argument."""
     return getattr(import_module("sglang.srt.runtime_context").get_server_args(), name, default)
 
 

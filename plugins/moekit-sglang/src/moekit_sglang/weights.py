@@ -32,9 +32,11 @@ _BLOCK = 128
 
 
 def read(layer: Any, method: Any) -> Loaded:
-    """Return the scheme of a layer's loaded weights, and the weights, as views if possible. Raises
-    Unsupported if moekit does not know how the method stores weights, or has no scheme that
-    computes with them exactly."""
+    """Return the scheme of a layer's loaded weights, and the weights, as views if possible.
+
+    Raises Unsupported if moekit does not know how the method stores weights, or if no scheme of
+    moekit computes exactly with them.
+    """
     owner = getattr(layer, "scheme", None) or method
     for ancestor in type(owner).__mro__:
         if (reader := READERS.get(ancestor.__name__)) is not None:
@@ -147,7 +149,7 @@ def _grouped(layer: Any, bits: int, words: Pair, scales: Pair, *more: Pair | Non
     return kind, _weights(layer, codes, **rest)
 
 
-# By the class that SGLang's method or scheme is or extends. 0.5.15 and 0.5.23 have the same names.
+# Keys: the class of SGLang's method or scheme, or its base; equal names in 0.5.15 and 0.5.23.
 READERS: Mapping[str, Callable[[Any, Any], Loaded]] = {
     "UnquantizedFusedMoEMethod": _unquantized,
     "Fp8MoEMethod": _fp8,

@@ -126,7 +126,7 @@ class CallAdapters(NamedTuple):
         return low
 
     def operands(self, name: str, ids_RK: Tensor) -> tuple[Tensor | None, LowRank | None]:
-        """Return A, and the deltas whose ``low`` is still to be written."""
+        """Return A, and the deltas, whose ``low`` has no values yet."""
         pair = self.stack.pair(name)
         if pair is None:
             return None, None
@@ -142,7 +142,7 @@ class CallAdapters(NamedTuple):
 
 
 def low_rank_sizes(count: int, columns: int) -> tuple[int, int, int]:
-    """Return the sizes of `LowRank.low_PAU` for so many assignments. Rows are multiples of 16, so
+    """Return the sizes of `LowRank.low_PAU` for ``count`` assignments. Rows are multiples of 16, so
     that no kernel is compiled for odd strides."""
     return next(n for most, n in _ADDENDS if count <= most), -(-count // 16) * 16, columns
 

@@ -92,7 +92,7 @@ class _TritonExperts(PermuteExpertsUnpermute):
         memory: Sequence[Tensor],
         function: Callable[[], Any],
     ) -> Any:
-        """Call ``function``, or repeat what it launched for tensors of the same forms."""
+        """Call ``function``, or repeat its launches for tensors of the same forms."""
         held = {**call.weights.experts, **call.weights.shared}
         given = [each for each in call if each is None or isinstance(each, Tensor)]
         if isinstance(call, Call) and call.adapters is not None:

@@ -1,7 +1,7 @@
 """Choose a call's launch plan: from a tuned table if a near shape was measured, else by rules.
 
-`RULES` is the table of rules for tiles. `dot_products` serves a few tokens. The plans of
-batch-invariant problems are the ones of `heuristic` that give a row the same bits.
+`RULES` is the table of rules for tiles. `dot_products` is for a few tokens. Batch-invariant
+problems use the plans of `heuristic` that give a row the same bits.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ _MOST_SHARING, _MORE_SHARING = 1.3, 1.5
 _FEW_ON_H100, _FEW_IN_8_BITS = 64, 16
 # Elements of GEMM 1's result up to which a program of dot products has 2 columns, not 8 (H200).
 _SMALL_PROGRAMS_TO = 32768
-# Rows per expert of the plans of batch-invariant problems where no tiles of fewer rows may serve:
-# tiles of 64 rows, whose time is the one of the weights for a few tokens, and tiles of 128.
+# Rows per expert that stand for all calls of batch-invariant problems which cannot use tiles of
+# fewer rows: they get tiles of 64 rows (for a few tokens the weights decide the time), or of 128.
 _INVARIANT_FEW, _INVARIANT_MANY = 48.0, 256.0
 # Where programs share GEMM 2's K: the most programs, and the most addends, which a kernel adds.
 _MOST_SPLITS, _MOST_ADDENDS = 4, 16
@@ -194,13 +194,13 @@ class Rule(NamedTuple):
 def invariant_plan(problem: MoEProblem, per_expert: float) -> Gathered:
     """Return the plan of a batch-invariant problem for ``per_expert`` rows.
 
-    All plans of a problem give a row the same bits, in both formats: within a tile, its sums run
-    over K in order, and other rows do not matter. On Hopper tiles were compared (docs/measured.md).
-    All tiles of bf16 sum alike, and so do tiles of fp8 blocks whose steps are a whole group of
-    columns with one scale of the weights, on wgmma (64 and more rows, or swapped). With fp16, whole
-    fp8 scales, other sizes than whole steps, or fp8 blocks with a bias or another activation than
-    silu, tiles of 64 and 128 rows were compared alone.
-    Elsewhere there is one plan.
+    All plans of a problem give a row the same bits, in both formats: a tile sums over K in order,
+    and other rows do not matter. Tiles were compared on Hopper (docs/measured.md). All tiles of
+    bf16 sum in the same order. So do the tiles of fp8 blocks on wgmma (64 and more rows, or
+    swap-AB) whose steps are one group of columns with one scale of the weights. Only tiles of 64
+    and 128 rows were compared in fp16, with fp8 scales for all of K, with sizes that are not whole
+    steps, and in fp8 blocks with a bias or an activation other than silu. Elsewhere there is one
+    plan.
     """
     p, case, fp8 = problem, _Case(problem, _INVARIANT_FEW), swap_ab_pays(problem)
     whole = not (p.hidden_size % SCALE_GROUP or p.local_intermediate_size % SCALE_GROUP)
@@ -306,7 +306,7 @@ def sorting_pays(problem: MoEProblem, rows: int, top_k: int) -> bool:
     scaled = problem.quant.weight is not None
     if scaled and not specializable(problem) or problem.dtype.itemsize != 2:
         return False
-    if problem.adapters is not None:  # their kernels add no deltas
+    if problem.adapters is not None:  # these kernels do not add deltas
         return False
     if shared_memory(problem) < HOPPER_SHARED:  # four stages of such tiles need it
         return False
@@ -408,7 +408,7 @@ class _Case:
             # Wider tiles, where Hopper has enough of them to read weights by.
             wider = [(256 // wide, 3), (128 // wide, 4)]
             if self.problem.batch_invariant and self.grouped:
-                del wider[0]  # whose steps have two scales
+                del wider[0]  # its steps have two scales
             block_n, stages = next(
                 (each for each in wider if self.fills(n, each[0], 1.5)), (block_n, stages)
             )

@@ -83,9 +83,9 @@ def _random_packed(problem: MoEProblem) -> PackedWeights:
 
 
 def _tiny(problem: MoEProblem) -> MoEProblem:
-    """Return a small problem whose kernels are the same: top_k is a constant of GEMM 1, and sizes
-    have the same remainders by tiles and groups of 128, and are multiples of 16 (like their
-    strides) where the problem's are."""
+    """Return a small problem with the same kernels: top_k is a constant of GEMM 1. Sizes have the
+    same remainders by tiles and groups of 128. They and their strides are multiples of 16 where
+    the problem's are."""
     sizes = problem.hidden_size, problem.intermediate_size
     hidden, inner = (2048 + n % 2048 for n in sizes)
     experts = problem.top_k

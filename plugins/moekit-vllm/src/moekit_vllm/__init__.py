@@ -46,17 +46,18 @@ def repack_(
 ) -> None:
     """Write new experts into layers that moekit computes in a running engine, on this rank.
 
-    CUDA graphs go on with them. Call it in each worker, for example by ``LLM.collective_rpc``, and
-    between requests. A layer's weights are this rank's, as `moekit.ModularKernel.repack_` takes
-    them, in the order of `MoEProblem.local_experts`.
+    CUDA graphs use the new weights. Call it between requests in each worker, for example by
+    ``LLM.collective_rpc``. A layer's weights are this rank's, as `moekit.ModularKernel.repack_`
+    takes them, in the order of `MoEProblem.local_experts`.
 
     Args:
-        model: vLLM's, a worker's ``model_runner.model``.
-        new: by the layers' names in vLLM, as "model.layers.0.mlp.experts".
-        checksums: ``ExpertWeights.checksum()`` where the weights come from, by the same names.
+        model: vLLM's model, a worker's ``model_runner.model``.
+        new: the weights by the layers' names in vLLM, such as "model.layers.0.mlp.experts".
+        checksums: ``ExpertWeights.checksum()`` at the source, by the same names.
 
     Raises:
-        WeightsError: A layer is missing, or its weights do not fit; layers before it have theirs.
+        WeightsError: A layer is missing, or its weights do not fit. Earlier layers have their new
+            weights.
     """
     from moekit_vllm.experts import repack_all
 

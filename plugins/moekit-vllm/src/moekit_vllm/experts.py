@@ -30,7 +30,7 @@ class LayerExperts:
             vLLM moves experts between ranks (EPLB) and restores weights as it does for its own.
         parameters: The packed weights by the names under which the layer holds them.
         lora: The adapters, or None in an engine without LoRA.
-        to_physical: (P,) int64, the place of each of vLLM's physical experts in moekit's order,
+        to_physical: (P,) int64, the position of each of vLLM's physical experts in moekit's order,
             or None if both have the same order.
     """
 
@@ -105,7 +105,7 @@ class LayerExperts:
 def _sharing(layer: Any) -> Any:
     """Return the group of the ranks that must agree about a layer: they exchange tokens.
 
-    In engines with elastic ranks, all leave it to vLLM, and some load alone.
+    In engines with elastic ranks, all ranks leave the layer to vLLM, and some load it alone.
     """
     alone = not exchanges_tokens(layer) or versions.elastic()
     return None if alone else versions.expert_ranks().cpu_group
@@ -130,7 +130,7 @@ def _order(layer: Any, problem: MoEProblem) -> Tensor | None:
 def repack_all(
     model: nn.Module, new: Mapping[str, ExpertWeights], checksums: Mapping[str, str]
 ) -> None:
-    """Serve `moekit_vllm.repack_`."""
+    """Implement `moekit_vllm.repack_`."""
     ours: dict[str, LayerExperts] = {}
     for layer in model.modules():
         experts = getattr(getattr(layer, "quant_method", None), "moekit_experts", None)

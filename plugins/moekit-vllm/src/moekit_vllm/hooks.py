@@ -63,7 +63,7 @@ def _subclass(stock: Any, mode: Mode) -> Any:
             self.quant_method: Any = extended(self.quant_method, mode)
 
         def _replace_quant_method(self, method: Any) -> None:
-            """Keep moekit's method, which computes adapters (LoRA) itself."""
+            """Keep moekit's method instead: it computes adapters (LoRA)."""
             if getattr(self.quant_method, "moekit_experts", None) is None:
                 super()._replace_quant_method(method)
 

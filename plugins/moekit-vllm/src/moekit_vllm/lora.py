@@ -2,8 +2,8 @@
 
 `FusedMoEWithLoRA`, vLLM's wrapper of an MoE layer, asks the quantization method for its kernel, and
 gives the kernel's experts a context: tensors for ``max_loras`` adapters, which vLLM fills and
-clears, and the adapter of each token. `kernel_for` returns such a kernel. moekit then holds the
-memory of these tensors, in its own layout, so that adapters of both are the same.
+clears, and the adapter of each token. `ServedAdapters.kernel_for` returns such a kernel. These
+tensors then use moekit's memory and layout, so vLLM writes directly into moekit's adapters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_RANK = 256
 
 
 def room(config: Any) -> AdapterSlots | None:
-    """Return the room for adapters that a layer with this config needs, None for none."""
+    """Return the slots for adapters that a layer with this config needs, or None."""
     if not config.is_lora_enabled:
         return None
     versions.lora_classes()  # an ImportError here leaves the layer to vLLM
@@ -31,7 +31,7 @@ def room(config: Any) -> AdapterSlots | None:
 
 
 def refusals(layer: Any, exchanges_tokens: bool, interleaved: bool) -> dict[str, bool]:
-    """Return why moekit cannot take the adapters of a layer, and whether each reason holds."""
+    """Return the reasons not to take the adapters of a layer, and whether each one holds."""
     config = layer.moe_config
     if not config.is_lora_enabled:
         return {}
@@ -67,8 +67,8 @@ class ServedAdapters:
         self.stack: Adapters | None = None
 
     def take(self, context: Any) -> None:
-        """Hold the memory of a context's tensors; vLLM multiplies B by the scaling itself."""
-        # vLLM writes the slots here for each pass; rows that pad a batch keep former slots.
+        """Let a context's tensors use moekit's memory; vLLM multiplies B by the scaling itself."""
+        # vLLM writes the slots here for each pass; rows that pad a batch keep their old slots.
         self._slots: Tensor = context.punica_wrapper._token_lora_indices.fill_(-1)
         w13_a, w13_b = context.w13_lora_a_stacked, context.w13_lora_b_stacked
         (w2_a,), (w2_b,) = context.w2_lora_a_stacked, context.w2_lora_b_stacked
@@ -101,7 +101,7 @@ class ServedAdapters:
         return ids
 
     def kernel_for(self, layer: Any) -> Any:
-        """Return a kernel as `FusedMoEWithLoRA` uses it."""
+        """Return a kernel for `FusedMoEWithLoRA`."""
         takes_lora, modular = versions.lora_classes()
         experts = type("Experts", (takes_lora,), {"set_lora_context": lambda _, c: self.take(c)})()
         return SimpleNamespace(
@@ -116,7 +116,7 @@ class ServedAdapters:
 
 
 def _move(given: Tensor, own: Tensor) -> None:
-    """Let ``given`` use a part of ``own``'s memory, and free its own: vLLM keeps views of it."""
+    """Let ``given`` use ``own``'s memory and free its previous one; vLLM keeps views of it."""
     part = own[tuple(slice(size) for size in given.shape)]
     part.copy_(given)
     storage = given.untyped_storage()

@@ -13,8 +13,8 @@ from moekit.errors import Unsupported
 from moekit_vllm import lora, versions
 from moekit_vllm.activations import NUMBERS, vllm_activation
 
-# The same bits in every batch: vLLM's variable, for a fixed number of ranks, which its own kernels
-# for CPUs refuse; and one for moekit's experts alone.
+# The same bits in every batch: vLLM's variable, for a fixed number of ranks, which vLLM's kernels
+# for CPUs refuse; and a variable for moekit's experts alone.
 _BATCH_INVARIANT = ("VLLM_BATCH_INVARIANT", "MOEKIT_BATCH_INVARIANT")
 
 

@@ -1,4 +1,4 @@
-"""vLLM as moekit speaks of it: its variable, its log, and the versions that moekit-vllm knows."""
+"""The `Engine` record of vLLM: its variable, its log and the supported versions."""
 
 from moekit.engines.mode import Engine, Mode
 

@@ -58,12 +58,12 @@ def captures_graphs() -> bool:
 
 
 def lora_config() -> Any:
-    """Return the settings for adapters of the engine that is loading its model."""
+    """Return the LoRA settings of the engine that is loading its model."""
     return import_module("vllm.config").get_current_vllm_config_or_none().lora_config
 
 
 def lora_classes() -> tuple[Any, Any]:
-    """Return the classes of experts that take LoRA, and of the kernels that vLLM calls modular."""
+    """Return vLLM's mixin for experts with LoRA, and its class of modular kernels."""
     mixin = import_module(f"{_FUSED_MOE}.experts.lora_experts_mixin").LoRAExpertsMixin
     return mixin, import_module(f"{_FUSED_MOE}.modular_kernel").FusedMoEKernelModularImpl
 

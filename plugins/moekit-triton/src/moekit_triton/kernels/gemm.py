@@ -422,7 +422,7 @@ def _compute(
     if FINISH.rank > 0:
         slots = pointers.slots + assignment_M // FINISH.top_k
         slot_M = tl.load(slots, mask=row_ok, other=-1)
-        slot_M = tl.where(tl.program_id(1) == 0, slot_M, -1)  # of the programs that share K
+        slot_M = tl.where(tl.program_id(1) == 0, slot_M, -1)  # one program of each tile adds
     row0 = block_n * BLOCK_N * (2 if WIDE else 1)
     up_rows = N if GATED else BLOCK_N
     offs_n = row0 + tl.arange(0, BLOCK_N)
@@ -527,8 +527,8 @@ def _gemm(
 ):  # fmt: skip
     """Compute one tile; ROWS: `Rows.kind`.
 
-    With adapters the previous kernel is `shrink`, which has waited for what the sums read and
-    writes nothing else: this one waits for it after the sums, so that the two overlap.
+    With adapters the previous kernel is `shrink`. It has waited for the tensors that the sums read,
+    and writes none of them. So this kernel waits for it after the sums, and the two overlap.
     """
     if PDL:
         if FINISH.rank > 0:

@@ -13,9 +13,9 @@ memory, and only there do its versions agree. Without the hint about contiguous 
 would take 16 bytes of e4m3 weights, but as many columns of x are 32. Products are summed within a
 thread first, so that the scale of a group of columns costs one multiplication a chunk.
 
-With adapters, `low_rank.shrink` computes A x for `gemv_up` while this computes its sums. The first
-programs of `gemv_down` compute A of its input, and the others wait for them after their sums: a GPU
-starts programs in the order of their ids, so programs that wait never keep others from starting.
+With adapters, `low_rank.shrink` computes x @ A.T while `gemv_up` computes its sums. In `gemv_down`
+the first programs compute x @ A.T, and the others wait for them after their sums. A GPU starts
+programs in the order of their ids, so programs that wait never keep the first ones from starting.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ from .low_rank import LowRank
 from .tiles import DotTile
 
 _A_ROWS = 16
-"""Rows of A of a program of `gemv_down` that computes A of its input."""
+"""The rows of A that one program of `gemv_down` multiplies by its input."""
 
 
 def gemv_up(
@@ -50,8 +50,8 @@ def gemv_up(
 ) -> None:
     """Compute out[a] = act(x[a // K] @ w[id of a].T + bias) for the assignments a, in fp32.
 
-    Assignments without expert stay untouched. low_rank: deltas that are added with the bias; the
-    previous kernel is then its `shrink`. done_R: int32, which gets zeros.
+    Assignments without an expert stay untouched. low_rank: deltas, added with the bias; the
+    previous kernel is then their `shrink`. done_R: int32, set to 0.
 
     x (R, H), any dtype; w (L, 2I if gated else I, H); out (R * K, I), a float dtype; ids (R, K),
     contiguous; scales as `grouped_gemm` takes them.
@@ -98,8 +98,8 @@ def gemv_down(
     there; rows without other assignments become 0.
 
     x (R * K, I) and out (R, H), float dtypes; w (L, H, I); ids and weights (R, K), contiguous.
-    low_rank: deltas that are added with the bias: its ``low`` is written here by A and the scaling
-    of each slot, and ``done_R`` counts the programs that have written it.
+    low_rank: deltas, added with the bias. This kernel writes their ``low`` = scaling * x @ A.T, and
+    ``done_R`` counts the programs that have written it.
     """
     rows, top_k = ids_RK.shape
     _, n, k = w_LNK.shape
@@ -136,7 +136,7 @@ def _constants(
 
 
 def _low_rank(low: LowRank | None) -> tuple[Any, ...]:
-    """Return low, B and slots, and the strides of low's addends and of B's slots and experts."""
+    """Return low, B, slots, and the strides of low's addends, B's slots and B's experts."""
     if low is None:
         return None, None, None, 0, 0, 0
     return *low[:3], low.low_PAU.stride(0), *low.b_SLNr.stride()[:2]
@@ -238,7 +238,7 @@ def _b_rows(b_ptr, slot, expert_P, row_PN, slot_stride, expert_stride, ok_PN, RA
 @triton.jit
 def _plus_delta(value, b, slot, low_ptrs, ok, addend_stride, RANK: tl.constexpr,
                 RANKS: tl.constexpr, ADDENDS: tl.constexpr):  # fmt: skip
-    """Return value (parts, rows) + low @ B.T with a slot, else its bits; low_ptrs (parts, 1, 1)."""
+    """Return value (parts, rows) + low @ B.T; without a slot, value. low_ptrs (parts, 1, 1)."""
     r = tl.arange(0, RANKS)[None, None, :]
     low_ok = ok & (r < _rank_of(slot, RANK))
     low = tl.load(low_ptrs + r, mask=low_ok, other=0.0)
@@ -313,7 +313,7 @@ def _up(
     if RANK > 0:
         if PDL:
             cuda.gdc_wait()
-        column_P = (LOW_COLUMNS - RANK) * tl.arange(0, PARTS)  # up's A may be another one
+        column_P = (LOW_COLUMNS - RANK) * tl.arange(0, PARTS)  # up may have its own A
         low_ptrs = low_ptr + (assignment.to(tl.int64) * LOW_COLUMNS + column_P)[:, None, None]
         ok = tl.full((1, 1, 1), 1, tl.int1)
         value = _plus_delta(value, b, slot, low_ptrs, ok, addend_stride, RANK, RANKS, ADDENDS)
@@ -404,7 +404,7 @@ def _shrink(
     expert_stride, x_stride, RANK: tl.constexpr, A_ROWS: tl.constexpr, TOP_K: tl.constexpr,
     K: tl.constexpr, CHUNKS: tl.constexpr, VALUES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Store scaling x @ A.T for A_ROWS rows of A of one assignment, and count this in done."""
+    """Store low = scaling * x @ A.T of one assignment for A_ROWS rows of A; add 1 to done."""
     assignment, r = token * TOP_K + program % TOP_K, program // TOP_K * A_ROWS
     r += tl.arange(0, A_ROWS)
     expert = tl.load(ids_ptr + assignment).to(tl.int64)

@@ -136,10 +136,10 @@ def _shrink(
 
 @triton.jit
 def prefetch_b(b, slot_M, expert, row0, rows, strides, N: tl.constexpr, RANK: tl.constexpr):
-    """Bring B's N rows from row0 on to L2, of one slot of the tile; B has ``rows`` rows."""
+    """Prefetch B[row0 : row0 + N] of one of the tile's slots into L2; B has ``rows`` rows."""
     slot = tl.max(slot_M)
     if slot >= 0:
-        LINES: tl.constexpr = N * triton.cdiv(RANK, 64)  # of up to 128 bytes
+        LINES: tl.constexpr = N * triton.cdiv(RANK, 64)  # each of up to 128 bytes
         line = tl.arange(0, LINES)
         row, r = tl.minimum(row0 + line % N, rows - 1), line // N * 64
         b += slot.to(tl.int64) * strides[2] + expert.to(tl.int64) * strides[3]
@@ -154,8 +154,8 @@ def add_low_rank(
     value, up, low, b, slot_M, row_ok, assignment_M, expert, row0, up_rows, rows, strides,
     RANK: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
-    """Return value (M, N) plus low @ B.T for rows with a slot; other rows keep their bits. With
-    TWO, also for up, whose rows of B begin up_rows later.
+    """Return value (M, N) + low @ B.T for rows with a slot; other rows keep their bits. With TWO,
+    also for up, whose rows of B start up_rows later.
 
     row0: the tile's first row of B, which has ``rows`` rows. The other arguments are in `LowRank`.
     """
@@ -192,11 +192,11 @@ def _add(
     low += assignment_M[:, None].to(tl.int64) * strides[1]
     zeros = tl.zeros(value.shape, tl.float32)
     first_slot = tl.min(tl.where(slot_M < 0, _NO_SLOT, slot_M))
-    # More would not fit in shared memory with the largest tiles.
+    # More stages would not fit in shared memory with the largest tiles.
     STAGES: tl.constexpr = 2 if RANK <= 32 and COLUMNS == RANK else 1
     for slot in tl.range(first_slot, tl.max(slot_M) + 1, num_stages=STAGES):
         mine_M = slot_M == slot
-        end = tl.where(tl.max(mine_M.to(tl.int32)) > 0, rows, 0)  # no row: nothing is read
+        end = tl.where(tl.max(mine_M.to(tl.int32)) > 0, rows, 0)  # 0: no row has the slot
         delta, up_delta = _products(
             zeros, zeros, low, b, mine_M, slot, expert, row0, up_rows, end, strides, RANK, COLUMNS,
             PARTS, TWO,
@@ -212,7 +212,7 @@ def _products(
     value, up, low, b, mine_M, slot, expert, row0, up_rows, rows, strides,
     RANK: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
-    """Return value + low @ B.T, and up's if TWO, with one slot's B; low: pointers to rows."""
+    """Return value + low @ B.T and, with TWO, up + low @ B_up.T, for one slot; low: pointers."""
     R: tl.constexpr = 16 if RANK <= 16 else (32 if RANK <= 32 else 64)
     row_N = row0 + tl.arange(0, value.shape[1])
     b += tl.cast(slot, tl.int64) * strides[2] + expert.to(tl.int64) * strides[3]
@@ -227,7 +227,7 @@ def _products(
         if TWO:
             b_ptrs += up_rows.to(tl.int64) * strides[4]
             b_RN = tl.load(b_ptrs, mask=r_ok & (row_N + up_rows < rows)[None, :], other=0.0)
-            if COLUMNS > RANK:  # up has another A
+            if COLUMNS > RANK:  # up has its own A
                 low_MR = _between(low + RANK + r[None, :], low_ok, strides[0], b.dtype.element_ty,
                                   PARTS)  # fmt: skip
             up = dot(low_MR, b_RN, up, "ieee")
