@@ -51,7 +51,7 @@ def _plain(value: Any) -> Any:
 
 
 def python_calls(call: Callable[[], object]) -> int:
-    """Return the number of Python functions that run in a call, without those of this module."""
+    """Return the number of Python functions that run in a call, except functions of this module."""
     seen = 0
 
     def count(frame: Any, event: str, arg: Any) -> None:
