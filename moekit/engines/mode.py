@@ -54,7 +54,7 @@ class Engine:
     def unsupported(self, version: str | None) -> list[str]:
         """Return why moekit's package does not work with a version; empty if it does."""
         first, last = (".".join(map(str, v)) for v in (self.first, self.last))
-        known = f"moekit-{self.name.lower()} knows {first} to {last}"
+        known = f"moekit-{self.name.lower()} supports {first} to {last}"
         if version is None:
             return [f"{self.name} is not installed ({known})"]
         numbers = re.match(r"\d+(\.\d+)*", version)

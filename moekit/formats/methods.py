@@ -150,7 +150,7 @@ def format_of(matrix: Matrix) -> Format | None:
     name, weight = matrix.called("weight"), "weight" in matrix.tensors
     held = f"is {matrix.dtype('weight')}" if weight else f"has {', '.join(matrix.tensors)}"
     if _named(matrix.method):
-        raise WeightsError(f"{name} {held}, which is no form of {matrix.method} that moekit knows")
+        raise WeightsError(f"{name} {held}, which is unknown for {matrix.method}")
     text = (
         f"{name} {held}, and moekit does not support the quantization method {matrix.method} "
         f"(known: {', '.join((*_BY_NAME, *_added()))}): convert the checkpoint"

@@ -123,10 +123,10 @@ class Block:
         if again and (layer.index not in self._called or len(ids) != self._tokens):
             return _OUTSIDE
         if not again and layer.index in self._called:
-            return "runs twice in a block of one forward pass: take() its topk_ids in between"
+            return "runs twice in a block, which holds one forward pass: call take() in between"
         most, self._tokens = len(self._log._ids), len(ids) if self._tokens is None else self._tokens
         if not len(ids) == self._tokens <= most:
-            return f"has {len(ids)} tokens, but the block {self._tokens}, and at most {most}"
+            return f"has {len(ids)} tokens, but its block has {self._tokens}, and at most {most}"
         self._called.add(layer.index)
         return ""
 
@@ -162,7 +162,7 @@ class RoutingLog:
         self, layers: Mapping[str, tuple[int, int]], max_tokens: int, device: Any = "cpu"
     ) -> None:
         if not layers or not check_tokens(max_tokens, "max_tokens"):
-            raise InvalidInput("a log needs at least one layer, and room for one token")
+            raise InvalidInput("a log needs at least one layer, and max_tokens of at least 1")
         self.layers = tuple(layers)
         self._parts = {n: LayerLog(self, n, i, *layers[n]) for i, n in enumerate(self.layers)}
         experts, top_k = map(max, zip(*layers.values(), strict=True))
@@ -239,7 +239,7 @@ class RoutingLog:
         made = torch.where(held < 0, ids, held).to(ids.dtype) if again or block._replays else ids
         if fixed and made is not ids and not torch.equal(made, ids):
             raise InvalidInput(
-                f"layer {layer.name!r} got other topk_ids than those to replay: give router_logits"
+                f"layer {layer.name!r} got topk_ids, but others are replayed: give router_logits"
             )
         held.copy_(made)
         return made

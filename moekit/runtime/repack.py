@@ -96,7 +96,7 @@ def _places(experts: Sequence[int], local: range) -> Sequence[int]:
 def _faults(held: PackedWeights, new: PackedWeights, rows: int | None) -> Iterator[str]:
     """Yield why ``new`` does not fit the memory of ``rows`` of held's experts; None: of all."""
     if new.backend != held.backend:
-        yield f"they are packed for {new.backend!r}, the others for {held.backend!r}"
+        yield f"they are packed for {new.backend!r}, not for {held.backend!r}"
         return
     olds, news = held.tensors(), new.tensors()
     for name in sorted(olds.keys() ^ news.keys()):

@@ -143,7 +143,7 @@ class Broken(Method):
 @pytest.mark.parametrize(
     ("fault", "says"),
     [(KeyError("absmax"), "KeyError: 'absmax'"), (SystemExit(3), "SystemExit: 3"),
-     ("nf4", "TypeError: read returned 'nf4'"), (None, "which is no form of broken")],
+     ("nf4", "TypeError: read returned 'nf4'"), (None, "which is unknown for broken")],
 )  # fmt: skip
 def test_faults_of_a_format_name_it(
     fault: object, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

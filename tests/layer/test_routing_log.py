@@ -171,7 +171,7 @@ def test_a_forgotten_block_is_an_error() -> None:
             model(x)
     with (
         log.replay(distinct(5, 2)),
-        pytest.raises(InvalidInput, match=r"'layers\.0' has 11 tokens, but the block 5"),
+        pytest.raises(InvalidInput, match=r"'layers\.0' has 11 tokens, but its block has 5"),
     ):
         model(x)
     with log.record(), pytest.raises(InvalidInput, match=r"12 tokens.* at most 11"):
@@ -360,7 +360,7 @@ def test_blocks_inside_blocks_and_passes_without_tokens() -> None:
         log["a"].choose(outer[:0])
         assert step.take().result().shape == (0, 1, K)
     with log.replay(inner[:0, None]):
-        with pytest.raises(InvalidInput, match="has 11 tokens, but the block 0"):
+        with pytest.raises(InvalidInput, match="has 11 tokens, but its block has 0"):
             log["a"].choose(outer)
         assert log["a"].choose(outer[:0]).shape == (0, K)
 
@@ -391,5 +391,5 @@ def test_ranks_log_their_share() -> None:
     with RankPool(2) as pool:
         (first, other), (second, wrong) = pool.run(_on_ranks, logits, ids)
     assert torch.equal(torch.cat([first, second])[:, 0].long(), moekit.route(logits, K).topk_ids)
-    assert wrong.startswith("InvalidInput") and "has 5 tokens, but the block 4" in wrong
+    assert wrong.startswith("InvalidInput") and "has 5 tokens, but its block has 4" in wrong
     assert other.startswith("PeerFailed: rank 1 failed: InvalidInput: layer 'fused_moe")

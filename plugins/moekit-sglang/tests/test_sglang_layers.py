@@ -141,7 +141,7 @@ def test_the_modes(monkeypatch, caplog) -> None:
     ("change", "reason"),
     [
         (lambda m: m.setattr(versions, "installed", lambda: None), "SGLang is not installed"),
-        (lambda m: m.setattr(versions, "installed", lambda: "0.5.14"), "knows 0.5.15 to 0.5.23"),
+        (lambda m: m.setattr(versions, "installed", lambda: "0.5.14"), "supports 0.5.15 to 0.5.23"),
         (lambda m: m.setattr(versions, "installed", lambda: "0.6.0"), "this is SGLang 0.6.0"),
         (
             lambda m: m.setattr(versions, "LOADERS", ("sglang.srt.utils.gone",)),

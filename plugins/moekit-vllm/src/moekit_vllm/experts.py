@@ -137,7 +137,7 @@ def repack_all(
         if experts is not None:
             ours[str(layer.layer_name)] = experts
     if unknown := sorted({*new, *checksums} - ours.keys()):
-        raise WeightsError(f"moekit computes no layers {unknown} here, but {sorted(ours)}")
+        raise WeightsError(f"moekit does not compute {unknown} here, but {sorted(ours)}")
     for name, each in new.items():
         mine = ours[name]
         mine.kernel.repack_(mine.packed, each, checksum=checksums.get(name), name=name)
