@@ -98,7 +98,7 @@ def test_sglang_keeps_a_layer_and_says_why_once(caplog, reason) -> None:
     ("config", "reason"),
     [
         ({"no_combine": True}, "no_combine"),
-        ({"top_k": None}, "not stated"),
+        ({"top_k": None}, "per token is unknown"),
         ({"activation": "tanh"}, "'tanh' is unknown"),
         ({"activation": "gelu", "swiglu_limit": 1.0}, "no 'gelu' with the numbers"),
         ({"apply_router_weight_on_input": True, "routed_scaling_factor": 2.0}, "scales their sum"),
