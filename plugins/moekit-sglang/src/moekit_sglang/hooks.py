@@ -16,10 +16,11 @@ from collections.abc import Callable
 from typing import Any
 
 from moekit.engines.kernels import names_dispatcher
+from moekit.engines.method import extended
 from moekit.errors import MoekitError
 from moekit.plugin import reason_of
 from moekit_sglang import versions
-from moekit_sglang.method import extended
+from moekit_sglang.method import Extended
 from moekit_sglang.settings import SGLANG, Mode
 
 _installed: list[Mode] = []
@@ -51,7 +52,8 @@ def install(mode: Mode) -> None:
 
 def extend(_: None, layer: Any, *args: Any, **more: Any) -> None:
     """Give a new layer a method that lets moekit compute it."""
-    layer.quant_method = extended(layer.quant_method, _installed[0])
+    layer.quant_method = extended(layer.quant_method, Extended, _installed[0])
+    layer.quant_method.moekit_loaded = set()
 
 
 def make_dispatcher(stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
