@@ -192,10 +192,10 @@ def modules() -> dict[str, ModuleType]:
             "create_moe_dispatcher": create_moe_dispatcher,
         },
         f"{moe}.token_dispatcher.standard": {
+            "BaseDispatcher": BaseDispatcher,
             "StandardCombineInput": StandardCombineInput,
             "StandardDispatchOutput": StandardDispatchOutput,
         },
-        f"{moe}.token_dispatcher.base": {"BaseDispatcher": BaseDispatcher},
         f"{moe}.utils": {
             "get_moe_runner_backend": lambda: SimpleNamespace(value=chosen.runner),
             "get_moe_a2a_backend": lambda: SimpleNamespace(value=chosen.all_to_all),

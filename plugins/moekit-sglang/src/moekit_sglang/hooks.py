@@ -60,13 +60,16 @@ def make_dispatcher(stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
     """Return a layer's dispatcher: one that passes tokens on if moekit's dispatchers move them."""
     if not names_dispatcher() or versions.all_to_all() == "none":
         return stock(*args, **more)
-    passing = {
-        "dispatch": lambda self, hidden_states, topk_output: versions.dispatched(
-            hidden_states, topk_output
-        ),
-        "combine": lambda self, combine_input: combine_input.hidden_states,
-    }
-    made = type("Passing", (versions.dispatcher_class(),), passing)()
+    sglang = versions.standard()
+
+    class Passing(sglang.BaseDispatcher):  # type: ignore[misc,name-defined]
+        def dispatch(self, hidden_states: Any, topk_output: Any) -> Any:
+            return sglang.StandardDispatchOutput(hidden_states, None, topk_output)
+
+        def combine(self, combine_input: Any) -> Any:
+            return combine_input.hidden_states
+
+    made = Passing()
     made.stock = lambda: stock(*args, **more)  # for a layer that stays with SGLang
     return made
 

@@ -37,4 +37,4 @@ class Extended(Extension):
         if self.moekit_experts is None:
             return super().apply(layer, dispatch_output, *args, **more)
         out = self.moekit_experts(dispatch_output.hidden_states, dispatch_output.topk_output)
-        return versions.standard(out)
+        return versions.standard().StandardCombineInput(out)
