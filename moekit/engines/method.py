@@ -53,7 +53,7 @@ class Extension(Stock):  # type: ignore[misc]
         return self.moekit_experts is not None
 
 
-def extended(method: Any, extension: type, mode: Mode) -> Any:
+def extended(method: Any, extension: Any, mode: Mode) -> Any:
     """Return a method that lets moekit compute its layer, with the attributes of ``method``."""
     made = object.__new__(_class(extension, type(method)))
     object.__setattr__(made, "__dict__", vars(method))  # shared: bound methods may refer to it
@@ -62,6 +62,6 @@ def extended(method: Any, extension: type, mode: Mode) -> Any:
 
 
 @cache
-def _class(extension: type, stock: type) -> Any:
+def _class(extension: Any, stock: Any) -> Any:
     names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__}
     return type(stock.__name__, (extension, stock), names)

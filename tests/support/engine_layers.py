@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import moekit
+from moekit.engines import kernels
+from moekit.engines.mode import Engine
 from moekit.problem.activation import apply_activation
 
 E, K, H, INNER = 6, 2, 64, 32
@@ -25,6 +29,16 @@ def modules(contents: Mapping[str, Mapping[str, Any]]) -> dict[str, ModuleType]:
             made.setdefault(path, ModuleType(path)).__path__ = []
         vars(made[name]).update(attributes)
     return made
+
+
+def put(monkeypatch: pytest.MonkeyPatch, engine: Engine, stand_in: Mapping[str, Any]) -> None:
+    """Put modules where an engine would be, in a process that has said nothing yet."""
+    for name, module in stand_in.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("_kernels", "_warmed"):
+        monkeypatch.setattr(kernels, name, {})
+    engine.said.clear()
+    monkeypatch.delenv(engine.variable, raising=False)
 
 
 def drawn(seed: int = 0, local: int = E, halves: int = 2, inner: int = INNER, **more: Tensor):

@@ -8,25 +8,17 @@ import engine_layers
 import moekit_sglang
 import pytest
 import sglang_standin as standin
-from engine_layers import INNER, H, drawn
+from engine_layers import INNER, H, drawn, put
 from moekit_sglang import hooks, settings, versions
-
-from moekit.engines import kernels
 
 
 @pytest.fixture(autouse=True)
 def sglang(monkeypatch):
-    """Put the stand-in where SGLang would be, in a process that has said nothing yet."""
-    for name, module in standin.modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
+    put(monkeypatch, settings.SGLANG, standin.modules())
     standin.reset()
     monkeypatch.setattr(standin.HookRegistry, "hooks", {})
     monkeypatch.setattr(versions, "installed", lambda: "0.5.15")
-    monkeypatch.setattr(kernels, "_kernels", {})
-    monkeypatch.setattr(kernels, "_warmed", {})
     monkeypatch.setattr(hooks, "_installed", [])
-    settings.SGLANG.said.clear()
-    monkeypatch.delenv(settings.SGLANG.variable, raising=False)
 
 
 def started() -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 import vllm_standin as standin
-from engine_layers import INNER, E, H, K
+from engine_layers import INNER, E, H, K, put
 from moekit_vllm import settings, versions
 
 from moekit.engines import kernels
@@ -15,16 +13,10 @@ from moekit.engines import kernels
 
 @pytest.fixture(autouse=True)
 def vllm(monkeypatch):
-    """Put the stand-in where vLLM would be, in a process that has said nothing yet."""
-    for name, module in standin.modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
+    put(monkeypatch, settings.VLLM, standin.modules())
     monkeypatch.setattr(versions, "installed", lambda: "0.33.0")
     monkeypatch.setattr(kernels, "exchange", lambda what, mine, *_: [mine])
-    monkeypatch.setattr(kernels, "_kernels", {})
-    monkeypatch.setattr(kernels, "_warmed", {})
-    settings.VLLM.said.clear()
     monkeypatch.setattr(standin, "prepared", False)
-    monkeypatch.delenv(settings.VLLM.variable, raising=False)
     standin.op_registry_oot.clear()
     yield
     standin.op_registry_oot.clear()
