@@ -55,7 +55,8 @@ class Extension(Stock):  # type: ignore[misc]
 
 def extended(method: Any, extension: Any, mode: Mode) -> Any:
     """Return a method that lets moekit compute its layer, with the attributes of ``method``."""
-    made = object.__new__(_class(extension, type(method)))
+    stock: Any = type(method)
+    made = object.__new__(_class(extension, stock))
     object.__setattr__(made, "__dict__", vars(method))  # shared: bound methods may refer to it
     made.moekit_mode = mode
     return made
