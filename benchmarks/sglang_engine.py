@@ -22,16 +22,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from vllm_engine import FP8_BLOCKS, MODELS
-from vllm_tokens import MOST_APART, checkpoint
+from vllm_engine import add_model, model_config, print_times, run
+from vllm_tokens import PROMPTS, checkpoint, compare
 
 
 def main() -> None:
@@ -46,68 +44,30 @@ def main() -> None:
                 checkpoint(Path(folder, name), args.quant, seed)
             _compare(args, folder)
         else:
-            Path(folder, "config.json").write_text(json.dumps(_config(args)))
+            Path(folder, "config.json").write_text(json.dumps(model_config(args)))
             _report(args, folder)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", choices=MODELS, default="small")
-    parser.add_argument("--layers", type=int, help="fewer layers than the model's")
-    parser.add_argument("--quant", choices=["none", "fp8_block"], default="none")
-    parser.add_argument("--batches", default="1,8", help="numbers of sequences")
-    parser.add_argument("--prefill", type=int, default=512, help="tokens of a long prompt")
-    parser.add_argument("--steps", type=int, default=32, help="tokens of a completion")
+    add_model(parser)
     parser.add_argument("--turns", type=int, default=1, help="engines of each kind")
     parser.add_argument("--stock", default="triton", help="SGLang's runners to compare with")
     parser.add_argument("--tokens", action="store_true", help="compare tokens, not times")
     parser.add_argument("--memory", type=float, default=0.8, help="share of the memory to use")
     parser.add_argument("--option", action="append", default=[], help="NAME=JSON for the engine")
-    parser.add_argument("--log", default=os.devnull, help="a file for the output of the engines")
     parser.add_argument("--only", help="engines of this kind alone: a runner, or moekit")
     parser.add_argument("--turn", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def _config(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the model's configuration, as its checkpoint would have it."""
-    config = MODELS[args.model] | ({"num_hidden_layers": args.layers} if args.layers else {})
-    return config | ({} if args.quant == "none" else {"quantization_config": FP8_BLOCKS})
-
-
 def _run(kind: str, args: argparse.Namespace, folder: str) -> list[tuple[str, Any]]:
-    """Run one engine, and return (name, value) of each line TIME or TOKENS that it prints."""
-    print(f"{kind}:", flush=True)
-    environment = {
-        **os.environ,
-        "MOEKIT_SGLANG": "require" if kind == "moekit" else "off",
-        "HF_HUB_OFFLINE": "1",
-    }
+    """Return what one turn's engine says: (name, value) of each line TIME or TOKENS."""
+    mode = "require" if kind == "moekit" else "off"
+    environment = {**os.environ, "MOEKIT_SGLANG": mode, "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, __file__, *sys.argv[1:], "--turn", kind, "--folder", folder]
-    said: list[str] = []
-    found = []
-    with (
-        Path(args.log).open("a") as file,
-        subprocess.Popen(
-            command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        ) as engine,
-    ):
-        assert engine.stdout is not None
-        for line in engine.stdout:
-            said.append(line)
-            print(line, end="", file=file, flush=True)
-            mark, _, rest = line.partition(" ")
-            if mark in ("TIME", "TOKENS"):
-                value, _, name = rest.strip().partition("\t")
-                found.append((name, json.loads(value)))
-                if mark == "TIME":
-                    print(f"  {name}: {1e3 * found[-1][1]:.2f} ms", flush=True)
-            elif "moekit: " in line:
-                print("  " + line[line.index("moekit: ") :].rstrip(), flush=True)
-    if "DONE\n" not in said:
-        sys.exit(f"the engine {kind!r} failed:\n{''.join(said)[-6000:]}")
-    return found
+    return run(kind, command, [environment], args.log)
 
 
 def _report(args: argparse.Namespace, folder: str) -> None:
@@ -166,23 +126,12 @@ def _time(args: argparse.Namespace) -> None:
         engine.generate(input_ids=asked, sampling_params=sampling)
         return time.perf_counter() - begin
 
-    for size in batches:
-        seconds(size, 16, 4)
-        short = min(seconds(size, 16, 1) for _ in range(3))
-        long = min(seconds(size, 16, args.steps + 1) for _ in range(3))
-        print(f"\nTIME {(long - short) / args.steps}\tdecode, batch {size}", flush=True)
-    seconds(1, args.prefill, 1)
-    fastest = min(seconds(1, args.prefill, 1) for _ in range(3))
-    print(f"\nTIME {fastest}\tprefill of {args.prefill}", flush=True)
+    print_times(args, seconds)
     engine.shutdown()
 
 
 def _complete(args: argparse.Namespace) -> None:
-    """Print an engine's completions with each checkpoint, as [tokens, log probabilities]."""
-    draw = random.Random(0)
-    prompts = [
-        [draw.randrange(3, 512) for _ in range(n)] for n in (3, 11, 40, 64, 65, 128, 200, 17)
-    ]
+    """Print what an engine completes with each checkpoint, as `compare` takes it."""
     engine = _engine(
         args, str(Path(args.folder, "first")), context_length=512, max_running_requests=8,
         max_total_tokens=4096, cuda_graph_bs_decode=[1, 2, 4, 8],
@@ -194,9 +143,12 @@ def _complete(args: argparse.Namespace) -> None:
                 time.sleep(0.05)
             done = engine.update_weights_from_disk(str(Path(args.folder, name)))
             assert done[0], done
-        outputs = engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True)
+        outputs = engine.generate(input_ids=PROMPTS, sampling_params=sampling, return_logprob=True)
         said = [
-            [out["output_ids"], [p[0] for p in out["meta_info"]["output_token_logprobs"]]]
+            {
+                "tokens": out["output_ids"],
+                "logprobs": [p[0] for p in out["meta_info"]["output_token_logprobs"]],
+            }
             for out in outputs
         ]
         print(f"\nTOKENS {json.dumps(said)}\tstep {step}, {name}", flush=True)
@@ -206,21 +158,13 @@ def _complete(args: argparse.Namespace) -> None:
 def _compare(args: argparse.Namespace, folder: str) -> None:
     stock = _run(args.stock.split(",")[0], args, folder)
     ours = _run("moekit", args, folder)
-    worst, equal, total = 0.0, 0, 0
+    right = ours[0][1] == ours[2][1] and ours[0][1] != ours[1][1]
+    print(f"the first checkpoint {'came back' if right else 'DID NOT come back'}")
     for (name, theirs), (_, mine) in zip(stock, ours, strict=True):
-        for (tokens, probabilities), (got, chances) in zip(theirs, mine, strict=True):
-            same = next(
-                (i for i, (a, b) in enumerate(zip(tokens, got, strict=True)) if a != b), len(tokens)
-            )
-            equal, total = equal + (same == len(tokens)), total + 1
-            for a, b in zip(probabilities[: same + 1], chances[: same + 1], strict=True):
-                worst = max(worst, abs(a - b))
-        print(f"{name}: {equal} of {total} completions are equal so far", flush=True)
-    again = ours[0][1] == ours[2][1] and ours[0][1] != ours[1][1]
-    print(f"largest distance of log probabilities {worst:.4f}; the first checkpoint "
-          f"{'came back' if again else 'DID NOT come back'}")  # fmt: skip
-    if worst >= MOST_APART or not again:
-        sys.exit(1)
+        text, close = compare(theirs, mine)
+        right &= close
+        print(f"{name}: {text}", flush=True)
+    sys.exit(0 if right else 1)
 
 
 if __name__ == "__main__":

@@ -75,7 +75,9 @@ def main() -> None:
     order = ("off", "require", "require", "off")
     for mode in [order[n % 4] for n in range(2 * args.turns)]:
         if args.only in (None, mode):
-            for name, seconds in _run(mode, args).items():
+            command = [sys.executable, __file__, *sys.argv[1:], "--turn", mode]
+            turns = run(f"MOEKIT_VLLM={mode}", command, environments(args, mode), args.log)
+            for name, seconds in turns:
                 kept = fastest[mode]
                 kept[name] = min(seconds, kept.get(name, seconds))
     ranks = f"{args.ranks} ranks ({args.split}), " if args.ranks > 1 else ""
@@ -90,17 +92,11 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", choices=MODELS, default="small")
-    parser.add_argument("--layers", type=int, help="fewer layers than the model's")
-    parser.add_argument("--quant", choices=["none", "fp8_block"], default="none")
-    parser.add_argument("--batches", default="1,8", help="numbers of sequences")
-    parser.add_argument("--prefill", type=int, default=512, help="tokens of a long prompt")
-    parser.add_argument("--steps", type=int, default=32, help="tokens of a completion")
+    add_model(parser)
     parser.add_argument("--turns", type=int, default=2, help="engines of each kind")
     parser.add_argument("--eager", action="store_true", help="no torch.compile and CUDA graphs")
     parser.add_argument("--memory", type=float, default=0.85, help="share of the memory to use")
     parser.add_argument("--profile", type=int, default=0, help="kernels to list by their time")
-    parser.add_argument("--log", default=os.devnull, help="a file for the output of the engines")
     parser.add_argument("--only", choices=["off", "require"], help="engines of this kind alone")
     add_ranks(parser)
     parser.add_argument("--turn", help=argparse.SUPPRESS)
@@ -108,6 +104,17 @@ def _arguments() -> argparse.Namespace:
     if args.profile and args.ranks > 1:
         parser.error("--profile is for one rank")
     return args
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the options of every engine: the model, and what `print_times` times."""
+    parser.add_argument("--model", choices=MODELS, default="small")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model's")
+    parser.add_argument("--quant", choices=["none", "fp8_block"], default="none")
+    parser.add_argument("--batches", default="1,8", help="numbers of sequences")
+    parser.add_argument("--prefill", type=int, default=512, help="tokens of a long prompt")
+    parser.add_argument("--steps", type=int, default=32, help="tokens of a completion")
+    parser.add_argument("--log", default=os.devnull, help="a file for the output of the engines")
 
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:
@@ -221,34 +228,34 @@ def processes(
             thread.join()
 
 
-def _run(mode: str, args: argparse.Namespace) -> dict[str, float]:
-    """Return the times of one turn: name -> seconds. Print them as the engine says them."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--turn", mode]
+def run(
+    name: str, command: Sequence[str], environments: Sequence[dict[str, str]], log: str
+) -> list[tuple[str, Any]]:
+    """Return what an engine in new processes says: (name, value) of its lines TIME and TOKENS."""
     said: list[str] = []
-    times: dict[str, float] = {}
-    print(f"MOEKIT_VLLM={mode}", flush=True)
-    with (
-        Path(args.log).open("a") as file,
-        processes(command, environments(args, mode), file) as engine,
-    ):
+    found: list[tuple[str, Any]] = []
+    print(name, flush=True)
+    with Path(log).open("a") as file, processes(command, environments, file) as engine:
         assert engine.stdout is not None
         for line in engine.stdout:
             said.append(line)
             print(line, end="", file=file, flush=True)
-            if line.startswith("TIME "):
-                seconds, name = line.removeprefix("TIME ").strip().split(" ", 1)
-                times[name] = float(seconds)
-                print(f"  {name}: {1e3 * times[name]:.2f} ms", flush=True)
-            elif line.startswith("PROFILE "):
-                print("  " + line.removeprefix("PROFILE ").rstrip(), flush=True)
+            mark, _, rest = line.rstrip().partition(" ")
+            if mark in ("TIME", "TOKENS"):
+                value, _, what = rest.partition("\t")
+                found.append((what, json.loads(value)))
+                if mark == "TIME":
+                    print(f"  {what}: {1e3 * found[-1][1]:.2f} ms", flush=True)
+            elif mark == "PROFILE":
+                print(f"  {rest}", flush=True)
             elif "moekit: " in line:
                 print("  " + line[line.index("moekit: ") :].rstrip(), flush=True)
     if "DONE\n" not in said:
-        sys.exit(f"the engine with MOEKIT_VLLM={mode} failed:\n{''.join(said)[-6000:]}")
-    return times
+        sys.exit(f"the engine {name} failed:\n{''.join(said)[-6000:]}")
+    return found
 
 
-def _config(args: argparse.Namespace) -> dict[str, Any]:
+def model_config(args: argparse.Namespace) -> dict[str, Any]:
     """Return the model's configuration, as its checkpoint would have it."""
     config = MODELS[args.model] | ({"num_hidden_layers": args.layers} if args.layers else {})
     if args.quant == "none":
@@ -270,7 +277,7 @@ def turn(args: argparse.Namespace) -> None:
     if torch.cuda.is_available() and not args.eager:
         more["compilation_config"] = {"cudagraph_capture_sizes": sorted(batches)}
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(_config(args)))
+        (Path(folder) / "config.json").write_text(json.dumps(model_config(args)))
         llm = LLM(
             folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
             max_model_len=args.prefill + args.steps + 16, max_num_seqs=max(batches),
@@ -290,18 +297,28 @@ def turn(args: argparse.Namespace) -> None:
             llm.generate(asked, sampling, use_tqdm=False)
             return max(ranks.gather(time.perf_counter() - begin))
 
-        for size in batches:
-            seconds(size, 16, 4)
-            short = min(seconds(size, 16, 1) for _ in range(3))
-            long = min(seconds(size, 16, args.steps + 1) for _ in range(3))
-            print(f"\nTIME {(long - short) / args.steps} decode, batch {size}", flush=True)
-            if args.profile:
-                profile(lambda size=size: seconds(size, 16, args.steps + 1), args.profile)
-        seconds(1, args.prefill, 1)
-        fastest = min(seconds(1, args.prefill, 1) for _ in range(3))
-        print(f"\nTIME {fastest} prefill of {args.prefill}", flush=True)
-        if args.profile:
-            profile(lambda: seconds(1, args.prefill, 1), args.profile)
+        print_times(args, seconds, args.profile)
+
+
+def print_times(
+    args: argparse.Namespace, seconds: Callable[[int, int, int], float], kernels: int = 0
+) -> None:
+    """Print the times of an engine, by the seconds that prompts of a length take for some steps.
+
+    kernels: how many to list by their time.
+    """
+    for size in [int(size) for size in args.batches.split(",")]:
+        seconds(size, 16, 4)
+        short = min(seconds(size, 16, 1) for _ in range(3))
+        long = min(seconds(size, 16, args.steps + 1) for _ in range(3))
+        print(f"\nTIME {(long - short) / args.steps}\tdecode, batch {size}", flush=True)
+        if kernels:
+            profile(lambda size=size: seconds(size, 16, args.steps + 1), kernels)
+    seconds(1, args.prefill, 1)
+    fastest = min(seconds(1, args.prefill, 1) for _ in range(3))
+    print(f"\nTIME {fastest}\tprefill of {args.prefill}", flush=True)
+    if kernels:
+        profile(lambda: seconds(1, args.prefill, 1), kernels)
 
 
 def profile(call: Callable[[], Any], count: int) -> None:

@@ -41,6 +41,8 @@ SIZES = dict(num_hidden_layers=1, hidden_size=1024, intermediate_size=512, num_e
 )
 SIZES |= dict(num_key_value_heads=4, head_dim=128, vocab_size=512, max_position_embeddings=512)
 MOST_APART = 0.3  # log probabilities
+_draw = random.Random(0)
+PROMPTS = [[_draw.randrange(3, 512) for _ in range(n)] for n in (3, 11, 40, 64, 65, 128, 200, 17)]
 Completions = list[dict[str, list[Any]]]
 
 
@@ -87,10 +89,7 @@ def engine(first: str, other: str, args: argparse.Namespace) -> None:
     """Print what an engine completes after each step, as JSON."""
     from vllm import LLM, SamplingParams
 
-    draw, gpu, ranks = random.Random(0), torch.cuda.is_available(), Ranks()
-    prompts = [
-        [draw.randrange(3, 512) for _ in range(n)] for n in (3, 11, 40, 64, 65, 128, 200, 17)
-    ]
+    gpu, ranks = torch.cuda.is_available(), Ranks()
     graphs = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8]}} if gpu else {}
     alone = args.ranks == 1
     sleeps = gpu and alone and os.environ["MOEKIT_VLLM"] == "require"
@@ -106,7 +105,7 @@ def engine(first: str, other: str, args: argparse.Namespace) -> None:
         return lambda: llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
     def complete() -> Completions:
-        asked: Any = [{"prompt_token_ids": each} for each in prompts[ranks.rank :: ranks.size]]
+        asked: Any = [{"prompt_token_ids": each} for each in PROMPTS[ranks.rank :: ranks.size]]
         outputs = [done.outputs[0] for done in llm.generate(asked, sampling, use_tqdm=False)]
         mine = [
             {

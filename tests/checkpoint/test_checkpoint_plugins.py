@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import checkpoint_files as files
 import pytest
@@ -37,11 +38,17 @@ CONFIG = {"quant_method": "acme_nf4", "group_size": 64}
 
 
 @pytest.fixture(autouse=True)
-def added() -> Iterator[None]:
-    offered = [NF4, *acme_moe.moekit_formats()]
-    for each in offered:
-        registry().register(each)
-    yield
+def offer() -> Iterator[Callable[[Any], None]]:
+    """Return a function that registers a scheme or format until the test ends."""
+    offered: list[Any] = []
+
+    def add(record: Any) -> None:
+        registry().register(record)
+        offered.append(record)
+
+    for each in (NF4, *acme_moe.moekit_formats()):
+        add(each)
+    yield add
     for each in offered:
         registry().unregister(each)
 
@@ -88,36 +95,32 @@ def test_pushed_tensors_and_files_give_the_same_bits(tmp_path: Path) -> None:
             assert pushed.push(suffix, shards[matrix], int(expert), tensor)
     files_, pushes = load_experts(tmp_path, None, 0, problem), pushed.finish()
     assert torch.equal(files_.w13, pushes.w13) and torch.equal(files_.w2_scale, pushes.w2_scale)
-    x = torch.randn(5, 128, dtype=torch.bfloat16)
     kernel = moekit.compose(problem)
-    p, ids = torch.full((5, 2), 0.5), torch.tensor([[0, 1]] * 5)
-    routing = moekit.Routing(p, ids)
+    routing = moekit.Routing(torch.full((5, 2), 0.5), torch.tensor([[0, 1]] * 5))
+    x = torch.randn(5, 128, dtype=torch.bfloat16)
     assert torch.isfinite(kernel(x, kernel.pack(pushes), routing)).all()
 
 
-def test_padded_neurons_have_the_schemes_code_of_zero(tmp_path: Path) -> None:
+def test_padded_neurons_have_the_schemes_code_of_zero(offer: Any) -> None:
     """Ranks hold whole blocks of 32 rows, so the last of three ranks has fewer neurons."""
     blocks = OperandQuant("nf4", (32, 32), codes=acme_moe.nf4.NF4)
-    registry().register(scheme := QuantScheme(name="nf4_blocks", weight=blocks))
-    try:
-        format = format_of_scheme(scheme)
-        split = ParallelConfig(tp_size=3, tp_rank=2, dp_size=1)
-        sizes = {"num_experts": 1, "top_k": 1, "hidden_size": 64, "intermediate_size": 192 + 48}
-        problem = MoEProblem(**sizes, quant=scheme, parallel=split, device="cpu")
-        pushed = PushedExperts(problem, format)
-        for shard, (n, k) in {"w1": (240, 64), "w3": (240, 64), "w2": (64, 240)}.items():
-            weight, scale = quantize(torch.randn(n, k), blocks, None, None)
-            for suffix, tensor in (("weight_packed", weight), ("weight_scale", scale)):
-                pushed.push(suffix, shard, 0, tensor)
-        neurons, held = len(problem.local_neurons), problem.local_intermediate_size
-        assert neurons < held
-        weights = pushed.finish()
-        w2 = dequantize(weights.w2[0], weights.w2_scale[0], blocks)
-        assert not w2[:, neurons:].any() and w2[:, :neurons].any()
-        w13 = dequantize(weights.w13[0], weights.w13_scale[0], blocks)
-        assert not w13[neurons:held].any() and not w13[held + neurons :].any()
-    finally:
-        registry().unregister(scheme)
+    offer(scheme := QuantScheme(name="nf4_blocks", weight=blocks))
+    format = format_of_scheme(scheme)
+    split = ParallelConfig(tp_size=3, tp_rank=2, dp_size=1)
+    sizes = {"num_experts": 1, "top_k": 1, "hidden_size": 64, "intermediate_size": 192 + 48}
+    problem = MoEProblem(**sizes, quant=scheme, parallel=split, device="cpu")
+    pushed = PushedExperts(problem, format)
+    for shard, (n, k) in {"w1": (240, 64), "w3": (240, 64), "w2": (64, 240)}.items():
+        weight, scale = quantize(torch.randn(n, k), blocks, None, None)
+        for suffix, tensor in (("weight_packed", weight), ("weight_scale", scale)):
+            pushed.push(suffix, shard, 0, tensor)
+    neurons, held = len(problem.local_neurons), problem.local_intermediate_size
+    assert neurons < held
+    weights = pushed.finish()
+    w2 = dequantize(weights.w2[0], weights.w2_scale[0], blocks)
+    assert not w2[:, neurons:].any() and w2[:, :neurons].any()
+    w13 = dequantize(weights.w13[0], weights.w13_scale[0], blocks)
+    assert not w13[neurons:held].any() and not w13[held + neurons :].any()
 
 
 def test_a_config_that_the_format_does_not_understand() -> None:
@@ -146,30 +149,20 @@ class Broken(Method):
      ("nf4", "TypeError: read returned 'nf4'"), (None, "which is unknown for broken")],
 )  # fmt: skip
 def test_faults_of_a_format_name_it(
-    fault: object, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: object, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offer: Any
 ) -> None:
-    spec = FormatSpec(name="broken", target=f"{__name__}:Broken")
     monkeypatch.setattr(Broken, "fault", fault)
-    registry().register(spec)
-    try:
-        files.write(tmp_path, pack, {"quant_method": "broken"}, E=1)
-        with pytest.raises(WeightsError, match=says) as caught:
-            detect(tmp_path)
-        assert "broken" in str(caught.value)
-    finally:
-        registry().unregister(spec)
+    offer(FormatSpec(name="broken", target=f"{__name__}:Broken"))
+    files.write(tmp_path, pack, {"quant_method": "broken"}, E=1)
+    with pytest.raises(WeightsError, match=says) as caught:
+        detect(tmp_path)
+    assert "broken" in str(caught.value)
 
 
-def test_a_format_that_does_not_load(tmp_path: Path) -> None:
-    spec = FormatSpec(name="absent", target="no_such_package:Format", install_hint="pip install it")
-    registry().register(spec)
-    try:
-        with pytest.raises(
-            WeightsError, match=r"'absent'.*does not load.*no_such_package.*install"
-        ):
-            declared_format({"quant_method": "absent"}, 128, 256)
-    finally:
-        registry().unregister(spec)
+def test_a_format_that_does_not_load(offer: Any) -> None:
+    offer(FormatSpec(name="absent", target="no_such_package:Format", install_hint="pip install it"))
+    with pytest.raises(WeightsError, match=r"'absent'.*does not load.*no_such_package.*install"):
+        declared_format({"quant_method": "absent"}, 128, 256)
 
 
 def source(name: str) -> str:

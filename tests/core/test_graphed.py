@@ -104,35 +104,22 @@ def test_sizes_that_are_not_captured(device: Device, rows: int) -> None:
     assert eager.calls == 3 and not device.captures
 
 
-def test_nothing_is_replayed_into_a_capture(device: Device) -> None:
+@pytest.mark.parametrize(("whose", "replays"), [("capturing", 2), ("others_capture", 3)])
+def test_calls_are_eager_while_a_thread_captures(device: Device, whose: str, replays: int) -> None:
+    """Nothing is replayed into this thread's capture, nor while another captures its stream."""
     graphed, eager = make()
-    device.capturing = True
+    setattr(device, whose, True)
     for _ in range(3):
         graphed(*inputs(2))
     assert eager.calls == 3 and not device.captures
-    device.capturing = False
+    setattr(device, whose, False)
     for _ in range(3):
         graphed(*inputs(2))
-    assert device.captures == [2] and device.replays == 2
-    device.capturing = True
+    assert device.captures == [2] and device.replays == replays
+    setattr(device, whose, True)
     given = inputs(2)
     assert torch.equal(graphed(*given), want(*given))
-    assert eager.calls == 5 and device.replays == 2
-
-
-def test_calls_are_eager_while_another_thread_captures_the_last_stream(device: Device) -> None:
-    graphed, eager = make()
-    device.others_capture = True
-    for _ in range(2):
-        graphed(*inputs(2))
-    assert eager.calls == 2 and not device.captures
-    device.others_capture = False
-    graphed(*inputs(2))
-    assert device.captures == [2] and device.replays == 1
-    device.others_capture = True
-    given = inputs(2)
-    assert torch.equal(graphed(*given), want(*given))
-    assert eager.calls == 3 and device.replays == 1
+    assert eager.calls + replays == 7 and device.replays == replays
 
 
 def test_other_dtypes_and_shapes_than_the_graphs(device: Device) -> None:

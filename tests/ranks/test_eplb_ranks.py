@@ -116,37 +116,28 @@ def test_staging_is_bounded(pool):
 
 
 @pytest.mark.parametrize(
-    ("fault", "on_culprit", "elsewhere", "says"),
+    ("run", "fault", "on_culprit", "elsewhere", "says"),
     [
-        ("new differs", "GroupMismatch", "GroupMismatch", "new placement"),
-        ("old differs", "GroupMismatch", "GroupMismatch", "old placement"),
-        ("staging differs", "GroupMismatch", "GroupMismatch", "staging_bytes"),
-        ("out of memory", "OutOfMemoryError", "PeerFailed", "tried to allocate"),
-        ("shared differs", "GroupMismatch", "GroupMismatch", "shared"),
-        ("tensor missing", "GroupMismatch", "GroupMismatch", "packed tensors"),
-        ("experts missing", "WeightsError", "PeerFailed", "dense block for each of"),
-        ("expanded", "WeightsError", "PeerFailed", "packed w2"),
-        ("other sizes", "InvalidInput", "PeerFailed", "both placements must"),
-        ("group", "GroupMismatch", "GroupMismatch", "process group of"),
+        (faults, "new differs", "GroupMismatch", "GroupMismatch", "new placement"),
+        (faults, "old differs", "GroupMismatch", "GroupMismatch", "old placement"),
+        (faults, "staging differs", "GroupMismatch", "GroupMismatch", "staging_bytes"),
+        (faults, "out of memory", "OutOfMemoryError", "PeerFailed", "tried to allocate"),
+        (faults, "shared differs", "GroupMismatch", "GroupMismatch", "shared"),
+        (faults, "tensor missing", "GroupMismatch", "GroupMismatch", "packed tensors"),
+        (faults, "experts missing", "WeightsError", "PeerFailed", "dense block for each of"),
+        (faults, "expanded", "WeightsError", "PeerFailed", "packed w2"),
+        (faults, "other sizes", "InvalidInput", "PeerFailed", "both placements must"),
+        (faults, "group", "GroupMismatch", "GroupMismatch", "process group of"),
+        (failing_policy, "nonsense everywhere", "InvalidInput", "InvalidInput", "policy returned"),
+        (failing_policy, "nonsense on one", "InvalidInput", "PeerFailed", "policy returned"),
+        (failing_policy, "raises on one", "KeyError", "PeerFailed", "no such model"),
+        (failing_policy, "disagrees", "GroupMismatch", "GroupMismatch", "placements wanted"),
     ],
 )
-def test_an_impossible_migration_is_refused_on_all_ranks(pool, fault, on_culprit, elsewhere, says):
-    caught = pool.run(faults, fault)
-    assert [name for name, _ in caught] == [elsewhere] * (len(caught) - 1) + [on_culprit]
-    assert all(says in message for _, message in caught)
-
-
-@pytest.mark.parametrize(
-    ("how", "on_culprit", "elsewhere", "says"),
-    [
-        ("nonsense everywhere", "InvalidInput", "InvalidInput", "the policy returned"),
-        ("nonsense on one", "InvalidInput", "PeerFailed", "the policy returned"),
-        ("raises on one", "KeyError", "PeerFailed", "no such model"),
-        ("disagrees", "GroupMismatch", "GroupMismatch", "placements wanted"),
-    ],
-)
-def test_a_bad_policy_moves_nothing_on_any_rank(pool, how, on_culprit, elsewhere, says):
-    caught = pool.run(failing_policy, how)
+def test_an_impossible_migration_or_policy_is_refused_on_all_ranks(
+    pool, run, fault, on_culprit, elsewhere, says
+):
+    caught = pool.run(run, fault)
     assert [name for name, _ in caught] == [elsewhere] * (len(caught) - 1) + [on_culprit]
     assert all(says in message for _, message in caught)
 

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import pytest
 from layer_ranks import Case, begin, chunks_of, compiled, construct, one_fails, run_case
+from rank_pools import rank_pool
 
 from moekit import ParallelConfig, parallel_config
 from moekit.errors import InvalidProblem
 from moekit.testing.cases import seed
 from moekit.testing.distributed import RankPool
 
-
-@pytest.fixture(scope="module")
-def ranks():
-    with RankPool(4) as pool:
-        pool.run(begin, seed())
-        yield pool
-
+ranks = rank_pool(4, "cpu", begin, seed())
 
 # Arguments of Case: tp and dp sizes and ep, or (ep, tp, dp) sizes.
 SPREADS = {

@@ -5,19 +5,14 @@ from __future__ import annotations
 import pytest
 from layer_ranks import Case, begin
 from lora_ranks import no_ids, run_case, train, uneven
+from rank_pools import rank_pool
 
 from moekit.testing.cases import seed
-from moekit.testing.distributed import RankPool
 
 EIGHT = {"num_experts": 8}
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    with RankPool(4) as pool:
-        pool.run(begin, seed())
-        yield pool
-
+ranks = rank_pool(4, "cpu", begin, seed())
 
 SPREADS = {
     "1 rank": {},

@@ -20,13 +20,11 @@ from deepep_transfers import (
     EventOverlap,
     _Base,
     delivered,
-    exchange,
-    garbage,
     sent_again,
     summed_by_rank,
 )
 from torch.utils._python_dispatch import _disable_current_modes
-from vendor_stand_ins import on_cpu
+from vendor_stand_ins import exchange, garbage, on_cpu
 
 topk_idx_t = torch.int64
 _E4M3 = torch.float8_e4m3fn

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
-from vendor_stand_ins import on_cpu
+from vendor_stand_ins import exchange, garbage, on_cpu
 
 
 class EventOverlap:
@@ -24,20 +24,6 @@ class EventOverlap:
         if finish is not None:
             with _disable_current_modes():
                 finish()
-
-
-def exchange(group, *tensors):
-    """Every rank's tensors, by rank."""
-    with _disable_current_modes():
-        mine = [
-            (t.contiguous().view(-1).view(torch.uint8).numpy(), t.dtype, t.shape) for t in tensors
-        ]
-        everyone = [mine] * group.size()
-        dist.all_gather_object(everyone, mine, group=group)
-        return [
-            [torch.from_numpy(sent).view(dtype).view(shape) for sent, dtype, shape in theirs]
-            for theirs in everyone
-        ]
 
 
 def by_rank(sources, arrived):
@@ -65,15 +51,6 @@ def delivered(sources, arrived, rows, held):
                 mine[at] = theirs
 
     return (x, *scales) if scales else x, ids, weights, write
-
-
-def garbage(shape, dtype):
-    made = torch.empty(shape, dtype=dtype)
-    with _disable_current_modes():
-        if dtype in (torch.int32, torch.int64):
-            return made.fill_(123456)
-        made.view(torch.uint8).fill_(0xFF)  # NaN
-    return made
 
 
 class Stream:

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import standin
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 import triton_interpreter  # noqa: F401 (patches triton before the kernels are imported)
 from moekit_deepgemm import library
 from moekit_deepgemm.mega import MegaKernel
 from torch.utils._python_dispatch import _disable_current_modes
+from vendor_stand_ins import exchange
 
 from moekit.problem.quant import SCHEMES
 from moekit.problem.quantize import dequantize, quantize
@@ -54,20 +54,14 @@ def fp8_mega_moe(y, l1_weights, l2_weights, sym_buffer, *, activation_clamp=None
         assert scale.shape == (len(w), w.shape[1] // 128, w.shape[2] // 128)
     with _disable_current_modes(), torch.autocast("cpu", enabled=False):
         mine = (b.x[:T].view(torch.uint8), b.x_sf[:T], b.topk_idx[:T], b.topk_weights[:T])
-        sent = _exchange([t.clone() for t in mine], b.group)
+        sent = exchange(b.group, *mine)
         rank, E = b.group.rank(), b.experts // b.group.size()
         weights = _undone(*l1_weights), dequantize(*l2_weights, _BLOCK.weight)
         back = [_experts(*each, rank * E, E, *weights, activation_clamp) for each in sent]
         total = torch.zeros(y.shape, dtype=torch.float32, device="cpu")
-        for rows in _exchange(back, b.group):
+        for rows in exchange(b.group, *back):
             total += rows[rank]
         y.copy_(total)
-
-
-def _exchange(value, group) -> list:
-    every = [None] * group.size()
-    dist.all_gather_object(every, value, group=group)
-    return every
 
 
 def _undone(w13, scale) -> torch.Tensor:

@@ -127,13 +127,9 @@ class _Runner:
             self._inbox[t, k] = y.float()  # each (token, k) has one rank
         output.copy_(self._inbox[:T].sum(dim=1))
 
+    @torch.autocast("cpu", enabled=False)
     def _experts(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        with torch.autocast("cpu", enabled=False):
-            return self._computed(x, ids, weights, *self.weights.values())
-
-    def _computed(
-        self, x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        w13, w2 = self.weights.values()
         t, k = ((ids // self.pipe.E == self.pipe.rank) & (ids >= 0)).nonzero(as_tuple=True)
         y = x.new_zeros((len(t), self.pipe.H), dtype=torch.float32)
         for row, e in enumerate((ids[t, k] % self.pipe.E).tolist()):

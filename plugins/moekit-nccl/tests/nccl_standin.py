@@ -21,31 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
-from vendor_stand_ins import on_cpu
+from vendor_stand_ins import exchange, garbage, on_cpu
 
 live: list[Any] = []
 _building = threading.local()  # the process group that a communicator is made for
-
-
-def exchange(group, *tensors):
-    """Every rank's tensors, by rank."""
-    with _disable_current_modes():
-        mine = [
-            (t.contiguous().view(-1).view(torch.uint8).numpy(), t.dtype, t.shape) for t in tensors
-        ]
-        everyone = [mine] * group.size()
-        dist.all_gather_object(everyone, mine, group=group)
-        return [
-            [torch.from_numpy(sent).view(dtype).view(shape) for sent, dtype, shape in theirs]
-            for theirs in everyone
-        ]
-
-
-def garbage(shape, dtype):
-    made = torch.empty(shape, dtype=dtype)
-    with _disable_current_modes():
-        made.view(-1).view(torch.uint8).fill_(0xFF)  # NaN, or -1
-        return made.fill_(123456) if dtype in (torch.int32, torch.int64) else made
 
 
 class _Live:

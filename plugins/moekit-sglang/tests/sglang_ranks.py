@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import engine_layers
 import sglang_layers as one
 import sglang_standin as standin
 import torch.distributed as dist
@@ -35,26 +36,20 @@ def start(rank: int, world_size: int, **chosen: Any) -> None:
 
 
 def layer_of(rank: int, world_size: int) -> Any:
-    share = one.E // world_size
+    share = engine_layers.E // world_size
     held = slice(rank * share, (rank + 1) * share)
-    return one.made({name: tensor[held] for name, tensor in one.drawn().items()})
+    return one.made({name: tensor[held] for name, tensor in engine_layers.drawn().items()})
 
 
 def run(rank: int, world_size: int, tokens: list[int]) -> dict[str, Any]:
     """Return the errors of the layer's outputs against whole sums over this rank's own tokens."""
     start(rank, world_size, dp_tokens=tokens)
     layer = layer_of(rank, world_size)
-    x, topk = one.calls(max(tokens), seed=rank)
-    x, topk = (
-        x[: tokens[rank]],
-        topk._replace(
-            topk_weights=topk.topk_weights[: tokens[rank]], topk_ids=topk.topk_ids[: tokens[rank]]
-        ),
-    )
-    expected = one.want(one.drawn(), x, topk)
+    x, topk = one.calls(tokens[rank], rank)
+    expected = one.want(engine_layers.drawn(), x, topk)
     return {
         "moekit": one.taken(layer),
-        "error": one.error(layer(x, topk), expected) if len(x) else len(layer(x, topk)),
+        "error": engine_layers.error(layer(x, topk), expected) if len(x) else len(layer(x, topk)),
         "said": sorted(settings.SGLANG.said),
     }
 

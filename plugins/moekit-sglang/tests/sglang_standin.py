@@ -6,12 +6,14 @@ wraps as SGLang's does, but only methods and functions, after and around.
 
 from __future__ import annotations
 
+import pkgutil
 import sys
 from collections.abc import Callable
 from enum import Enum
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import engine_layers
 import torch
 from torch import nn
 
@@ -39,20 +41,10 @@ class HookRegistry:
     @classmethod
     def apply_hooks(cls) -> None:
         for target, hooks in cls.hooks.items():
-            owner, name = _owner(target)
+            path, _, name = target.rpartition(".")
+            owner = pkgutil.resolve_name(path)
             for kind, hook in hooks:
                 setattr(owner, name, _wrapped(getattr(owner, name), hook, kind))
-
-
-def _owner(target: str) -> tuple[Any, str]:
-    parts = target.split(".")
-    for end in range(len(parts) - 1, 0, -1):
-        if (module := sys.modules.get(".".join(parts[:end]))) is not None:
-            owner: Any = module
-            for part in parts[end:-1]:
-                owner = getattr(owner, part)
-            return owner, parts[-1]
-    raise AssertionError(target)
 
 
 def _wrapped(stock: Any, hook: Any, kind: Any) -> Any:
@@ -159,28 +151,15 @@ class FusedMoE(nn.Module):
         module = sys.modules["sglang.srt.layers.moe.fused_moe_triton.layer"]
         self.dispatcher = module.create_moe_dispatcher(self)
 
-    def weight_loader(
-        self,
-        param: Any,
-        loaded_weight: torch.Tensor,
-        weight_name: str,
-        shard_id: str,
-        expert_id: int,
-    ) -> None:
-        local = expert_id - self.moe_ep_rank * self.num_local_experts
-        if 0 <= local < self.num_local_experts:
+    def weight_loader(self, param: Any, loaded_weight: Any, weight_name: str, **of: Any) -> None:
+        of["expert_id"] -= self.moe_ep_rank * self.num_local_experts
+        if 0 <= of["expert_id"] < self.num_local_experts:
             self._weight_loader_impl(
-                param=param, loaded_weight=loaded_weight, weight_name=weight_name,
-                shard_id=shard_id, expert_id=local,
-            )  # fmt: skip
+                param=param, loaded_weight=loaded_weight, weight_name=weight_name, **of
+            )
 
     def _weight_loader_impl(
-        self,
-        param: Any,
-        loaded_weight: torch.Tensor,
-        weight_name: str,
-        shard_id: str,
-        expert_id: int,
+        self, param: Any, loaded_weight: Any, weight_name: str, shard_id: str, expert_id: int
     ) -> None:
         held = param.data[expert_id]
         if shard_id in ("w1", "w3"):
@@ -192,66 +171,36 @@ class FusedMoE(nn.Module):
     ) -> None:
         param.data.copy_(loaded_weight)
 
-    def run_moe_core(self, dispatch_output: Any) -> Any:
-        return self.quant_method.apply(layer=self, dispatch_output=dispatch_output)
-
     def forward(self, x: torch.Tensor, topk: TopK) -> torch.Tensor:
         dispatched = self.dispatcher.dispatch(hidden_states=x, topk_output=topk)
-        return self.dispatcher.combine(combine_input=self.run_moe_core(dispatched))
-
-
-class ModelRunner:
-    """Writes matrices by the parameters' names, as a model's load_weights does."""
-
-    def __init__(self, layer: Any) -> None:
-        self.layer = layer
-
-    def update_weights_from_tensor(self, matrices: Any) -> None:
-        known = dict(self.layer.named_parameters())
-        for name, tensor, shard, expert in matrices:
-            known[name].weight_loader(known[name], tensor, name, shard_id=shard, expert_id=expert)
-
-    def update_weights_from_distributed(self, matrices: Any) -> None:
-        self.update_weights_from_tensor(matrices)
+        made = self.quant_method.apply(layer=self, dispatch_output=dispatched)
+        return self.dispatcher.combine(combine_input=made)
 
 
 def modules() -> dict[str, ModuleType]:
     """Return the stand-in's modules by SGLang's names, with new classes that hooks may change."""
     layer = type("FusedMoE", (FusedMoE,), {})
-    runner = type("ModelRunner", (ModelRunner,), {})
-    moe = "srt.layers.moe."
-    contents: dict[str, dict[str, Any]] = {
-        "srt.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
-        "srt.runtime_context": {
+    srt, moe = "sglang.srt", "sglang.srt.layers.moe"
+    contents = {
+        f"{srt}.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
+        f"{srt}.runtime_context": {
             "get_server_args": lambda: arguments,
             "get_parallel": lambda: split,
         },
-        f"{moe}fused_moe_triton.layer": {
+        f"{moe}.fused_moe_triton.layer": {
             "FusedMoE": layer,
             "create_moe_dispatcher": create_moe_dispatcher,
         },
-        f"{moe}token_dispatcher.standard": {
+        f"{moe}.token_dispatcher.standard": {
+            "BaseDispatcher": BaseDispatcher,
             "StandardCombineInput": StandardCombineInput,
             "StandardDispatchOutput": StandardDispatchOutput,
         },
-        f"{moe}token_dispatcher.base": {"BaseDispatcher": BaseDispatcher},
-        f"{moe}utils": {
+        f"{moe}.utils": {
             "get_moe_runner_backend": lambda: SimpleNamespace(value=chosen.runner),
             "get_moe_a2a_backend": lambda: SimpleNamespace(value=chosen.all_to_all),
         },
-        "srt.layers.dp_attention": {"get_dp_global_num_tokens": lambda: chosen.dp_tokens},
-        "srt.model_executor.model_runner": {"ModelRunner": runner},
-        "srt.utils": {"cpu_has_amx_support": lambda: chosen.amx},
+        f"{srt}.layers.dp_attention": {"get_dp_global_num_tokens": lambda: chosen.dp_tokens},
+        f"{srt}.utils": {"cpu_has_amx_support": lambda: chosen.amx},
     }
-    made: dict[str, ModuleType] = {}
-    for name, content in contents.items():
-        parts = ["sglang", *name.split(".")]
-        for end in range(1, len(parts) + 1):
-            path = ".".join(parts[:end])
-            made.setdefault(path, ModuleType(path)).__path__ = []
-        vars(made[".".join(parts)]).update(content)
-    for path, module in made.items():
-        parent, _, name = path.rpartition(".")
-        if parent:
-            setattr(made[parent], name, module)
-    return made
+    return engine_layers.modules(contents)

@@ -4,52 +4,51 @@ from __future__ import annotations
 
 import logging
 import sys
-from types import SimpleNamespace
 
 import moekit_sglang
 import pytest
 import sglang_standin as standin
 import torch
+from engine_layers import INNER, E, H, drawn, error
 from moekit_sglang import experts, versions
-from sglang_layers import INNER, E, H, calls, drawn, error, made, started, taken, want
+from sglang_layers import calls, made, started, taken, want
 from sglang_layers import sglang as sglang  # a fixture
 
 import moekit
-from moekit.errors import MoekitError, Unsupported
+from moekit.errors import MoekitError
 
+HOOKS = "sglang.srt.plugins.hook_registry"
 GPT_OSS = dict(gemm1_alpha=1.702, gemm1_clamp_limit=7.0)
+
+
+SILU, NO_GATE = moekit.Activation("silu"), {"is_gated": False}
 
 
 @pytest.mark.parametrize(
     ("config", "activation", "interleaved", "factor"),
     [
-        ({}, None, False, 1.0),
-        ({"activation": "gelu"}, "gelu", False, 1.0),
+        ({}, SILU, False, 1.0),
+        ({"activation": "gelu"}, moekit.Activation("gelu"), False, 1.0),
         ({"swiglu_limit": 0.5}, moekit.Activation("silu", limit=0.5), False, 1.0),
         ({"gemm1_clamp_limit": 0.5}, moekit.Activation("swiglustep", limit=0.5), False, 1.0),
         (GPT_OSS, moekit.Activation("swigluoai"), True, 1.0),
         (GPT_OSS | {"gate_up_interleaved": False}, moekit.Activation("swigluoai"), False, 1.0),
-        ({"routed_scaling_factor": 2.5}, None, False, 2.5),
-        ({"routed_scaling_factor": 2.5, "fuses": True}, None, False, 1.0),
+        ({"routed_scaling_factor": 2.5}, SILU, False, 2.5),
+        ({"routed_scaling_factor": 2.5, "fuses": True}, SILU, False, 1.0),
+        ({"shared": 1}, SILU, False, 1.0),
+        (NO_GATE, moekit.Activation("silu_no_mul"), False, 1.0),
+        (NO_GATE | {"activation": "gelu"}, moekit.Activation("gelu_no_mul"), False, 1.0),
+        (NO_GATE | {"activation": "relu2"}, moekit.Activation("relu2"), False, 1.0),
     ],
 )
 def test_a_layer_computes_what_sglang_computes(config, activation, interleaved, factor) -> None:
     started()
-    weights = drawn(w13_weight_bias=torch.rand(E, 2 * INNER), w2_weight_bias=torch.rand(E, H))
-    layer = made(weights, **config)
-    activation = moekit.Activation(activation) if isinstance(activation, str) else activation
-    x, topk = calls()
+    halves = 1 if "is_gated" in config else 2
+    biases = {"w13_weight_bias": torch.rand(E, halves * INNER), "w2_weight_bias": torch.rand(E, H)}
+    weights = drawn(halves=halves, **biases)
+    layer, (x, topk) = made(weights, **config), calls()
     expected = factor * want(weights, x, topk, activation, interleaved)
     assert taken(layer) and error(layer(x, topk), expected) < 1e-5
-
-
-@pytest.mark.parametrize("activation", ["silu", "gelu", "relu2"])
-def test_experts_without_a_gate(activation) -> None:
-    started()
-    layer = made(drawn(halves=1), activation=activation, is_gated=False)
-    name = activation if activation == "relu2" else f"{activation}_no_mul"
-    expected = want(drawn(halves=1), *calls(), moekit.Activation(name))
-    assert taken(layer) and error(layer(*calls()), expected) < 1e-5
 
 
 @pytest.mark.parametrize("moved", [False, True])
@@ -74,49 +73,46 @@ def test_ranks_sum_to_the_whole(monkeypatch, moved) -> None:
     assert error(total, want(weights, *calls())) < 1e-5
 
 
-REFUSED = {
-    "moekit has no LoRA": lambda: setattr(standin.arguments, "enable_lora", True),
-    "offloads weights": lambda: setattr(standin.arguments, "cpu_offload_gb", 8),
-    "runner 'triton_kernel' chooses": lambda: setattr(standin.chosen, "runner", "triton_kernel"),
-    "by --moe-a2a-backend deepep": lambda: setattr(standin.chosen, "all_to_all", "deepep"),
-    "--enable-torch-compile": lambda: setattr(standin.arguments, "enable_torch_compile", True),
-    "faster on this CPU": lambda: setattr(standin.chosen, "amx", True),
-}
+def of(where, name, value):
+    """Return a function that sets one of the engine's arguments or choices."""
+    return lambda: setattr(where, name, value)
 
 
-@pytest.mark.parametrize("reason", REFUSED)
-def test_sglang_keeps_a_layer_and_says_why_once(caplog, reason) -> None:
-    caplog.set_level(logging.INFO, "sglang.moekit")
-    REFUSED[reason]()
-    started()
-    assert not any(taken(made()) for _ in range(2))
-    (line,) = [r.message for r in caplog.records if "stays with SGLang" in r.message]
-    assert reason in line and "6 experts, top 2, hidden 64, intermediate 32" in line
+ENGINE, CHOSEN = standin.arguments, standin.chosen
 
 
 @pytest.mark.parametrize(
-    ("config", "reason"),
+    ("reason", "change", "config"),
     [
-        ({"no_combine": True}, "no_combine"),
-        ({"top_k": None}, "per token is unknown"),
-        ({"activation": "tanh"}, "'tanh' is unknown"),
-        ({"activation": "gelu", "swiglu_limit": 1.0}, "no 'gelu' with the numbers"),
-        ({"apply_router_weight_on_input": True, "routed_scaling_factor": 2.0}, "scales their sum"),
-        (GPT_OSS | {"gemm1_beta": 0.0}, "gemm1_beta=0.0"),
+        ("moekit has no LoRA", of(ENGINE, "enable_lora", True), {}),
+        ("offloads weights", of(ENGINE, "cpu_offload_gb", 8), {}),
+        ("runner 'triton_kernel' chooses", of(CHOSEN, "runner", "triton_kernel"), {}),
+        ("by --moe-a2a-backend deepep", of(CHOSEN, "all_to_all", "deepep"), {}),
+        ("--enable-torch-compile", of(ENGINE, "enable_torch_compile", True), {}),
+        ("faster on this CPU", of(CHOSEN, "amx", True), {}),
+        ("--disable-shared-experts-fusion", of(standin.split, "moe_ep_size", 2), {"shared": 1}),
+        ("no_combine", None, {"no_combine": True}),
+        ("per token is unknown", None, {"top_k": None}),
+        ("'tanh' is unknown", None, {"activation": "tanh"}),
+        ("no 'gelu' with the numbers", None, {"activation": "gelu", "swiglu_limit": 1.0}),
+        (
+            "scales their sum",
+            None,
+            {"apply_router_weight_on_input": True, "routed_scaling_factor": 2.0},
+        ),
+        ("gemm1_beta=0.0", None, GPT_OSS | {"gemm1_beta": 0.0}),
     ],
 )
-def test_a_layer_that_moekit_does_not_know(caplog, config, reason) -> None:
+def test_sglang_keeps_a_layer_and_says_why_once(caplog, reason, change, config) -> None:
+    caplog.set_level(logging.INFO, "sglang.moekit")
+    if change is not None:
+        change()
     started()
-    layer = made(**config)
-    assert not taken(layer) and reason in caplog.text
-    assert torch.equal(layer(*calls()), torch.zeros(9, H))
-
-
-def test_shared_experts_that_every_rank_holds(caplog) -> None:
-    started()
-    assert taken(made(shared=1))
-    standin.split.moe_ep_size = 2
-    assert not taken(made(shared=1)) and "--disable-shared-experts-fusion" in caplog.text
+    layers = [made(**config) for _ in range(2)]
+    assert not any(map(taken, layers))
+    assert torch.equal(layers[0](*calls()), torch.zeros(9, H))
+    (line,) = [r.message for r in caplog.records if "stays with SGLang" in r.message]
+    assert reason in line and "hidden 64, intermediate 32" in line
 
 
 def test_the_modes(monkeypatch, caplog) -> None:
@@ -143,14 +139,8 @@ def test_the_modes(monkeypatch, caplog) -> None:
         (lambda m: m.setattr(versions, "installed", lambda: None), "SGLang is not installed"),
         (lambda m: m.setattr(versions, "installed", lambda: "0.5.14"), "supports 0.5.15 to 0.5.23"),
         (lambda m: m.setattr(versions, "installed", lambda: "0.6.0"), "this is SGLang 0.6.0"),
-        (
-            lambda m: m.setattr(versions, "LOADERS", ("sglang.srt.utils.gone",)),
-            "SGLang has no sglang.srt.utils.gone",
-        ),
-        (
-            lambda m: m.delitem(sys.modules, "sglang.srt.plugins.hook_registry"),
-            "other modules than expected",
-        ),
+        (lambda m: m.setattr(versions, "LOADERS", ("sglang.gone",)), "SGLang has no sglang.gone"),
+        (lambda m: m.delitem(sys.modules, HOOKS), "other modules than expected"),
     ],
 )
 def test_another_version(monkeypatch, caplog, change, reason) -> None:
@@ -178,21 +168,10 @@ def test_a_router_of_another_kind_of_weights() -> None:
     assert error(layer(x, other), expected) < 1e-5
 
 
-def test_graphs_need_backends_that_they_can_hold() -> None:
-    from moekit.engines.packed import check_graphs
-
-    unfit = SimpleNamespace(spec=SimpleNamespace(name="naive", graph_safe=False))
-    kernel = SimpleNamespace(dispatcher=unfit, experts=unfit)
-    with pytest.raises(Unsupported, match="graphs that SGLang captures: use --disable-cuda-graph"):
-        check_graphs(kernel, "SGLang", "--disable-cuda-graph")
-
-
 def test_kernels_compile_before_the_engine_serves(monkeypatch) -> None:
     """They compile for the tokens that SGLang schedules: a prompt's chunk, or the largest graph."""
     asked = []
-    monkeypatch.setattr(
-        experts, "warm_up", lambda kernel, packed, tokens, most=None: asked.append(tokens)
-    )
+    monkeypatch.setattr(experts, "warm_up", lambda *given: asked.append(given[2]))
     started()
     layer = made()
     standin.arguments.cuda_graph_max_bs_decode = 256

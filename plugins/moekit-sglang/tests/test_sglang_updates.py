@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import sglang_standin as standin
 import torch
+from engine_layers import INNER, E, H, drawn, error
 from moekit_sglang import experts
-from sglang_layers import INNER, E, H, calls, drawn, error, made, started, taken, want
+from sglang_layers import calls, made, started, taken, want
 from sglang_layers import sglang as sglang  # a fixture
 
 from moekit.errors import MoekitError
@@ -36,8 +35,11 @@ def matrices(weights):
         yield "w2_weight", weights["w2_weight"][expert], "w2", expert
 
 
-def runner(layer):
-    return sys.modules["sglang.srt.model_executor.model_runner"].ModelRunner(layer)
+def update(layer, new):
+    """Write matrices as a model's load_weights does, by the parameters' names."""
+    for name, tensor, shard, expert in new:
+        param = getattr(layer, name)
+        param.weight_loader(param, tensor, name, shard_id=shard, expert_id=expert)
 
 
 def pointers(layer):
@@ -49,7 +51,7 @@ def test_weights_that_moekit_shares_with_sglang_change_at_once() -> None:
     started()
     layer = made()
     assert not layer.quant_method.moekit_experts.emptied
-    runner(layer).update_weights_from_tensor(list(matrices(drawn(1)))[:3])
+    update(layer, list(matrices(drawn(1)))[:3])
     mixed = drawn()
     for name, tensor in mixed.items():
         tensor[0] = drawn(1)[name][0]
@@ -63,12 +65,11 @@ def test_packed_weights_change_when_the_last_matrix_has_come(repacking) -> None:
     before, names = pointers(layer), dict(layer.named_parameters())
     assert {"w13_weight", "w2_weight", "moekit_w13", "moekit_w2"} == set(names)
     assert layer.w13_weight.numel() == layer.w2_weight.numel() == 0
-    update = runner(layer).update_weights_from_tensor
     for part in (new[:5], new[5:-1]):
-        update(part)
+        update(layer, part)
         with pytest.raises(MoekitError, match="matrices of new weights have come for an MoE layer"):
             layer(*calls())
-    runner(layer).update_weights_from_distributed(new[-1:])
+    update(layer, new[-1:])
     assert error(layer(*calls()), want(drawn(1), *calls())) < 1e-5
     assert pointers(layer) == before and layer.w13_weight.numel() == 0
     assert dict(layer.named_parameters()).keys() == names.keys()
@@ -81,9 +82,7 @@ def test_updates_from_files_end_with_sglangs_call(repacking) -> None:
     before = pointers(layer)
     layer.quant_method.restore_weights_before_loading(layer)
     assert not hasattr(layer, "restored_by_sglang")
-    for name, tensor, shard, expert in matrices(drawn(1)):
-        param = getattr(layer, name)
-        param.weight_loader(param, tensor, name, shard_id=shard, expert_id=expert)
+    update(layer, matrices(drawn(1)))
     layer.quant_method.process_weights_after_loading(layer)
     assert error(layer(*calls()), want(drawn(1), *calls())) < 1e-5
     assert pointers(layer) == before
@@ -104,12 +103,12 @@ def test_an_update_that_moekit_cannot_take(repacking) -> None:
     started()
     layer = made()
     new = list(matrices(drawn(1)))
-    runner(layer).update_weights_from_tensor(new[:-1])
+    update(layer, new[:-1])
     with pytest.raises(MoekitError, match="only 17 matrices of new weights have come"):
         layer.quant_method.process_weights_after_loading(layer)  # after a file that lacks one
     layer.moe_runner_config.no_combine = True
     with pytest.raises(MoekitError, match="MoE layer 3, but not with its new weights: it returns"):
-        runner(layer).update_weights_from_tensor(new[-1:])
+        update(layer, new[-1:])
     assert taken(layer)
     layer.moe_runner_config.no_combine = False
     layer.quant_method.process_weights_after_loading(layer)
@@ -124,10 +123,10 @@ def test_parameters_that_a_checkpoint_lacks_are_not_awaited(repacking) -> None:
     cls = type(layer)
     layer = cls(drawn(w13_more=torch.zeros(E, H)), standin.method("UnquantizedFusedMoEMethod"),
                 hidden=H, inner=INNER)  # fmt: skip
-    runner(layer).update_weights_from_tensor(matrices(drawn()))
+    update(layer, matrices(drawn()))
     layer.quant_method.process_weights_after_loading(layer)
     assert set(layer.quant_method.moekit_experts.awaited) == {"w13_weight", "w2_weight"}
-    runner(layer).update_weights_from_tensor(matrices(drawn(1)))
+    update(layer, matrices(drawn(1)))
     assert error(layer(*calls()), want(drawn(1), *calls())) < 1e-5
 
 
@@ -138,5 +137,5 @@ def test_a_layer_that_stays_with_sglang_stays_through_updates() -> None:
     layer.quant_method.restore_weights_before_loading(layer)
     layer.quant_method.process_weights_after_loading(layer)
     assert not taken(layer) and layer.restored_by_sglang
-    runner(layer).update_weights_from_tensor(matrices(drawn(1)))
+    update(layer, matrices(drawn(1)))
     assert torch.equal(layer.w13_weight, drawn(1)["w13_weight"])

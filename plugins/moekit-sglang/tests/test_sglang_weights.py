@@ -114,29 +114,20 @@ def layer_of(name: str, parameters=None, **config):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_method_is_read(name) -> None:
+def test_a_method_is_read_and_computes(name) -> None:
+    """As moekit does with the weights themselves."""
     scheme, expected = CASES[name][0], weights(CASES[name][0])
     found, got = read(layer := layer_of(name), layer.quant_method)
     assert found == scheme and not got.interleaved
     for field in ("w13", "w2", "w13_scale", "w2_scale"):
         stated, mine = getattr(expected, field), getattr(got, field)
         assert torch.equal(mine.float().view(stated.shape), stated.float()), field
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_quantized_layer_computes(name) -> None:
-    """The layer's output equals moekit's with the weights themselves."""
     started()
-    layer = layer_of(name, params_dtype=torch.bfloat16)
-    assert taken(layer)
-    draw = torch.Generator().manual_seed(1)
-    x = torch.randn(5, H, generator=draw).bfloat16()
-    topk = standin.TopK(torch.rand(5, 2, generator=draw), torch.tensor([[0, 2]] * 5))
-    experts = layer.quant_method.moekit_experts
-    routing = moekit.Routing(topk.topk_weights, topk.topk_ids)
-    packed = experts.kernel.pack(weights(CASES[name][0]))
-    assert torch.equal(layer(x, topk), experts.kernel(x, packed, routing))
-    assert layer(x, topk).abs().max() > 0
+    assert taken(layer := layer_of(name, params_dtype=torch.bfloat16))
+    x, topk = torch.randn(5, H).bfloat16(), (torch.rand(5, 2), torch.tensor([[0, 2]] * 5))
+    kernel = layer.quant_method.moekit_experts.kernel
+    want = kernel(x, kernel.pack(expected), moekit.Routing(*topk))
+    assert torch.equal(layer(x, standin.TopK(*topk)), want) and want.abs().max() > 0
 
 
 def test_per_tensor_fp8(monkeypatch) -> None:

@@ -12,10 +12,11 @@ import moekit_vllm
 import pytest
 import torch
 import vllm_standin as standin
+from engine_layers import INNER, E, H, K, calls, drawn, error, want
 from moekit_vllm import describe, hooks, versions
 from moekit_vllm.settings import VLLM
 from tuned_tables import make_table, write_table
-from vllm_layers import INNER, E, H, K, applied, calls, drawn, error, made, share, want
+from vllm_layers import applied, made, share
 from vllm_layers import vllm as vllm  # a fixture
 
 import moekit

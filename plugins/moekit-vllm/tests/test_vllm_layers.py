@@ -9,9 +9,10 @@ import moekit_vllm
 import pytest
 import torch
 import vllm_standin as standin
+from engine_layers import INNER, E, H, K, calls, drawn, error, want
 from moekit_vllm import experts, problem, versions
 from torch._subclasses.fake_tensor import FakeTensorMode
-from vllm_layers import INNER, E, H, K, applied, calls, drawn, error, made, share, want
+from vllm_layers import applied, made, share
 from vllm_layers import vllm as vllm  # a fixture
 
 import moekit

@@ -8,8 +8,9 @@ import moekit_vllm
 import pytest
 import torch
 import vllm_standin as standin
+from engine_layers import INNER, E, H, K, calls, drawn, error, want
 from moekit_vllm import lora
-from vllm_layers import INNER, E, H, K, applied, calls, drawn, error, made, want
+from vllm_layers import applied, made
 from vllm_layers import vllm as vllm  # a fixture
 
 SLOTS, RANK = 2, 4

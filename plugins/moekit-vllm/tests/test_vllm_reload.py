@@ -13,9 +13,10 @@ pytest.importorskip("vllm")
 
 import checkpoint_files as files  # noqa: E402
 import vllm_quantized_layers as layers  # noqa: E402
-from moekit_vllm.method import extended  # noqa: E402
+from moekit_vllm.method import Extended  # noqa: E402
 from moekit_vllm.settings import Mode  # noqa: E402
 
+from moekit.engines.method import extended  # noqa: E402
 from moekit.errors import MoekitError  # noqa: E402
 from moekit.problem.tolerance import rms_bound  # noqa: E402
 
@@ -31,7 +32,7 @@ def empty(format: layers.Format) -> Any:
 
     layer = layers.empty_layer(format, H, I)
     record_metadata_for_reloading(layer)
-    layer.quant_method = extended(layer.quant_method, Mode.REQUIRE)
+    layer.quant_method = extended(layer.quant_method, Extended, Mode.REQUIRE)
     return layer
 
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import moekit_vllm
 import torch
+from engine_layers import calls, drawn, error, want
 from torch import nn
-from vllm_layers import applied, calls, drawn, error, share, want
+from vllm_layers import applied, share
 from vllm_layers import vllm as vllm  # a fixture
 from vllm_memory import Allocated
 

@@ -8,12 +8,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import engine_layers as one
 import moekit_vllm
 import torch
 import torch.distributed as dist
-import vllm_layers as one
 import vllm_standin as standin
 from moekit_vllm import experts, settings, versions, weights
+from vllm_layers import applied, made
 
 import moekit
 from moekit.engines import kernels
@@ -47,7 +48,7 @@ def layer_of(rank: int, world_size: int, order: list[int], fields: dict[str, Any
     split = dict(ep_size=world_size, ep_rank=rank, use_ep=True, dp_size=world_size) | fields
     config = standin.config(one.E, one.K, one.H, one.INNER, max_num_tokens=16, **split)
     weights = {n: w[held].clone() for n, w in one.drawn().items()}
-    return one.made(config, weights, expert_map=where, **more)
+    return made(config, weights, expert_map=where, **more)
 
 
 def fail(
@@ -103,7 +104,7 @@ def run(rank: int, world_size: int, tokens: list[int], fields: dict[str, Any]) -
         return {"refused": str(error)}
     calls = one.calls(tokens[rank], seed=rank)
     with patch.object(experts, "Routing", wraps=experts.Routing) as routing:
-        out = one.applied(layer, *calls)
+        out = applied(layer, *calls)
     want = one.want(one.drawn(), *calls)
     return {
         "error": one.error(out, want) if tokens[rank] else float(out.numel()),

@@ -9,6 +9,7 @@ import sys
 from enum import Enum
 from types import ModuleType, SimpleNamespace
 
+import engine_layers
 import torch
 from torch import nn
 
@@ -145,11 +146,4 @@ def modules() -> dict[str, ModuleType]:
         f"{fused}.modular_kernel": {"FusedMoEKernelModularImpl": FusedMoEKernelModularImpl},
         f"{fused}.config": {"FUSED_MOE_UNQUANTIZED_CONFIG": object()},
     }
-    made: dict[str, ModuleType] = {}
-    for name, attributes in contents.items():
-        parts = name.split(".")
-        for length in range(1, len(parts) + 1):
-            path = ".".join(parts[:length])
-            made.setdefault(path, ModuleType(path)).__path__ = []  # type: ignore[attr-defined]
-        vars(made[name]).update(attributes)
-    return made
+    return engine_layers.modules(contents)

@@ -16,10 +16,11 @@ from collections.abc import Callable
 from typing import Any
 
 from moekit.engines.kernels import names_dispatcher
+from moekit.engines.method import extended
 from moekit.errors import MoekitError
 from moekit.plugin import reason_of
 from moekit_sglang import versions
-from moekit_sglang.method import extended
+from moekit_sglang.method import Extended
 from moekit_sglang.settings import SGLANG, Mode
 
 _installed: list[Mode] = []
@@ -51,20 +52,24 @@ def install(mode: Mode) -> None:
 
 def extend(_: None, layer: Any, *args: Any, **more: Any) -> None:
     """Give a new layer a method that lets moekit compute it."""
-    layer.quant_method = extended(layer.quant_method, _installed[0])
+    layer.quant_method = extended(layer.quant_method, Extended, _installed[0])
+    layer.quant_method.moekit_loaded = set()
 
 
 def make_dispatcher(stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
     """Return a layer's dispatcher. It passes tokens on if moekit's dispatchers move them."""
     if not names_dispatcher() or versions.all_to_all() == "none":
         return stock(*args, **more)
-    passing = {
-        "dispatch": lambda self, hidden_states, topk_output: versions.dispatched(
-            hidden_states, topk_output
-        ),
-        "combine": lambda self, combine_input: combine_input.hidden_states,
-    }
-    made = type("Passing", (versions.dispatcher_class(),), passing)()
+    sglang = versions.standard()
+
+    class Passing(sglang.BaseDispatcher):  # type: ignore[misc,name-defined]
+        def dispatch(self, hidden_states: Any, topk_output: Any) -> Any:
+            return sglang.StandardDispatchOutput(hidden_states, None, topk_output)
+
+        def combine(self, combine_input: Any) -> Any:
+            return combine_input.hidden_states
+
+    made = Passing()
     made.stock = lambda: stock(*args, **more)  # for a layer that stays with SGLang
     return made
 

@@ -37,7 +37,7 @@ def problem_of(layer: Any, quant: str, weights: ExpertWeights) -> MoEProblem:
         quant=quant,
         has_bias=weights.w13_bias is not None,
         apply_router_weight_on_input=bool(config.apply_router_weight_on_input),
-        batch_invariant=_batch_invariant(),
+        batch_invariant=bool(versions.argument("enable_deterministic_inference")),
         parallel=ParallelConfig(
             ep_size=ranks, ep_rank=layer.moe_ep_rank, dp_size=ranks if moves else 1
         ),
@@ -54,43 +54,33 @@ def dispatches(layer: Any) -> bool:
     return names_dispatcher() and layer.moe_ep_size > 1 and versions.all_to_all() != "none"
 
 
-def _batch_invariant() -> bool:
-    return bool(versions.argument("enable_deterministic_inference", False))
-
-
 def _refusals(layer: Any) -> list[str]:
     config, runner, moves = layer.moe_runner_config, versions.runner(layer), dispatches(layer)
-    against = {
-        "moekit has no LoRA": bool(
-            versions.argument("enable_lora") or versions.argument("lora_paths")
-        ),
+    ranks, all_to_all, argument = layer.moe_ep_size, versions.all_to_all(), versions.argument
+    against: dict[str, Any] = {
+        "moekit has no LoRA": argument("enable_lora") or argument("lora_paths"),
         "SGLang offloads weights to the host, and moekit holds its own on the device": (
-            versions.argument("cpu_offload_gb", 0) > 0
-            or versions.argument("offload_group_size", -1) > 0
+            argument("cpu_offload_gb", 0) > 0 or argument("offload_group_size", -1) > 0
         ),
         f"its runner {runner!r} chooses experts or orders weights in its own way: use "
         "--moe-runner-backend triton": runner not in _RUNNERS,
-        f"its ranks exchange tokens by --moe-a2a-backend {versions.all_to_all()}; set "
-        "MOEKIT_DISPATCHER to a dispatcher of moekit, or use none": (
-            versions.all_to_all() != "none" and not moves
-        ),
+        f"its ranks exchange tokens by --moe-a2a-backend {all_to_all}; set MOEKIT_DISPATCHER to a "
+        "dispatcher of moekit, or use none": all_to_all != "none" and not moves,
         "the model is compiled (--enable-torch-compile), and moekit's kernels are not operators": (
-            bool(versions.argument("enable_torch_compile", False))
+            argument("enable_torch_compile")
         ),
         "two batches overlap (--enable-two-batch-overlap), and moekit moves tokens in one step": (
-            moves and bool(versions.argument("enable_two_batch_overlap", False))
+            moves and argument("enable_two_batch_overlap")
         ),
         "every rank holds the shared experts, and moekit's experts are on one rank each: use "
-        "--disable-shared-experts-fusion": (
-            layer.moe_ep_size > 1 and bool(layer.num_fused_shared_experts)
+        "--disable-shared-experts-fusion": ranks > 1 and layer.num_fused_shared_experts,
+        f"deterministic inference adds up partial sums of {ranks} expert-parallel ranks, for which "
+        "moekit promises no bits": (
+            argument("enable_deterministic_inference") and ranks > 1 and not moves
         ),
-        "deterministic inference adds up partial sums of "
-        f"{layer.moe_ep_size} expert-parallel ranks, for which moekit promises no bits": (
-            _batch_invariant() and layer.moe_ep_size > 1 and not moves
-        ),
-        "it returns every expert's row (no_combine)": bool(config.no_combine),
+        "it returns every expert's row (no_combine)": config.no_combine,
         "it weights the experts' input and scales their sum (routed_scaling_factor)": (
-            bool(config.apply_router_weight_on_input) and scaling(layer) != 1.0
+            config.apply_router_weight_on_input and scaling(layer) != 1.0
         ),
         "its number of experts per token is unknown": config.top_k is None,
     }

@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import Any
 
 _MOE = "sglang.srt.layers.moe"
-_DISPATCHER = f"{_MOE}.token_dispatcher"
 LAYER = f"{_MOE}.fused_moe_triton.layer.FusedMoE"
 # The first one loads a matrix of one of this rank's experts, the second one of all experts.
 LOADERS = (f"{LAYER}._weight_loader_impl", f"{LAYER}.weight_loader_fused")
@@ -62,20 +61,9 @@ def all_to_all() -> str:
     return str(import_module(f"{_MOE}.utils").get_moe_a2a_backend().value)
 
 
-def standard(hidden_states: Any) -> Any:
-    """Return what a quantization method returns to SGLang's standard dispatcher."""
-    return import_module(f"{_DISPATCHER}.standard").StandardCombineInput(hidden_states)
-
-
-def dispatched(hidden_states: Any, topk_output: Any) -> Any:
-    """Return what SGLang's standard dispatcher passes to a quantization method."""
-    made = import_module(f"{_DISPATCHER}.standard").StandardDispatchOutput
-    return made(hidden_states, None, topk_output)
-
-
-def dispatcher_class() -> Any:
-    """Return the class of SGLang's dispatchers."""
-    return import_module(f"{_DISPATCHER}.base").BaseDispatcher
+def standard() -> Any:
+    """Return SGLang's module of the dispatcher that moves nothing, and of what methods return."""
+    return import_module(f"{_MOE}.token_dispatcher.standard")
 
 
 def expert_ranks() -> Any:

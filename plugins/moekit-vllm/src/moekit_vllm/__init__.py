@@ -17,11 +17,7 @@ can compute exactly. The other layers keep vLLM's own kernels, and one line of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from torch import nn
-
-from moekit import ExpertWeights
+from moekit_vllm.experts import repack_
 from moekit_vllm.layer import FusedMoE, SharedFusedMoE
 
 __all__ = ["FusedMoE", "SharedFusedMoE", "register", "repack_"]
@@ -39,26 +35,3 @@ def register() -> None:
 
     if (mode := VLLM.mode()) is not Mode.OFF:
         install(mode)
-
-
-def repack_(
-    model: nn.Module, new: Mapping[str, ExpertWeights], checksums: Mapping[str, str] | None = None
-) -> None:
-    """Write new experts into layers that moekit computes in a running engine, on this rank.
-
-    CUDA graphs use the new weights. Call it between requests in each worker, for example by
-    ``LLM.collective_rpc``. A layer's weights are this rank's, as `moekit.ModularKernel.repack_`
-    takes them, in the order of `MoEProblem.local_experts`.
-
-    Args:
-        model: vLLM's model, a worker's ``model_runner.model``.
-        new: the weights by the layers' names in vLLM, such as "model.layers.0.mlp.experts".
-        checksums: ``ExpertWeights.checksum()`` at the source, by the same names.
-
-    Raises:
-        WeightsError: A layer is missing, or its weights do not fit. Earlier layers have their new
-            weights.
-    """
-    from moekit_vllm.experts import repack_all
-
-    repack_all(model, new, checksums or {})

@@ -127,20 +127,34 @@ def _order(layer: Any, problem: MoEProblem) -> Tensor | None:
     return places
 
 
-def repack_all(
-    model: nn.Module, new: Mapping[str, ExpertWeights], checksums: Mapping[str, str]
+def repack_(
+    model: nn.Module, new: Mapping[str, ExpertWeights], checksums: Mapping[str, str] | None = None
 ) -> None:
-    """Implement `moekit_vllm.repack_`."""
+    """Write new experts into layers that moekit computes in a running engine, on this rank.
+
+    CUDA graphs use the new weights. Call it between requests in each worker, for example by
+    ``LLM.collective_rpc``. A layer's weights are this rank's, as `moekit.ModularKernel.repack_`
+    takes them, in the order of `MoEProblem.local_experts`.
+
+    Args:
+        model: vLLM's model, a worker's ``model_runner.model``.
+        new: the weights by the layers' names in vLLM, such as "model.layers.0.mlp.experts".
+        checksums: ``ExpertWeights.checksum()`` where the weights come from, by the same names.
+
+    Raises:
+        WeightsError: A layer is missing, or its weights do not fit; layers before it have theirs.
+    """
     ours: dict[str, LayerExperts] = {}
     for layer in model.modules():
         experts = getattr(getattr(layer, "quant_method", None), "moekit_experts", None)
         if experts is not None:
             ours[str(layer.layer_name)] = experts
-    if unknown := sorted({*new, *checksums} - ours.keys()):
-        raise WeightsError(f"moekit does not compute {unknown} here, but {sorted(ours)}")
+    sums = checksums or {}
+    if unknown := sorted({*new, *sums} - ours.keys()):
+        raise WeightsError(f"moekit computes no layers {unknown} here, but {sorted(ours)}")
     for name, each in new.items():
         mine = ours[name]
-        mine.kernel.repack_(mine.packed, each, checksum=checksums.get(name), name=name)
+        mine.kernel.repack_(mine.packed, each, checksum=sums.get(name), name=name)
 
 
 # -- torch.compile -----------------------------------------------------------------------

@@ -10,10 +10,11 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
+from moekit.engines.method import extended
 from moekit.errors import MoekitError
 from moekit.plugin import reason_of
 from moekit_vllm import versions
-from moekit_vllm.method import extended
+from moekit_vllm.method import Extended
 from moekit_vllm.settings import VLLM, Mode
 
 
@@ -60,7 +61,7 @@ def _subclass(stock: Any, mode: Mode) -> Any:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self.quant_method: Any = extended(self.quant_method, mode)
+            self.quant_method: Any = extended(self.quant_method, Extended, mode)
 
         def _replace_quant_method(self, method: Any) -> None:
             """Keep moekit's method instead: it computes adapters (LoRA)."""

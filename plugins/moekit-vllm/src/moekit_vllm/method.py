@@ -1,136 +1,91 @@
-"""The part of vLLM's quantization methods that moekit replaces.
-
-A method creates a layer's parameters, prepares them after loading, and applies them. vLLM asks a
-method for its class and for properties of its class in many places. So moekit's object has the
-attributes of vLLM's, and a class that extends vLLM's under the same name.
-"""
+"""The part of vLLM's quantization methods that moekit replaces: see `moekit.engines.method`."""
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moekit.errors import MoekitError
-from moekit.plugin import reason_of
+from moekit.engines.method import Extension
 from moekit_vllm import versions
 from moekit_vllm.experts import LayerExperts
 from moekit_vllm.problem import shape
-from moekit_vllm.settings import VLLM, Mode
+from moekit_vllm.settings import VLLM
 
 # vLLM's mark on layers whose 16-bit weights it has quantized; it removes the mark to load anew.
 _QUANTIZED = "_already_called_process_weights_after_loading"
 
 
-def extended(method: Any, mode: Mode) -> Any:
-    """Return a method that lets moekit compute its layer, with the attributes of ``method``."""
-    stock: Any = type(method)
-    made = object.__new__(_extended(stock))
-    object.__setattr__(made, "__dict__", vars(method))  # shared: bound methods may refer to it
-    made.moekit_mode = mode
-    return made
+class Extended(Extension):
+    """A method of vLLM whose layer moekit computes, unless vLLM keeps it."""
 
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Pack the layer's parameters for moekit, or let vLLM prepare them for its kernel.
 
-@cache
-def _extended(stock: Any) -> Any:
-    class Extended(stock):  # type: ignore[misc]  # vLLM declares no types here
-        """A method whose layer moekit computes, unless vLLM keeps it.
-
-        moekit_mode: What to do if moekit cannot compute the layer; OFF once vLLM keeps it.
-        moekit_experts: What computes the layer; None before the weights are loaded, and where
-            vLLM's own method does.
+        vLLM calls it again after each update of the weights in place. If it has quantized the
+        weights itself, it calls it once more, when the layer has nothing left to quantize.
         """
+        online = bool(getattr(self, "uses_meta_device", False))
+        if online and getattr(layer, _QUANTIZED, False):
+            return
+        if not self.moekit_pack(layer, VLLM, LayerExperts.of, shape, layer.layer_name):
+            super().process_weights_after_loading(layer)
+            return
+        self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+        if self.moekit_experts.lora is not None:
+            self.moe_kernel = self.moekit_experts.lora.kernel_for(layer)
+        if online:
+            setattr(layer, _QUANTIZED, True)
 
-        moekit_mode: Mode
-        moekit_experts: LayerExperts | None = None
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        *args: Any,
+        **more: Any,
+    ) -> Any:
+        """Compute the routed experts: x (T, H), weights and ids (T, K) -> (T, H)."""
+        experts = self.moekit_experts
+        if experts is None:
+            return super().apply(layer, x, topk_weights, topk_ids, *args, **more)
+        if torch.compiler.is_compiling():
+            return torch.ops.moekit.vllm_experts(x, topk_weights, topk_ids, layer.layer_name)
+        return experts(x, topk_weights, topk_ids)
 
-        def process_weights_after_loading(self, layer: Any) -> None:
-            """Pack the layer's parameters for moekit, or let vLLM prepare them for its kernel.
+    def get_fused_moe_quant_config(self, layer: Any) -> Any:
+        """Return scales for vLLM's kernel; none, where the layer no longer has them."""
+        if self.moekit_experts is not None:
+            return versions.no_quant_config()
+        return super().get_fused_moe_quant_config(layer)
 
-            vLLM calls it again after each update of the weights in place. If it has quantized the
-            weights itself, it calls it once more, when the layer has nothing left to quantize.
-            Raises MoekitError if moekit cannot take an update. It keeps the layer: CUDA graphs that
-            were captured would go on with its former weights.
-            """
-            online = bool(getattr(self, "uses_meta_device", False))
-            if online and getattr(layer, _QUANTIZED, False):
-                return
-            before = self.moekit_experts
-            if self.moekit_mode is not Mode.OFF:
-                try:
-                    self.moekit_experts = LayerExperts.of(layer, self, before)
-                except Exception as error:  # of any kind: vLLM has a kernel
-                    reason = str(error) if isinstance(error, MoekitError) else reason_of(error)
-                    if before is not None:
-                        raise MoekitError(
-                            f"moekit computes {layer.layer_name}, but not with its new weights: "
-                            f"{reason}; restart the engine with them"
-                        ) from error
-                    VLLM.decline(self.moekit_mode, shape(layer), reason)
-                    self.moekit_mode = Mode.OFF  # vLLM keeps the layer through all updates
-            if self.moekit_experts is None:
-                super().process_weights_after_loading(layer)
-                return
-            self.moe_quant_config = self.get_fused_moe_quant_config(layer)
-            if self.moekit_experts.lora is not None:
-                self.moe_kernel = self.moekit_experts.lora.kernel_for(layer)
-            if online:
-                setattr(layer, _QUANTIZED, True)
+    @property
+    def is_monolithic(self) -> bool:
+        """Return whether the method chooses experts; moekit leaves that to vLLM's router."""
+        return self.moekit_experts is None and bool(super().is_monolithic)
 
-        def apply(
-            self,
-            layer: Any,
-            x: Tensor,
-            topk_weights: Tensor,
-            topk_ids: Tensor,
-            *args: Any,
-            **more: Any,
-        ) -> Any:
-            """Compute the routed experts: x (T, H), weights and ids (T, K) -> (T, H)."""
-            experts = self.moekit_experts
-            if experts is None:
-                return super().apply(layer, x, topk_weights, topk_ids, *args, **more)
-            if torch.compiler.is_compiling():
-                return torch.ops.moekit.vllm_experts(x, topk_weights, topk_ids, layer.layer_name)
-            return experts(x, topk_weights, topk_ids)
+    @property
+    def supports_internal_mk(self) -> bool:
+        """Return whether the method moves tokens between ranks, in place of vLLM's runner."""
+        experts = self.moekit_experts
+        if experts is None:
+            return bool(super().supports_internal_mk)
+        return experts.dispatches or experts.lora is not None
 
-        def get_fused_moe_quant_config(self, layer: Any) -> Any:
-            """Return scales for vLLM's kernel; none, where the layer no longer has them."""
-            if self.moekit_experts is not None:
-                return versions.no_quant_config()
-            return super().get_fused_moe_quant_config(layer)
+    @property
+    def skip_forward_padding(self) -> bool:
+        """Return whether the method takes rows as narrow as the model's hidden size."""
+        return self.moekit_experts is None and bool(super().skip_forward_padding)
 
-        @property
-        def is_monolithic(self) -> bool:
-            """Return whether the method chooses experts; moekit leaves that to vLLM's router."""
-            return self.moekit_experts is None and bool(super().is_monolithic)
+    @property
+    def has_unpadded_output(self) -> bool:
+        """Return whether the method returns rows as narrow as the model's hidden size."""
+        return self.moekit_experts is None and bool(super().has_unpadded_output)
 
-        @property
-        def supports_internal_mk(self) -> bool:
-            """Return whether the method moves tokens between ranks, in place of vLLM's runner."""
-            experts = self.moekit_experts
-            if experts is None:
-                return bool(super().supports_internal_mk)
-            return experts.dispatches or experts.lora is not None
-
-        @property
-        def skip_forward_padding(self) -> bool:
-            """Return whether the method takes rows as narrow as the model's hidden size."""
-            return self.moekit_experts is None and bool(super().skip_forward_padding)
-
-        @property
-        def has_unpadded_output(self) -> bool:
-            """Return whether the method returns rows as narrow as the model's hidden size."""
-            return self.moekit_experts is None and bool(super().has_unpadded_output)
-
-        def maybe_make_prepare_finalize(self, *args: Any, **more: Any) -> Any:
-            """Return vLLM's dispatcher (0.26 asks for one), or None where moekit's kernel runs."""
-            if self.moekit_experts is not None:
-                return None
-            return super().maybe_make_prepare_finalize(*args, **more)
-
-    Extended.__name__, Extended.__qualname__ = stock.__name__, stock.__qualname__
-    Extended.__module__ = stock.__module__
-    return Extended
+    def maybe_make_prepare_finalize(self, *args: Any, **more: Any) -> Any:
+        """Return vLLM's dispatcher (0.26 asks for one), or None where moekit's kernel runs."""
+        if self.moekit_experts is not None:
+            return None
+        return super().maybe_make_prepare_finalize(*args, **more)
