@@ -139,10 +139,11 @@ def repack_(
     Args:
         model: vLLM's model, a worker's ``model_runner.model``.
         new: the weights by the layers' names in vLLM, such as "model.layers.0.mlp.experts".
-        checksums: ``ExpertWeights.checksum()`` where the weights come from, by the same names.
+        checksums: ``ExpertWeights.checksum()`` at the source, by the same names.
 
     Raises:
-        WeightsError: A layer is missing, or its weights do not fit; layers before it have theirs.
+        WeightsError: A layer is missing, or its weights do not fit. Earlier layers have their new
+            weights.
     """
     ours: dict[str, LayerExperts] = {}
     for layer in model.modules():
@@ -151,7 +152,7 @@ def repack_(
             ours[str(layer.layer_name)] = experts
     sums = checksums or {}
     if unknown := sorted({*new, *sums} - ours.keys()):
-        raise WeightsError(f"moekit computes no layers {unknown} here, but {sorted(ours)}")
+        raise WeightsError(f"moekit does not compute {unknown} here, but {sorted(ours)}")
     for name, each in new.items():
         mine = ours[name]
         mine.kernel.repack_(mine.packed, each, checksum=sums.get(name), name=name)
