@@ -131,8 +131,10 @@ def test_what_torch_does_is_never_left_out(notes, inference) -> None:
 
         repeated((name,), [x, y], [], function)
 
-    works = {"zero": x.zero_, "copy": lambda: y.copy_(x), "read": x[0].item,
-             "elsewhere": lambda: x + y, "none": lambda: torch.empty(3, dtype=torch.int32)}  # fmt: skip
+    works = {
+        "zero": x.zero_, "copy": lambda: y.copy_(x), "read": x[0].item, "elsewhere": lambda: x + y,
+        "none": lambda: torch.empty(3),
+    }  # fmt: skip
     with torch.inference_mode(inference):
         for name, work in works.items():
             for _ in range(2):

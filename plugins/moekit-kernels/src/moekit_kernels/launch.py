@@ -128,7 +128,7 @@ def _profiled() -> bool:
 
 
 class _Others(TorchDispatchMode):
-    """Notes whether torch did work of its own: ran any operator but views and allocations."""
+    """Notes whether torch ran any operator but views and allocations."""
 
     ran = False
 
