@@ -77,6 +77,11 @@ def _check_stack(adapters: Adapters, problem: MoEProblem, x: Tensor) -> None:
         if (t.shape, t.dtype, t.device) != (wanted[name], problem.dtype, x.device)
     ]
     wrong += [
+        f"{name} has strides {t.stride()}: its last two dimensions must be contiguous"
+        for name, t in found.items()
+        if t.stride()[-2:] != (t.shape[-1], 1) and not t[0, 0].is_contiguous()
+    ]
+    wrong += [
         f"{name}_a and {name}_b must be given together, and one is missing"
         for name in ("w13", "w2")
         if (f"{name}_a" in found) != (f"{name}_b" in found)

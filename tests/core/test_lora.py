@@ -286,6 +286,7 @@ def test_stacks_that_are_wrong() -> None:
     routing = replace(case.routing, adapter_ids=torch.zeros(3, dtype=torch.int32))
     wrong = {
         "w2_a is .* expected": replace(stack, w2_a=stack.w2_a.half()),
+        "w2_b has strides .* contiguous": replace(stack, w2_b=stack.w2_b.mT.contiguous().mT),
         "one is missing": replace(stack, w13_b=None),
         "scaling is": replace(stack, scaling=stack.scaling[:1]),
         "require a gradient": replace(stack, w2_b=stack.w2_b.clone().requires_grad_()),

@@ -117,6 +117,31 @@ def test_what_cannot_be_repeated_runs_each_time(notes) -> None:
     assert len(notes.new()) == 9
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_torch_does_is_never_left_out(notes, inference) -> None:
+    """A function that also runs an operator runs each time; views and empty memory do no work."""
+    launcher, repeated, ran = Launcher(Kernel()), Launches(), []
+    x, y = torch.ones(2, 64)
+
+    def call(name, work):
+        def function():
+            ran.append(name)
+            work()
+            launcher((1,), x, y.view(8, 8)[2:], torch.split(y, [32, 32])[1], SIZE=8)
+
+        repeated((name,), [x, y], [], function)
+
+    works = {
+        "zero": x.zero_, "copy": lambda: y.copy_(x), "read": x[0].item, "elsewhere": lambda: x + y,
+        "none": lambda: torch.empty(3),
+    }  # fmt: skip
+    with torch.inference_mode(inference):
+        for name, work in works.items():
+            for _ in range(2):
+                call(name, work)
+    assert ran == [name for name in works for _ in range(1 if name == "none" else 2)]
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_quantizing_repeats_its_launch(monkeypatch, notes, masked) -> None:
     operand = scheme("fp8_block").activation

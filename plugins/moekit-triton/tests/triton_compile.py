@@ -51,6 +51,7 @@ _QUICK = [("qwen3-30b", {}, (1,)), ("qwen3-30b", {"batch_invariant": True}, (1,)
           ("qwen3-30b", {"quant": "fp8_block"}, (16,)),
           ("qwen3-30b", {"quant": "int4_w4a16_g128"}, (16,)),
           ("qwen3-30b", {"adapters": _SLOTS}, (1, 16, 1024)),
+          ("qwen3-30b", {"adapters": AdapterSlots(1, 192)}, (16,)),
           ("qwen3-30b", {"adapters": _SLOTS, "quant": "fp8_block"}, (16,))]  # fmt: skip
 _MOST_SINGLES = 64  # a kernel loads that many scales
 _TOKENS = (1, 16, 64, 256, 1024, 4096, 16384)

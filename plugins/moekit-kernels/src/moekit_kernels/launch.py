@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import triton
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.language.extra import cuda
 
 from moekit.plugin import switch
@@ -126,11 +127,22 @@ def _profiled() -> bool:
     return hooks is not None and bool(getattr(hooks, "calls", True))
 
 
+class _Others(TorchDispatchMode):
+    """Notes whether torch ran any operator but views and allocations."""
+
+    ran = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ran |= not (func.is_view or func is torch.ops.aten.empty.memory_format)
+        return func(*args, **(kwargs or {}))
+
+
 class Launches:
     """Records the launches of functions, and repeats them for tensors of the same forms.
 
-    The functions start device work only through `Launcher`. They run in every call if an argument
-    lies in none of the tensors, or if MOEKIT_TRITON_REPEAT=0 is in the environment.
+    The functions start device work only through `Launcher`. They run in every call if torch works
+    too, if an argument lies in none of the tensors, or if MOEKIT_TRITON_REPEAT=0 is in the
+    environment.
     """
 
     def __init__(self) -> None:
@@ -171,14 +183,18 @@ class Launches:
             for run, grid, how, args, values in launches:
                 run(*grid, stream, *how, None, None, None, *_filled(args, addresses), *values)
             return made and [each and memory[each[0]].as_strided(*each[1:]) for each in made]
-        tape = _tape.launches = list[tuple[Any, ...]]()
+        tape, others = list[tuple[Any, ...]](), _Others()
+        _tape.launches = tape
         try:
-            made = function()
+            with others:
+                made = function()
         finally:
             _tape.launches = None
         if len(self._recordings) >= _MAX_RECORDINGS:
             self._recordings.clear()
         self._recordings[found] = None
+        if others.ran:
+            return made
         with suppress(ValueError):
             spans = [_span(tensor) for tensor in (*memory, *given)]
             starts = [(tensor.data_ptr(), tensor.dtype) for tensor in memory]

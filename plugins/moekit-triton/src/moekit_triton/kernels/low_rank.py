@@ -139,9 +139,10 @@ def prefetch_b(b, slot_M, expert, row0, rows, strides, N: tl.constexpr, RANK: tl
     """Prefetch B[row0 : row0 + N] of one of the tile's slots into L2; B has ``rows`` rows."""
     slot = tl.max(slot_M)
     if slot >= 0:
-        LINES: tl.constexpr = N * triton.cdiv(RANK, 64)  # each of up to 128 bytes
+        # Lines of up to 128 bytes; `tl.arange` takes powers of 2.
+        LINES: tl.constexpr = N * (1 if RANK <= 64 else (2 if RANK <= 128 else 4))
         line = tl.arange(0, LINES)
-        row, r = tl.minimum(row0 + line % N, rows - 1), line // N * 64
+        row, r = tl.minimum(row0 + line % N, rows - 1), tl.minimum(line // N * 64, RANK - 1)
         b += slot.to(tl.int64) * strides[2] + expert.to(tl.int64) * strides[3]
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l",
