@@ -141,18 +141,19 @@ class ModularKernel:
         packed: PackedWeights,
         new: ExpertWeights | PackedWeights,
         *,
-        experts: Sequence[int] | None = None,
+        experts: Sequence[int] | Tensor | None = None,
         checksum: str | None = None,
         name: str = "experts",
     ) -> None:
         """Write new weights into the memory of packed ones, which CUDA graphs may have captured.
 
-        That may be the memory of the weights that were packed. No call may run meanwhile.
+        `pack` may have kept the tensors that it was given: they then change too. No call may run
+        meanwhile.
 
         Args:
             packed: from `pack`.
-            new: as `pack` takes them, on any device, or what `pack` made of them. Weights of 16 or
-                32 bits are quantized to the problem's scheme.
+            new: as `pack` takes them, on any device, or what `pack` made of them. If the problem
+                has a scheme, weights of 16 or 32 bits are quantized to it.
             experts: the places of these experts among this rank's L, if ``new`` has some of them.
             checksum: ``new.checksum()`` where they come from, compared before anything is written.
             name: the layer's name, for errors.
