@@ -63,7 +63,7 @@ class LayerExperts:
         if before is not None and before.emptied and not before.room:
             return before  # nothing new has come, or it has been packed
         if before is not None and before.room and not before._complete(layer):
-            raise refusal(f"{len(before.came)} matrices of new weights are not all of the layer")
+            raise refusal(f"only {len(before.came)} matrices came")
         group = versions.expert_ranks().cpu_group if dispatches(layer) else None
         with torch.inference_mode(False), torch.no_grad():
             with on_all_ranks(group, SGLANG):  # before others wait for this rank in `compose`
@@ -108,8 +108,8 @@ class LayerExperts:
         """
         if self.room:
             raise MoekitError(
-                f"{len(self.came)} matrices of new weights have come for an MoE layer, which are "
-                "not all; send the others before the next request"
+                f"only {len(self.came)} matrices of new weights have come for an MoE layer: send "
+                "the others before the next request"
             )
         most = versions.most_tokens() if self.kernel.problem.parallel.moves_tokens else None
         warm_up(self.kernel, self.packed, len(x), most)

@@ -58,7 +58,7 @@ def _extended(stock: Any) -> Any:
                     if before is not None:
                         raise MoekitError(
                             f"moekit computes MoE layer {layer.layer_id}, but not with its new "
-                            f"weights: {reason}; restart the engine with them"
+                            f"weights: {reason}; send weights that fit, or restart the engine"
                         ) from error
                     SGLANG.decline(self.moekit_mode, shape(layer), reason)
                     self.moekit_mode = Mode.OFF  # SGLang keeps the layer through all updates
