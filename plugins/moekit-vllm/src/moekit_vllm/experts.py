@@ -138,6 +138,8 @@ def repack_all(
             ours[str(layer.layer_name)] = experts
     if unknown := sorted({*new, *checksums} - ours.keys()):
         raise WeightsError(f"moekit computes no layers {unknown} here, but {sorted(ours)}")
+    if checksums and (odd := sorted(new.keys() ^ checksums.keys())):
+        raise WeightsError(f"give new weights and a checksum of each layer: {odd} have one of them")
     for name, each in new.items():
         mine = ours[name]
         mine.kernel.repack_(mine.packed, each, checksum=checksums.get(name), name=name)
