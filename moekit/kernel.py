@@ -147,8 +147,7 @@ class ModularKernel:
     ) -> None:
         """Write new weights into the memory of packed ones, which CUDA graphs may have captured.
 
-        `pack` may have kept the tensors that it was given: they then change too. No call may run
-        meanwhile.
+        No call may run meanwhile. If `pack` kept the tensors that it was given, they change too.
 
         Args:
             packed: from `pack`.

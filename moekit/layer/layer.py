@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moekit.contract import PackedWeights, Routing
-from moekit.errors import MoekitError, WeightsError
+from moekit.errors import MoekitError
 from moekit.layer import ops, parameters
 from moekit.layer.flow import LayerFlow, LayerInputs
 from moekit.layer.parallelism import LayerParallelism
@@ -238,13 +238,9 @@ class FusedMoE(nn.Module):
     ) -> None:
         """Write new weights where the packed ones are, as `ModularKernel.repack_` does.
 
-        experts: places in `local_experts`, if ``new`` has some of them.
+        experts: places in `local_experts`, if ``new`` has some of them. A trainable layer has
+        parameters, which `load_weights` fills in place.
         """
-        if self.problem.training:
-            raise WeightsError(
-                f"layer {self.prefix!r} is trainable, and packs its parameters in each call: "
-                "load_weights() fills them in place"
-            )
         packed = self.flow.require(self.packed)
         self.kernel.repack_(packed, new, experts=experts, checksum=checksum, name=self.prefix)
 

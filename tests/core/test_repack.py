@@ -71,7 +71,12 @@ def half(given: ExpertWeights) -> ExpertWeights:
         ("none", lambda w: w, {"experts": [0, 1, 2, 4]}, r"expected different integers in 0\.\.3"),
         ("none", lambda w: w, {"experts": [0, 1, 2, 2]}, r"expected different integers in 0\.\.3"),
         ("none", lambda w: w, {"experts": []}, r"expected different integers in 0\.\.3"),
-        ("none", lambda w: w, {"checksum": "0" * 16}, "have checksum [0-9a-f]{16}, not '0{16}': take it"),
+        (
+            "none",
+            lambda w: w,
+            {"checksum": "0" * 16},
+            "have checksum [0-9a-f]{16}, not '0{16}': take",
+        ),
     ],
 )
 def test_a_refusal_names_layer_and_tensor_and_writes_nothing(
@@ -115,9 +120,9 @@ def test_experts_may_be_named_by_a_tensor() -> None:
     assert torch.equal(packed["w13"][few], weights(1).w13[few])
 
 
-def test_a_trainable_layer_refuses_to_repack() -> None:
+def test_a_trainable_layer_names_load_weights() -> None:
     layer = FusedMoE(E, 2, H, I, trainable=True, prefix=NAME)
-    with pytest.raises(WeightsError, match=f"{NAME}' is trainable, .* fills them in place"):
+    with pytest.raises(WeightsError, match=f"{NAME}' has .* .trainable layers: always"):
         layer.repack_(weights(0))
 
 
