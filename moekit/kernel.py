@@ -141,18 +141,18 @@ class ModularKernel:
         packed: PackedWeights,
         new: ExpertWeights | PackedWeights,
         *,
-        experts: Sequence[int] | None = None,
+        experts: Sequence[int] | Tensor | None = None,
         checksum: str | None = None,
         name: str = "experts",
     ) -> None:
         """Write new weights into the memory of packed ones, which CUDA graphs may have captured.
 
-        This may also be the memory of the weights that were packed. No call may run meanwhile.
+        No call may run meanwhile. If `pack` kept the tensors that it was given, they change too.
 
         Args:
             packed: the result of `pack`.
-            new: weights as `pack` takes them, on any device, or packed ones. Weights of 16 or 32
-                bits are quantized to the problem's scheme.
+            new: weights as `pack` takes them, on any device, or packed ones. If the problem has a
+                scheme, weights of 16 or 32 bits are quantized to it.
             experts: the positions of these experts among this rank's L, if ``new`` has only some.
             checksum: ``new.checksum()`` at the source, compared before anything is written.
             name: the layer's name, for errors.

@@ -45,8 +45,8 @@ class Extension(Stock):  # type: ignore[misc]
                 reason = str(error) if isinstance(error, MoekitError) else reason_of(error)
                 if before is not None:
                     raise MoekitError(
-                        f"moekit computes {name}, but not with its new weights: {reason}; restart "
-                        "the engine with them"
+                        f"moekit computes {name}, but not with its new weights: {reason}; send "
+                        "weights that fit, or restart the engine"
                     ) from error
                 engine.decline(self.moekit_mode, shape(layer), reason)
                 self.moekit_mode = Mode.OFF  # the engine keeps the layer through all updates

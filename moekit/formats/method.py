@@ -95,7 +95,7 @@ class Method(Backend):
     """One format: does the config declare it, do the tensors show it, which parts has it.
 
     Attributes:
-        names: The values of quant_method that declare it.
+        names: The values of quant_method that declare it; of a plugin's format, its spec's name.
         fields: The fields of its configs that are understood or known not to matter.
     """
 

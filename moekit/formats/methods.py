@@ -99,7 +99,9 @@ class _Added:
 
 @cache
 def _loaded(spec: FormatSpec) -> Any:
-    return spec.load()()
+    made = spec.load()()
+    made.names = (spec.name,)
+    return made
 
 
 def _added() -> dict[str, Method]:

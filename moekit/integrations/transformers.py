@@ -176,14 +176,17 @@ def routing_log(model: nn.Module, max_tokens: int) -> RoutingLog:
     log = RoutingLog(sizes, max_tokens, next(model.parameters()).device)
     disable: Any = torch.compiler.disable
     for path, block in blocks.items():
+        if isinstance(block.forward, _Logged):
+            block.forward.log.detach()
+        log.undo.append(partial(setattr, block, "forward", block.forward))
         block.forward = _Logged(disable(log[path].run), block.forward)
-        block.forward.block = block
-    log.detach = lambda: [vars(block).pop("forward", None) for block in blocks.values()]
+        block.forward.block, block.forward.log = block, log
     return log
 
 
 class _Logged(partial[Any]):
     block: Any
+    log: RoutingLog
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return memo[id(self.block)].forward  # a copy of a block has no log

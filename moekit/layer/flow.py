@@ -58,7 +58,7 @@ class LayerFlow:
         )
         self.to_physical: Callable[[Routing], Routing] | None = None
         # Says what to do for a call without weights.
-        self.advice: Callable[[], str] = lambda: "call load_weights() first"
+        self.advice: Callable[[], str] = lambda: "call load_weights() (trainable layers: always)"
 
     def require(self, weights: PackedWeights | None) -> PackedWeights:
         """Return ``weights``; raise WeightsError for None."""

@@ -233,7 +233,7 @@ class FusedMoE(nn.Module):
         self,
         new: ExpertWeights | PackedWeights,
         *,
-        experts: Sequence[int] | None = None,
+        experts: Sequence[int] | Tensor | None = None,
         checksum: str | None = None,
     ) -> None:
         """Write new weights into the memory of the packed ones, as `ModularKernel.repack_` does.

@@ -94,6 +94,8 @@ def route(
         _expect("correction_bias", correction_bias, (E,), *_FLOAT, device)
     if is_padding is not None:
         _expect("is_padding", is_padding, (T,), *_BOOL, device)
+    if log is not None and log.num_experts != E:
+        raise InvalidInput(f"log {log.name!r} is for {log.num_experts} experts, the logits for {E}")
     if checked is None:
         checked = device.type == "cpu"
     _check_options(E, top_k, scoring, num_expert_group, topk_group)

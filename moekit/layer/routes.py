@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -89,6 +90,8 @@ class Block:
         self._outer: list[Block | None] = []
 
     def __enter__(self) -> Block:
+        if self._log.undo is None:
+            raise InvalidInput("the log is detached, or another one took its layers: make a log")
         self._outer.append(self._log._block)
         self._log._switch(self)
         return self
@@ -123,10 +126,10 @@ class Block:
         if again and (layer.index not in self._called or len(ids) != self._tokens):
             return _OUTSIDE
         if not again and layer.index in self._called:
-            return "runs twice in a block, which holds one forward pass: call take() in between"
+            return "runs twice in one block: open a block for each forward pass, or take() between"
         most, self._tokens = len(self._log._ids), len(ids) if self._tokens is None else self._tokens
         if not len(ids) == self._tokens <= most:
-            return f"has {len(ids)} tokens, but its block has {self._tokens}, and at most {most}"
+            return f"got {len(ids)} tokens, expected {self._tokens}, at most max_tokens={most}"
         self._called.add(layer.index)
         return ""
 
@@ -162,7 +165,9 @@ class RoutingLog:
         self, layers: Mapping[str, tuple[int, int]], max_tokens: int, device: Any = "cpu"
     ) -> None:
         if not layers or not check_tokens(max_tokens, "max_tokens"):
-            raise InvalidInput("a log needs at least one layer, and max_tokens of at least 1")
+            raise InvalidInput(
+                "a log needs a FusedMoE layer or a name, and max_tokens of at least 1"
+            )
         self.layers = tuple(layers)
         self._parts = {n: LayerLog(self, n, i, *layers[n]) for i, n in enumerate(self.layers)}
         experts, top_k = map(max, zip(*layers.values(), strict=True))
@@ -171,13 +176,13 @@ class RoutingLog:
             self._ids = torch.full((max_tokens, len(layers), top_k), -1, dtype=dtype, device=device)
         self._block: Block | None = None
         self._in_block = False  # whether the layers' last forward pass was in a block
-        self.detach: Callable[[], object] = lambda: None
+        self.undo: Any = []  # what `detach` calls; None once it did
         self.number = next(self._numbers)
         self._numbered[self.number] = self
 
     @classmethod
     def of(cls, model: nn.Module, max_tokens: int) -> RoutingLog:
-        """Return a log of a model's `FusedMoE` layers. They use it until `detach()`."""
+        """Return a log of a model's `FusedMoE` layers, until its `detach()` or another log."""
         found = {
             name or str(module.prefix): module
             for name, module in model.named_modules()
@@ -186,9 +191,17 @@ class RoutingLog:
         sizes = {name: (m.router.width, m.router.top_k) for name, m in found.items()}
         log = cls(sizes, max_tokens, next((m.device for m in found.values()), "cpu"))
         for name, module in found.items():
+            if module.router.log is not None:
+                module.router.log.log.detach()
             module.router.log = log[name]
-        log.detach = lambda: [vars(m.router).update(log=None) for m in found.values()]
+        log.undo = [partial(setattr, m.router, "log", None) for m in found.values()]
         return log
+
+    def detach(self) -> None:
+        """Let the layers route without this log, whose blocks cannot be entered any more."""
+        for undo in self.undo or ():
+            undo()
+        self.undo = None
 
     def __getitem__(self, name: str) -> LayerLog:
         return self._parts[name]
@@ -275,8 +288,9 @@ class RoutingLog:
             numbers = [re.findall(r"(?<![^.])\d+(?![^.])", name) for name in self.layers]
             places = [int(n[0]) if len(n) == 1 else -1 for n in numbers]
         if given.dim() != 3 or not all(0 <= place < given.shape[1] for place in places):
-            wanted = f"(T, {len(places)}, K) of {shown(self.layers)}, or of all layers by number"
-            raise InvalidInput(f"topk_ids must be {wanted} (got {shown(given)})")
+            wanted = f"(T, {len(places)}, K) of {shown(self.layers)}, (T, K) by name, or (T, N, K)"
+            every = "of all N layers, which the one integer in each name numbers"
+            raise InvalidInput(f"topk_ids must be {wanted} {every} (got {shown(given)})")
         return [given[:, place] for place in places]
 
 

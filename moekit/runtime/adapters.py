@@ -28,7 +28,7 @@ def check(
             "adapters=AdapterSlots() in the problem"
         )
     if adapters is None:
-        raise WeightsError("adapter_ids are given, and the weights have no adapters: see Stack.on")
+        raise WeightsError("adapter_ids are given, but no adapters: pass Stack.on(weights)")
     _check_stack(adapters, problem, x)
     if torch.is_grad_enabled() and any(t.requires_grad for t in adapters.tensors().values()):
         raise WeightsError(

@@ -24,7 +24,7 @@ def repack(
     made_for: Mapping[str, object],
     held: PackedWeights,
     new: ExpertWeights | PackedWeights,
-    experts: Sequence[int] | None,
+    experts: Sequence[int] | Tensor | None,
     checksum: str | None,
     name: str,
 ) -> None:
@@ -32,33 +32,36 @@ def repack(
     try:
         check_weights(held, backend.spec.name, made_for)
         with on_device(device_of(held)):
-            _write(backend, held, new, experts, checksum)
+            _write(backend, made_for, held, new, experts, checksum)
     except WeightsError as error:
         raise WeightsError(f"{name}: {error}") from error
 
 
 def _write(
     backend: PermuteExpertsUnpermute,
+    made_for: Mapping[str, object],
     held: PackedWeights,
     new: ExpertWeights | PackedWeights,
-    experts: Sequence[int] | None,
+    experts: Sequence[int] | Tensor | None,
     checksum: str | None,
 ) -> None:
     """Check everything, then write ``new``."""
-    if not isinstance(new, ExpertWeights | PackedWeights):
-        raise WeightsError(f"{shown(new)} is neither ExpertWeights nor PackedWeights")
     problem, device = backend.problem, device_of(held)
     local = range(problem.num_local_experts)
     places = local if experts is None else _places(experts, local)
     if isinstance(new, ExpertWeights):
         new = new.detach().to(device)
     if checksum is not None and (found := new.checksum()) != checksum:
-        raise WeightsError(f"the new weights have checksum {found}, not {shown(checksum)}")
+        raise WeightsError(
+            f"the new weights have checksum {found}, not {shown(checksum)}: take it from the "
+            "tensors that are passed, or send them again"
+        )
     if isinstance(new, ExpertWeights):
         if problem.quant.weight is not None and new.w13.dtype in DTYPES.values():
             new = new.quantize(problem.quant)
         new.check(problem, len(places))
         new = packed_by(backend, new.canonical(problem)._map(aligned))
+    check_weights(new, backend.spec.name, made_for)
     if faults := list(_faults(held, new, None if experts is None else len(places))):
         raise WeightsError("the new weights do not fit the packed ones: " + "; ".join(faults))
     for name, tensor in new.tensors().items():
@@ -79,8 +82,8 @@ def _copy(new: Tensor, old: Tensor) -> None:
         old.copy_(new.clone() if overlap(old, new) else new)
 
 
-def _places(experts: Sequence[int], local: range) -> Sequence[int]:
-    places = list(experts)
+def _places(experts: Sequence[int] | Tensor, local: range) -> Sequence[int]:
+    places = torch.as_tensor(experts).tolist()
     if (
         not places
         or any(type(e) is not int or e not in local for e in places)
@@ -95,9 +98,6 @@ def _places(experts: Sequence[int], local: range) -> Sequence[int]:
 
 def _faults(held: PackedWeights, new: PackedWeights, rows: int | None) -> Iterator[str]:
     """Yield why ``new`` does not fit the memory of ``rows`` of held's experts; None: of all."""
-    if new.backend != held.backend:
-        yield f"they are packed for {new.backend!r}, not for {held.backend!r}"
-        return
     olds, news = held.tensors(), new.tensors()
     for name in sorted(olds.keys() ^ news.keys()):
         yield f"{name} is {'missing' if name in olds else 'new'}"

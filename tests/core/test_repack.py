@@ -67,12 +67,16 @@ def half(given: ExpertWeights) -> ExpertWeights:
         ("fp8_block", lambda w: replace(w, w2=w.w2[:, :, :32]), {}, r"w2 has shape \(4, 128, 32\)"),
         ("fp8_block", lambda w: w.quantize(moekit.SCHEMES["fp8_tensor"]), {}, "w13_scale has"),
         ("fp8_tensor_static", lambda w: w, {}, "w13_input_scale is missing"),
-        ("none", lambda w: w.w13, {}, "neither ExpertWeights nor PackedWeights"),
         ("none", lambda w: w, {"experts": [0, 1]}, r"w13 has shape \(4, 256, 128\), expected \(2"),
         ("none", lambda w: w, {"experts": [0, 1, 2, 4]}, r"expected different integers in 0\.\.3"),
         ("none", lambda w: w, {"experts": [0, 1, 2, 2]}, r"expected different integers in 0\.\.3"),
         ("none", lambda w: w, {"experts": []}, r"expected different integers in 0\.\.3"),
-        ("none", lambda w: w, {"checksum": "0" * 16}, "have checksum [0-9a-f]{16}, not '0{16}'"),
+        (
+            "none",
+            lambda w: w,
+            {"checksum": "0" * 16},
+            "have checksum [0-9a-f]{16}, not '0{16}': take",
+        ),
     ],
 )
 def test_a_refusal_names_layer_and_tensor_and_writes_nothing(
@@ -94,11 +98,32 @@ def test_packed_weights_of_another_kind_are_refused() -> None:
     other = weights(1)
     biased = replace(other, w13_bias=other.w13[:, :, 0], w2_bias=other.w2[:, :, 0])
     with pytest.raises(WeightsError, match="w13_bias is new; w2_bias is new"):
-        kernel.repack_(packed, fresh(wide, biased))
+        kernel.repack_(packed, replace(fresh(wide, biased), made_for=None))
     with pytest.raises(WeightsError, match="packed for 'reference'"):
         kernel.repack_(packed, replace(packed, backend="reference"))
     with pytest.raises(WeightsError, match="packed for another problem"):
         wide.repack_(packed, biased)
+
+
+def test_equal_shapes_of_another_scheme_are_refused() -> None:
+    """Codes of mxfp4 and of int4 have equal shapes and dtypes, and mean other numbers."""
+    kernel = kernel_for("int4_w4a16_g32")
+    packed, other = fresh(kernel, weights(0)), fresh(kernel_for("mxfp4_w4a16"), weights(1))
+    with pytest.raises(WeightsError, match="another problem .scheme='mxfp4_w4a16', not"):
+        kernel.repack_(packed, other)
+
+
+def test_experts_may_be_named_by_a_tensor() -> None:
+    kernel = kernel_for()
+    packed, few = fresh(kernel, weights(0)), torch.tensor([2, 0])
+    kernel.repack_(packed, weights(1).select(few), experts=few)
+    assert torch.equal(packed["w13"][few], weights(1).w13[few])
+
+
+def test_a_trainable_layer_names_load_weights() -> None:
+    layer = FusedMoE(E, 2, H, I, trainable=True, prefix=NAME)
+    with pytest.raises(WeightsError, match=f"{NAME}' has .* .trainable layers: always"):
+        layer.repack_(weights(0))
 
 
 def test_a_static_scale_changes_with_all_experts_only() -> None:

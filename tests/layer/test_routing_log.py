@@ -94,6 +94,15 @@ def test_a_rollout_and_a_training_pass_use_the_same_experts() -> None:
     trainer.seen.clear()
     trainer(x)
     assert not torch.equal(torch.stack(trainer.seen[:2], 1), ids.long()), "the noise decides"
+    first, second = (RoutingLog.of(trainer, max_tokens=T) for _ in range(2))
+    for gone in (replayed, first):  # its layers would route freely
+        with pytest.raises(InvalidInput, match="is detached, or another one took its layers"):
+            gone.replay(ids).__enter__()
+    first.detach()
+    with second.replay(ids):
+        trainer.seen.clear()
+        trainer(x)
+    assert torch.equal(torch.stack(trainer.seen[:2], 1), ids.long())
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -167,14 +176,14 @@ def test_a_forgotten_block_is_an_error() -> None:
         with pytest.raises(InvalidInput, match="call take.. in its block"):
             step.take()
         model(x)
-        with pytest.raises(InvalidInput, match=r"'layers\.0' runs twice in a block"):
+        with pytest.raises(InvalidInput, match=r"'layers\.0' runs twice in one block"):
             model(x)
     with (
         log.replay(distinct(5, 2)),
-        pytest.raises(InvalidInput, match=r"'layers\.0' has 11 tokens, but its block has 5"),
+        pytest.raises(InvalidInput, match=r"'layers\.0' got 11 tokens, expected 5, at"),
     ):
         model(x)
-    with log.record(), pytest.raises(InvalidInput, match=r"12 tokens.* at most 11"):
+    with log.record(), pytest.raises(InvalidInput, match=r"got 12 tokens.* at most max.*=11"):
         model(torch.randn(12, H))
 
 
@@ -281,7 +290,7 @@ def test_all_layers_of_a_model_by_number() -> None:
             for n in (1, 3):
                 part = log[f"model.layers.{n}.mlp"]
                 assert torch.equal(part.choose(torch.zeros(5, 2).long()), array[:, n])
-    with pytest.raises(InvalidInput, match="of all layers by number"):
+    with pytest.raises(InvalidInput, match="which the one integer in each name numbers"):
         log.replay(array[:, :3])
 
 
@@ -323,6 +332,8 @@ def test_layers_of_different_widths() -> None:
             assert torch.equal(log[name].choose(torch.zeros_like(each)), each)
         with pytest.raises(InvalidInput, match=r"layer 'b' needs topk_ids \(T, 2\)"):
             log["b"].choose(ids["a"])
+        with pytest.raises(InvalidInput, match="log 'a' is for 6 experts, the logits for 40"):
+            moekit.route(torch.zeros(T, 40), K, log=log["a"])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -360,7 +371,7 @@ def test_blocks_inside_blocks_and_passes_without_tokens() -> None:
         log["a"].choose(outer[:0])
         assert step.take().result().shape == (0, 1, K)
     with log.replay(inner[:0, None]):
-        with pytest.raises(InvalidInput, match="has 11 tokens, but its block has 0"):
+        with pytest.raises(InvalidInput, match="got 11 tokens, expected 0, at"):
             log["a"].choose(outer)
         assert log["a"].choose(outer[:0]).shape == (0, K)
 
@@ -391,5 +402,5 @@ def test_ranks_log_their_share() -> None:
     with RankPool(2) as pool:
         (first, other), (second, wrong) = pool.run(_on_ranks, logits, ids)
     assert torch.equal(torch.cat([first, second])[:, 0].long(), moekit.route(logits, K).topk_ids)
-    assert wrong.startswith("InvalidInput") and "has 5 tokens, but its block has 4" in wrong
+    assert wrong.startswith("InvalidInput") and "got 5 tokens, expected 4" in wrong
     assert other.startswith("PeerFailed: rank 1 failed: InvalidInput: layer 'fused_moe")

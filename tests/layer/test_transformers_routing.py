@@ -13,6 +13,7 @@ from test_transformers_models import MODELS
 from test_transformers_training import OUTSIDE, built, eager
 from torch import Tensor
 
+from moekit.errors import InvalidInput
 from moekit.integrations.packed_layer import Layer
 from moekit.integrations.transformers import routing_log
 
@@ -111,6 +112,23 @@ def test_a_compiled_model_records_and_replays() -> None:
             assert torch.equal(step.take().result(), given)
         with log.replay(given):
             torch.testing.assert_close(got, model(tokens, use_cache=False).logits)
+
+
+def test_another_log_detaches_the_first() -> None:
+    model, tokens = built("mixtral").eval(), hfm.token_ids(B, S)
+    block, calls = model.model.layers[0].mlp, []
+    block.forward = lambda x, own=block.forward: (calls.append(1), own(x))[1]  # as accelerate does
+    first, log = (routing_log(model, B * S) for _ in range(2))
+    first.detach()
+    ids = torch.arange(4).view(2, 2).expand(B * S, 2, 2)
+    with torch.no_grad(), log.replay(ids) as step:
+        model(tokens, use_cache=False)
+        assert torch.equal(step.take().result().long(), ids)
+    with pytest.raises(InvalidInput, match="another one took its layers"), first.replay(ids):
+        model(tokens, use_cache=False)
+    log.detach()
+    model(tokens, use_cache=False)
+    assert len(calls) == 2
 
 
 def test_a_copy_of_a_model_has_no_log() -> None:

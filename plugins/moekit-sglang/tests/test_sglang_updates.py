@@ -67,7 +67,7 @@ def test_packed_weights_change_when_the_last_matrix_has_come(repacking) -> None:
     assert layer.w13_weight.numel() == layer.w2_weight.numel() == 0
     for part in (new[:5], new[5:-1]):
         update(layer, part)
-        with pytest.raises(MoekitError, match="matrices of new weights have come for an MoE layer"):
+        with pytest.raises(MoekitError, match="have come for an MoE layer: send the others"):
             layer(*calls())
     update(layer, new[-1:])
     assert error(layer(*calls()), want(drawn(1), *calls())) < 1e-5
@@ -104,7 +104,7 @@ def test_an_update_that_moekit_cannot_take(repacking) -> None:
     layer = made()
     new = list(matrices(drawn(1)))
     update(layer, new[:-1])
-    with pytest.raises(MoekitError, match="only 17 matrices of new weights have come"):
+    with pytest.raises(MoekitError, match="only 17 matrices came; send weights that fit"):
         layer.quant_method.process_weights_after_loading(layer)  # after a file that lacks one
     layer.moe_runner_config.no_combine = True
     with pytest.raises(MoekitError, match="MoE layer 3, but not with its new weights: it returns"):

@@ -33,7 +33,10 @@ def _other_form(monkeypatch, layer):
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [(_failing_pack, "no memory"), (_other_form, r"w13 is \(.*\) torch.float32 on cpu, not \(")],
+    [
+        (_failing_pack, "no memory"),
+        (_other_form, "local_intermediate_size=64, not 32"),
+    ],
 )
 def test_an_update_that_fails_is_an_error(monkeypatch, change, said) -> None:
     """CUDA graphs hold moekit's kernel and memory, so vLLM's kernel cannot take the layer over."""
@@ -70,7 +73,10 @@ def test_repack_writes_new_experts_into_the_layers_that_moekit_computes() -> Non
     with pytest.raises(WeightsError, match=r"moekit does not compute \['layers\.7"):
         moekit_vllm.repack_(model, {"layers.7.experts": new["layers.0.experts"]})
     with pytest.raises(WeightsError, match=r"^layers\.1\.experts: .*have checksum"):
-        moekit_vllm.repack_(model, new, {"layers.1.experts": new["layers.0.experts"].checksum()})
+        moekit_vllm.repack_(model, new, dict.fromkeys(new, new["layers.0.experts"].checksum()))
+    one, both = dict(list(new.items())[:1]), {name: each.checksum() for name, each in new.items()}
+    with pytest.raises(WeightsError, match=r"\['layers\.1\.experts'\] have one of them"):
+        moekit_vllm.repack_(model, one, both)
 
 
 def test_weights_are_updated_in_place() -> None:

@@ -22,7 +22,6 @@ class Nf4Matrix(Format):
 
 
 class Nf4Checkpoint(Method):
-    names = ("acme_nf4",)
     fields = frozenset({"group_size"})  # others that may change numbers are refused
 
     def read(self, matrix: Matrix) -> Format | None:

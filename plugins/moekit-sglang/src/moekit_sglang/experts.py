@@ -62,7 +62,7 @@ class LayerExperts:
         if before is not None and before.emptied and not before.room:
             return before  # nothing new has come, or it is packed already
         if before is not None and before.room and not before._complete(layer):
-            raise refusal(f"only {len(before.came)} matrices of new weights have come")
+            raise refusal(f"only {len(before.came)} matrices came")
         group = versions.expert_ranks().cpu_group if dispatches(layer) else None
         with torch.inference_mode(False), torch.no_grad():
             with on_all_ranks(group, SGLANG):  # before others wait for this rank in `compose`
@@ -107,8 +107,8 @@ class LayerExperts:
         """
         if self.room:
             raise MoekitError(
-                f"only {len(self.came)} matrices of new weights have come for an MoE layer; "
-                "send the others before the next request"
+                f"only {len(self.came)} matrices of new weights have come for an MoE layer: send "
+                "the others before the next request"
             )
         most = versions.most_tokens() if self.kernel.problem.parallel.moves_tokens else None
         warm_up(self.kernel, self.packed, len(x), most)

@@ -153,6 +153,8 @@ def repack_(
     sums = checksums or {}
     if unknown := sorted({*new, *sums} - ours.keys()):
         raise WeightsError(f"moekit does not compute {unknown} here, but {sorted(ours)}")
+    if sums and (odd := sorted(new.keys() ^ sums.keys())):
+        raise WeightsError(f"give new weights and a checksum of each layer: {odd} have one of them")
     for name, each in new.items():
         mine = ours[name]
         mine.kernel.repack_(mine.packed, each, checksum=sums.get(name), name=name)
