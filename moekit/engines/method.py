@@ -19,7 +19,7 @@ Stock: Any = object  # engines declare no types; `extended` puts the engine's cl
 
 
 class Extension(Stock):  # type: ignore[misc]
-    """What goes before an engine's method: moekit computes its layer, unless the engine keeps it.
+    """Override an engine's method, so that moekit computes its layer unless the engine keeps it.
 
     moekit_mode: What to do if moekit cannot compute the layer; OFF once the engine keeps it.
     moekit_experts: What computes the layer; None before the weights are loaded, and where the

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import moekit
 from moekit import MoEProblem, OperandQuant, ParallelConfig, QuantScheme, registry
+from moekit.backends import builtin
 from moekit.checkpoint import (
     Format,
     Method,
@@ -171,6 +172,12 @@ def source(name: str) -> str:
         "@hookimpl\n"
         f"def moekit_formats():\n    return [FormatSpec(name={name!r}, target='x.y:Z')]\n"
     )
+
+
+def test_no_plugin_may_take_the_name_of_a_format_of_moekit() -> None:
+    """`moekit_formats` of the core repeats the names, so that discovery imports no format."""
+    names = {name for method in methods.METHODS for name in method.names if "/" not in name}
+    assert names == {spec.name for spec in builtin.moekit_formats()}
 
 
 def test_clashes_and_faults_are_the_plugins_state(

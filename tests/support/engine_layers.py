@@ -1,4 +1,4 @@
-"""What stand-ins for inference engines share: modules, random layers, and what they compute."""
+"""Modules, random layers and their results in fp32, for the stand-ins of inference engines."""
 
 from __future__ import annotations
 

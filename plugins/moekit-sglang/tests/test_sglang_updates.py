@@ -116,7 +116,7 @@ def test_an_update_that_moekit_cannot_take(repacking) -> None:
 
 
 def test_parameters_that_a_checkpoint_lacks_are_not_awaited(repacking) -> None:
-    """SGLang registers some for every checkpoint. An update awaits the ones that came first."""
+    """SGLang registers some for every checkpoint. An update awaits what the first load had."""
     started()
     layer = made(drawn(w13_g_idx=torch.zeros(E, H), w2_g_idx=torch.zeros(E, H)))
     assert set(layer.quant_method.moekit_experts.awaited) == {"w13_weight", "w2_weight"}

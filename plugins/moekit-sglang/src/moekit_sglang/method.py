@@ -12,7 +12,7 @@ from moekit_sglang.settings import SGLANG
 
 
 class Extended(Extension):
-    """moekit_loaded: The ids of the parameters that SGLang has loaded."""
+    """Override a method of SGLang. moekit_loaded: ids of the parameters that SGLang has loaded."""
 
     moekit_loaded: set[int]
 
