@@ -199,10 +199,10 @@ def graph(r: Rank, num_tokens: int) -> None:
 def graph_of_calls(r: Rank, num_tokens: int) -> None:
     """Capture whole calls of a fused kernel in a CUDA graph."""
     r.checked = False
-    cases = [
-        r.case(Call((num_tokens,), kind), kind) for kind in ("random", "masked", "rows", "hot")
-    ]
-    check_graph(lambda x, routing, out: r.kernel(x, r.packed, routing, out=out), cases)
+    kinds = "random", "masked", "rows", "hot"
+    calls = (r.case(Call((num_tokens,), kind), kind) for kind in kinds)
+    made = [(case, right.reference()) for case, right in calls]
+    check_graph(lambda x, routing, out: r.kernel(x, r.packed, routing, out=out), made)
 
 
 def wire(r: Rank, wanted: Call) -> None:

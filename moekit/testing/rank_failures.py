@@ -43,9 +43,9 @@ def _culprit(r: Rank, round_: int) -> int:
 
 
 def _check_next(r: Rank, key: object) -> None:
-    case, ref = r.case(Call((5, 3)), key)
+    case, right = r.case(Call((5, 3)), key)
     out = call(r.kernel, r.packed, case)
-    r.compare(out, ref, "the call after the failed one")
+    r.compare(out, right, "the call after the failed one")
 
 
 def unchecked_rank_fails(r: Rank) -> None:
@@ -85,7 +85,7 @@ def experts_fail(r: Rank, what: str = "apply") -> None:
 
     what: the name of the method that raises.
     """
-    right = getattr(r.kernel.experts, what)
+    works = getattr(r.kernel.experts, what)
 
     def broken(*args: object, **more: object) -> None:
         raise InvalidInput("experts that fail on purpose")
@@ -93,7 +93,7 @@ def experts_fail(r: Rank, what: str = "apply") -> None:
     for round_ in range(4):  # more often than a library has buffers
         culprit = _culprit(r, round_)
         mine = r.alone or r.rank == culprit
-        (case, _), (other, ref) = (r.case(Call((5, 3)), (round_, n)) for n in range(2))
+        (case, _), (other, right) = (r.case(Call((5, 3)), (round_, n)) for n in range(2))
         flying = r.kernel.start(other.x, r.packed, other.routing)
         failing = r.kernel.start(case.x, r.packed, case.routing)
         flying.run()
@@ -107,8 +107,8 @@ def experts_fail(r: Rank, what: str = "apply") -> None:
             raise AssertionError(
                 f"rank {r.rank} got no error although rank {culprit}'s experts fail"
             )
-        setattr(r.kernel.experts, what, right)
-        r.compare(flying.result(), ref, "the call in flight while another failed")
+        setattr(r.kernel.experts, what, works)
+        r.compare(flying.result(), right, "the call in flight while another failed")
         _check_next(r, (round_, "after"))
 
 
@@ -186,8 +186,8 @@ def groups_of_one_name(rank: int, world_size: int, job: Job, wanted: Call) -> Re
         except (Unsupported, GroupMismatch) as error:
             refused = Refused(str(error))
             continue
-        case, ref = r.case(wanted, number)
-        r.compare(call(r.kernel, r.packed, case), ref, f"group {number} of one name")
+        case, right = r.case(wanted, number)
+        r.compare(call(r.kernel, r.packed, case), right, f"group {number} of one name")
         r.raise_first_fault()
     return refused
 
@@ -249,8 +249,8 @@ def of_one_kernel(r: Rank, *wanted: Call) -> None:
         outs[which] = r.kernel(case.x, packed, case.routing)
 
     alternately(lambda: run(0), lambda: run(1))
-    for which, (_, ref) in enumerate(made):
-        r.compare(outs[which], ref, f"the call of thread {which} of two")
+    for which, (_, right) in enumerate(made):
+        r.compare(outs[which], right, f"the call of thread {which} of two")
 
 
 def _at_once(rank: int, what: str, step: Callable[[int], Any], seconds: float) -> list[Any]:

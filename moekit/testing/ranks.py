@@ -189,11 +189,13 @@ class Rank:
         if not right:
             self._faults.append(otherwise)
 
-    def compare(self, out: Tensor, ref: Tensor, what: str) -> None:
-        """Do `assert_close`, and record a failure as `expect` does."""
+    def compare(self, out: Tensor, right: cases.Case, what: str) -> None:
+        """Do `assert_close` with the result of ``right``, and record a failure as `expect` does."""
+        what, rounds = f"rank {self.rank}, {what}", self._rounds_unseen
         try:
-            what = f"rank {self.rank}, {what}"
-            assert_close(out, ref, self.problem, what, rounds_activations=self._rounds_unseen)
+            assert_close(
+                out, right.reference(), self.problem, what, case=right, rounds_activations=rounds
+            )
         except AssertionError as error:
             self._faults.append(str(error))
 
@@ -254,8 +256,8 @@ class Rank:
     def packed(self) -> PackedWeights:
         return pack(self.kernel, self.weights)
 
-    def case(self, call: Call, index: object = 0) -> tuple[cases.Case, Tensor]:
-        """Return this rank's input of the index-th call, and the (T, H) fp32 it must get back."""
+    def case(self, call: Call, index: object = 0) -> tuple[cases.Case, cases.Case]:
+        """Return this rank's input of the index-th call, and the call whose result is right."""
         mine, logical = self.forms(call, index)
         return mine, self.expected(mine, logical)
 
@@ -271,14 +273,14 @@ class Rank:
             mine = replace(mine, routing=replace(mine.routing, topk_ids=ids))
         return mine, logical
 
-    def expected(self, mine: cases.Case, logical: cases.Case) -> Tensor:
-        """Return the (T, H) fp32 that this rank gets back of two forms of a call.
+    def expected(self, mine: cases.Case, logical: cases.Case) -> cases.Case:
+        """Return the call on one rank whose result this rank gets back of two forms of a call.
 
-        After a call whose dispatcher quantized the tokens, it is the result of the rounded tokens.
+        After a call whose dispatcher quantized the tokens, it has the rounded tokens.
         """
         partial = self.alone and self.problem.parallel.num_ranks > 1
         case = mine if partial else logical
-        return (self._rounded(case) if self._quantizes else case).reference()
+        return self._rounded(case) if self._quantizes else case
 
     def _rounded(self, case: cases.Case) -> cases.Case:
         activation, ids = self.problem.quant.activation, case.routing.topk_ids
@@ -341,11 +343,11 @@ def calls(r: Rank, sequence: Iterable[Call], how: str = "plain") -> int:
         else:
             with torch.autocast(device.type, torch.bfloat16, enabled=how == "autocast"):
                 out = call(r.kernel, r.packed, case)
-        ref = r.expected(case, logical)
-        r.compare(out, ref, f"call {index} ({wanted})")
-        results.append((out, ref))
-    for index, (out, ref) in enumerate(results):
-        r.compare(out, ref, f"call {index} after the later ones")
+        right = r.expected(case, logical)
+        r.compare(out, right, f"call {index} ({wanted})")
+        results.append((out, right))
+    for index, (out, right) in enumerate(results):
+        r.compare(out, right, f"call {index} after the later ones")
     return getattr(r.kernel.experts, "left", 0)
 
 
@@ -433,7 +435,7 @@ def long_run(r: Rank, wanted: Call) -> None:
     def some(count: int) -> None:
         nonlocal number
         for _ in range(count):
-            case, ref = made[number % len(made)]
+            case, right = made[number % len(made)]
             if (number + r.rank) % 11 == 0:
                 time.sleep(0.002)
             number += 1
@@ -445,7 +447,7 @@ def long_run(r: Rank, wanted: Call) -> None:
             out = poison(torch.empty_like(x))
             with poisoned_allocations():
                 r.kernel(x, r.packed, routing, out=out)
-            r.compare(out, ref, f"call {number} of one shape")
+            r.compare(out, right, f"call {number} of one shape")
 
     some(36)
     # The least of three counts: a library may allocate late, and its threads may free late.

@@ -15,7 +15,7 @@ from moekit.errors import PeerFailed
 from moekit.kernel import ModularKernel
 from moekit.problem import ActivationFormat, MoEProblem
 from moekit.runtime.overlap import ConcurrentExperts
-from moekit.testing import assert_close, cases
+from moekit.testing import assert_close, assert_right, cases
 from moekit.testing.calls import call
 from moekit.testing.ranks import Call, Job, Rank
 
@@ -39,7 +39,7 @@ def fault(rank: int, world_size: int, job: Job, how: str, where: str) -> None:
     made = [
         r.case(Call((5, 9)), index) for index in range(3)
     ]  # before the fault: no copies to a GPU that hangs
-    for index, (case, ref) in enumerate(made):
+    for index, (case, right) in enumerate(made):
         if index == 1:  # everything is compiled by now
             agreement = r.kernel._calls.agreement
             assert agreement is not None, "checked kernels agree"
@@ -63,7 +63,7 @@ def fault(rank: int, world_size: int, job: Job, how: str, where: str) -> None:
             seconds = time.monotonic() - start
             raise RuntimeError(f"after {seconds:.0f} s: {type(error).__name__}: {error}") from error
         if index == 0:
-            assert_close(out, ref, r.problem, f"rank {rank}, before the fault")
+            assert_right(out, right, f"rank {rank}, before the fault")
     raise AssertionError(f"rank {rank} noticed nothing in three calls")
 
 
@@ -94,8 +94,8 @@ def out_of_order(rank: int, world_size: int, job: Job) -> str:
         except PeerFailed as error:
             said = str(error)
             break
-    case, ref = made[2]
-    assert_close(call(r.kernel, r.packed, case), ref, r.problem, f"rank {rank}, the next call")
+    case, right = made[2]
+    assert_right(call(r.kernel, r.packed, case), right, f"rank {rank}, the next call")
     r.kernel.destroy()
     return said
 
@@ -106,8 +106,8 @@ _left: list[ModularKernel] = []
 def leave(rank: int, world_size: int, job: Job, destroys: bool) -> None:
     """Calls a kernel, and keeps it to the end of the process unless it is destroyed (twice)."""
     r = Rank(rank, world_size, job)
-    case, ref = r.case(Call((5, 9)))
-    assert_close(call(r.kernel, r.packed, case), ref, r.problem, f"rank {rank}")
+    case, right = r.case(Call((5, 9)))
+    assert_right(call(r.kernel, r.packed, case), right, f"rank {rank}")
     _left.append(r.kernel)
     if destroys:
         r.kernel.destroy()
@@ -122,14 +122,14 @@ def side_by_side(rank: int, world_size: int, jobs: list[Job]) -> None:
         pairs = list(zip(ranks, made, strict=True))
         if index == 1:
             pairs.reverse()
-        started = [(r, ref, r.kernel.start(c.x, r.packed, c.routing)) for r, (c, ref) in pairs]
-        for r, ref, pending in started:
-            name = r.job.spec.name
-            assert_close(pending.result(), ref, r.problem, f"rank {rank}, {name}, round {index}")
+        started = [(r, right, r.kernel.start(c.x, r.packed, c.routing)) for r, (c, right) in pairs]
+        for r, right, pending in started:
+            what = f"rank {rank}, {r.job.spec.name}, round {index}"
+            assert_right(pending.result(), right, what)
     ranks[0].kernel.destroy()
     last = ranks[-1]
-    case, ref = last.case(Call((3, 9)), "last")
-    assert_close(call(last.kernel, last.packed, case), ref, last.problem, f"rank {rank}, the last")
+    case, right = last.case(Call((3, 9)), "last")
+    assert_right(call(last.kernel, last.packed, case), right, f"rank {rank}, the last")
     last.kernel.destroy()
 
 
@@ -151,7 +151,7 @@ def micro_batches(rank: int, world_size: int, job: Job, beside: bool, ahead: boo
     for round_ in range(4):
         started = []
         for index, counts in enumerate(((9, 0), (4, 9))):
-            case, ref = r.case(Call(counts), (round_, index))
+            case, right = r.case(Call(counts), (round_, index))
             extra: list[Any] = []
             if beside:
                 side = ConcurrentExperts(shared, case.x)
@@ -163,16 +163,16 @@ def micro_batches(rank: int, world_size: int, job: Job, beside: bool, ahead: boo
                     extra.append(shared(x))
 
             started.append((
-                case, ref, extra,
+                case, right, extra,
                 r.kernel.start(case.x, r.packed, case.routing, meanwhile=meanwhile),
             ))  # fmt: skip
         for *_, pending in started if ahead else ():
             pending.run()
-        for index, (case, ref, extra, pending) in enumerate(started):
+        for index, (case, right, extra, pending) in enumerate(started):
             out = pending.result()
             more = extra[0].join() if beside else extra[0]
             # Tokens without an expert must stay exact zeros before the sum.
-            want, out = ref + torch.sin(case.x).float(), out + more
+            want, out = right.reference() + torch.sin(case.x).float(), out + more
             assert_close(out, want, r.problem, f"rank {rank}, round {round_}, call {index}")
     r.kernel.destroy()
     return where
