@@ -6,7 +6,8 @@ Each turn is an engine in a new process, with MOEKIT_VLLM=off or require. Decode
 of a step of the whole batch: a long completion minus a completion of one token. Prefill is the
 time of one prompt and its first token. Each time is printed when it is measured, and the report
 has the fastest turn of each. On a GPU the engine captures CUDA graphs of the batches' sizes. With
---profile each kind's kernels follow that take the longest, by torch's profiler in another run.
+--profile each kind's kernels follow that take the longest, by vLLM's profiler in another run: of
+the first rank, with the time in which the GPU was busy.
 
     python benchmarks/vllm_engine.py --model qwen3-30b --ranks 2 --split dp --dispatcher nvlink_ht
 
@@ -19,6 +20,7 @@ them for moekit's kernel. The report has the times of the slowest rank.
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
 import signal
@@ -28,6 +30,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -100,10 +103,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", choices=["off", "require"], help="engines of this kind alone")
     add_ranks(parser)
     parser.add_argument("--turn", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.profile and args.ranks > 1:
-        parser.error("--profile is for one rank")
-    return args
+    return parser.parse_args()
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -277,6 +277,11 @@ def turn(args: argparse.Namespace) -> None:
     if torch.cuda.is_available() and not args.eager:
         more["compilation_config"] = {"cudagraph_capture_sizes": sorted(batches)}
     with tempfile.TemporaryDirectory() as folder:
+        if args.profile:
+            more["profiler_config"] = {
+                "profiler": "torch", "torch_profiler_dir": folder,
+                "torch_profiler_with_stack": False,
+            }  # fmt: skip
         (Path(folder) / "config.json").write_text(json.dumps(model_config(args)))
         llm = LLM(
             folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
@@ -297,47 +302,47 @@ def turn(args: argparse.Namespace) -> None:
             llm.generate(asked, sampling, use_tqdm=False)
             return max(ranks.gather(time.perf_counter() - begin))
 
-        print_times(args, seconds, args.profile)
+        print_times(args, seconds)
+        calls = [(size, 16, args.steps + 1) for size in batches] + [(1, args.prefill, 1)]
+        old: set[Path] = set()
+        for call in calls if args.profile else ():
+            print("PROFILE {} prompts of {} tokens, {} steps".format(*call), flush=True)
+            llm.start_profile("rank")
+            seconds(*call)
+            llm.stop_profile()
+            new = set(Path(folder).glob("rank*.json.gz")) - old
+            print_kernels(min(new), args.profile)  # this name is the first rank's
+            old |= new
 
 
-def print_times(
-    args: argparse.Namespace, seconds: Callable[[int, int, int], float], kernels: int = 0
-) -> None:
-    """Print the times of an engine, by the seconds that prompts of a length take for some steps.
-
-    kernels: how many to list by their time.
-    """
+def print_times(args: argparse.Namespace, seconds: Callable[[int, int, int], float]) -> None:
+    """Print the times of an engine, by the seconds that prompts of a length take for some steps."""
     for size in [int(size) for size in args.batches.split(",")]:
         seconds(size, 16, 4)
         short = min(seconds(size, 16, 1) for _ in range(3))
         long = min(seconds(size, 16, args.steps + 1) for _ in range(3))
         print(f"\nTIME {(long - short) / args.steps}\tdecode, batch {size}", flush=True)
-        if kernels:
-            profile(lambda size=size: seconds(size, 16, args.steps + 1), kernels)
     seconds(1, args.prefill, 1)
     fastest = min(seconds(1, args.prefill, 1) for _ in range(3))
     print(f"\nTIME {fastest}\tprefill of {args.prefill}", flush=True)
-    if kernels:
-        profile(lambda: seconds(1, args.prefill, 1), kernels)
 
 
-def profile(call: Callable[[], Any], count: int) -> None:
-    """Print the kernels of a call that take the longest; operators of torch without a GPU."""
-    import torch
-    from torch.profiler import ProfilerActivity
-
-    cuda = torch.cuda.is_available()
-    kind, field = (
-        (ProfilerActivity.CUDA, "self_device_time_total")
-        if cuda
-        else (ProfilerActivity.CPU, "self_cpu_time_total")
-    )
-    with torch.profiler.profile(activities=[kind]) as record:
-        call()
-    rows = [(getattr(row, field) / 1e3, row.count, row.key) for row in record.key_averages()]
-    total = sum(row[0] for row in rows)
-    for ms, calls, name in sorted(rows, reverse=True)[:count]:
-        print(f"PROFILE {ms / total:5.1%} {ms:9.2f} ms {calls:6} x {name[:110]}", flush=True)
+def print_kernels(trace: Path, count: int) -> None:
+    """Print the kernels of a trace that take the longest; torch's operators if it has no kernel."""
+    with gzip.open(trace) as file:
+        events = [e for e in json.load(file)["traceEvents"] if "dur" in e]
+    work = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    work = sorted(work or [e for e in events if e.get("cat") == "cpu_op"], key=lambda e: e["ts"])
+    busy, end, by_name = 0.0, 0.0, defaultdict(list)
+    for e in work:  # kernels of several streams may overlap
+        busy += max(0.0, e["ts"] + e["dur"] - max(end, e["ts"]))
+        end = max(end, e["ts"] + e["dur"])
+        by_name[e["name"]].append(e["dur"])
+    span = end - work[0]["ts"]
+    print(f"PROFILE busy {busy / 1e3:.2f} ms of {span / 1e3:.2f}, {len(work)} kernels", flush=True)
+    for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:count]:
+        spent = f"{sum(times) / busy:5.1%} {sum(times) / 1e3:9.2f} ms {len(times):6} x {name[:110]}"
+        print(f"PROFILE {spent}", flush=True)
 
 
 if __name__ == "__main__":
