@@ -506,7 +506,9 @@ def call(
     """
     x, routing = case.x, case.routing
     watch = Watch(x=x, topk_ids=routing.topk_ids, topk_weights=routing.topk_weights)
-    packed_watch = Watch(**packed.experts, **packed.shared)
+    held = {} if case.adapters is None else case.adapters.tensors()
+    packed_watch = Watch(**packed.tensors(), **held)
+    packed = replace(packed, adapters=case.adapters)
     guarded = PoisonedWorkspace()
     workspace, kernel.workspace = kernel.workspace, guarded
     behind = x.new_empty(0)

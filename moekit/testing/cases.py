@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moekit.backends.reference import oracle
-from moekit.contract import Routing
+from moekit.contract import Adapters, Routing
 from moekit.layer.replicas import to_physical
 from moekit.problem import MoEProblem, ParallelConfig
 from moekit.problem.activation import apply_activation
@@ -310,16 +310,17 @@ def random_routing(
 
 @dataclass(frozen=True)
 class Case:
-    """The input of one call, and the layer's weights on this rank."""
+    """The input of one call, and the layer's weights and adapters on this rank."""
 
     problem: MoEProblem
     weights: ExpertWeights
     x: Tensor
     routing: Routing
+    adapters: Adapters | None = None
 
     def reference(self) -> Tensor:
         """Return the oracle's output (T, H) fp32."""
-        return oracle(self.x, self.weights, self.routing, self.problem)
+        return oracle(self.x, self.weights, self.routing, self.problem, self.adapters)
 
     def physical(self) -> Case:
         """Return the same call with ids of replicas, where the problem has some."""
