@@ -157,7 +157,6 @@ class RefusesFourRanks(Naive):
 
 
 @killed_by("test_group_is_resolved", 2, says="ranks compose for different layers")
-@killed_by("test_group_mismatch", 2, says="was taken for")
 class NotResolved(Naive):
     """Takes any group and any problem of the other ranks."""
 
