@@ -481,17 +481,6 @@ def defaults(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-@contextmanager
-def threads_of_torch(count: int) -> Iterator[None]:
-    """Let torch use ``count`` threads on the CPU."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def call(
     kernel: ModularKernel, packed: PackedWeights, case: Case, *, out: Tensor | None = None
 ) -> Tensor:

@@ -342,12 +342,13 @@ def make_case(
 ) -> Case:
     """Return a random call. Tokens without any expert are NaN.
 
-    The kinds masked and rows have a token of zeros, whose dynamic scale must not be 0.
+    The kinds masked and rows have a token of zeros, whose dynamic scale must not be 0, and two
+    tokens that differ in their routing alone, as where a prompt repeats a word.
     """
     routing = random_routing(problem, num_tokens, kind, key)
     x = random_x(problem, num_tokens, key)
     if kind in ("masked", "rows") and num_tokens > 3:
-        x[1] = 0
+        x[1], x[3] = 0, x[2]
     x[(routing.topk_ids < 0).all(dim=1)] = float("nan")
     return Case(problem, weights or random_weights(problem), x, routing)
 

@@ -166,10 +166,13 @@ def _case(problem: MoEProblem, row: Row, key: object) -> Case:
         weights = weights * (steps % 3 - 1).to(weights)
     ids = ids.int() if row["ids"] == "int32" else ids
     case = replace(case, routing=Routing(weights.contiguous(), ids.contiguous()))
-    if row["replicas"] and case.weights.w13_scale is not None:
-        case = replace(case, weights=_unlike_neighbours(case.weights, problem))
-    if row["scales"] == "signed":
-        case = replace(case, weights=_signed_scales(case.weights))
+    made = case.weights
+    if row["replicas"]:  # scales of odd logical experts are twice those of their neighbours
+        logical = torch.tensor([problem.logical_expert(p) for p in problem.local_experts])
+        made = _rescaled(made, lambda t: (1 + logical % 2).to(t).view(-1, *[1] * (t.dim() - 1)))
+    if row["scales"] == "signed":  # every second scale
+        made = _rescaled(made, lambda t: 1 - 2 * (torch.arange(t.numel()).view_as(t) % 2).to(t))
+    case = replace(case, weights=made)
     if row["strides"] == "moved":
         return cases.moved(case)
     if row["strides"] == "strided":
@@ -178,29 +181,11 @@ def _case(problem: MoEProblem, row: Row, key: object) -> Case:
     return case
 
 
-def _unlike_neighbours(weights: ExpertWeights, problem: MoEProblem) -> ExpertWeights:
-    """Return the weights with the scales of odd logical experts doubled."""
-    logical = torch.tensor([problem.logical_expert(p) for p in problem.local_experts])
-
-    def doubled(scale: Tensor) -> Tensor:
-        factor = (1 + logical % 2).to(scale)
-        return scale * factor.view(-1, *[1] * (scale.dim() - 1))
-
-    assert weights.w13_scale is not None and weights.w2_scale is not None
-    return replace(
-        weights, w13_scale=doubled(weights.w13_scale), w2_scale=doubled(weights.w2_scale)
-    )
-
-
-def _signed_scales(weights: ExpertWeights) -> ExpertWeights:
-    """Return the weights with every second scale negative."""
-
-    def signed(scale: Tensor) -> Tensor:
-        odd = torch.arange(scale.numel(), device=scale.device).view_as(scale) % 2
-        return scale * (1 - 2 * odd)
-
-    assert weights.w13_scale is not None and weights.w2_scale is not None
-    return replace(weights, w13_scale=signed(weights.w13_scale), w2_scale=signed(weights.w2_scale))
+def _rescaled(weights: ExpertWeights, factors: Callable[[Tensor], Tensor]) -> ExpertWeights:
+    """Return the weights with each scale times its ``factors``."""
+    scales = weights.w13_scale, weights.w2_scale
+    w13_scale, w2_scale = (t if t is None else t * factors(t) for t in scales)
+    return replace(weights, w13_scale=w13_scale, w2_scale=w2_scale)
 
 
 @cache

@@ -41,7 +41,7 @@ def RoutingCachedBySum(self, tokens):
     return replace(tokens, topk_ids=ids)
 
 
-@killed_by("test_equal_tokens", says="relative error")
+@killed_by("test_routing", "masked", says="relative error")
 def EqualTokensMerged(self, y, tokens, weights):
     """Computes a token that is equal to the one before only once."""
     for row in range(1, len(y)):

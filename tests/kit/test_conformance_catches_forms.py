@@ -321,7 +321,7 @@ class FirstWeightsWhereQuantized(Plain):
         super().apply(y, tokens, weights, workspace)
 
 
-@killed_by("test_weights_change_in_place", says="weights 1 in place")
+@killed_by("test_repack", says="new weights of")
 class DequantizedOnce(Plain):
     """Dequantizes weights once, although experts move into them later."""
 
