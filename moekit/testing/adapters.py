@@ -98,7 +98,7 @@ class AdapterConformance(OfAnotherClass, ExpertsBase):
     def _named(self, name: str, **more: Any) -> tuple[Case, Adapters]:
         """Return a call of `_CALLS` in which tokens have every slot or none, and its adapters."""
         kind, num_tokens, changes, unusual = _CALLS[name]
-        problem = self._at(changes, **more)
+        problem = self._problem(changes, **more)
         case = make_case(problem, self._T if num_tokens is None else num_tokens, kind).physical()
         assert problem.adapters is not None
         count = problem.adapters.count

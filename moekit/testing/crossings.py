@@ -23,14 +23,14 @@ from moekit.contract.specs import ExpertsSpec
 from moekit.errors import InvalidProblem
 from moekit.problem import DTYPES, DeviceSpec, MoEProblem, ParallelConfig
 from moekit.problem.activation import ALPHAS, CLAMPABLE, Activation
-from moekit.problem.quant import SCHEMES
+from moekit.problem.quant import SCHEMES, QuantScheme
 from moekit.problem.weights import ExpertWeights
 from moekit.testing import cases
 from moekit.testing.base import over, sizes_of
 from moekit.testing.calls import AROUND, QUANTIZED_WIRE, call, check_call, pack
 from moekit.testing.cases import Case, make_case
 from moekit.testing.diagnose import assert_right
-from moekit.testing.experts_base import ExpertsBase
+from moekit.testing.experts_base import ExpertsBase, grouped
 from moekit.testing.memory import poison
 
 # Of clamps, which most rows exceed; 16 bits do not hold it. Alpha is another one than any default.
@@ -75,22 +75,19 @@ def unusual(name: str, spec: ExpertsSpec) -> Activation:
     return Activation(name, alpha=alpha, limit=LIMIT if clamps else None)
 
 
-def path_of(scheme: str) -> object:
+def path_of(scheme: QuantScheme) -> object:
     """Return what a kernel distinguishes in a scheme: equal for schemes on the same path."""
-    weight, activation = SCHEMES[scheme].weight, SCHEMES[scheme].activation
+    weight = scheme.weight
     if weight is None:
         return None
     group = tuple(min(extent, 2) for extent in weight.group)  # -1, 1, or more
-    return replace(weight, group=(1, 1)), group, activation
+    return replace(weight, group=(1, 1)), group, scheme.activation
 
 
 def _paths(spec: ExpertsSpec) -> dict[str, list[str]]:
     """Return declared schemes by the first of them that takes the same path."""
-    kinds: dict[object, list[str]] = {}
-    for name in SCHEMES:
-        if name in spec.schemes:
-            kinds.setdefault(path_of(name), []).append(name)
-    return {names[0]: names for names in kinds.values()}
+    declared = [name for name in SCHEMES if name in spec.schemes]
+    return {names[0]: names for names in grouped(declared, path_of)}
 
 
 class ExpertsCases(ExpertsBase):

@@ -329,8 +329,8 @@ class DispatcherConformance(DispatcherBase):
     def test_outputs_beyond_float16(self, ends: int) -> None:
         """Experts' outputs in float32 keep values above 65504 until they are weighted."""
         spec = self._spec()
-        if spec.format is ActivationFormat.BATCHED and not spec.weights_in_fp32:
-            self._skip("the spec does not declare weights_in_fp32")
+        if spec.fused or spec.format is ActivationFormat.BATCHED:
+            self._needs("weights_in_fp32")
         changes = {"dtype": torch.float16, "experts": "reference"}  # these do not weight
         # In batch-invariant problems, dispatchers of both formats weight the outputs.
         if spec.batch_invariant and spec.weights_in_fp32 and (ends == 1 or spec.moves_tokens):

@@ -275,7 +275,7 @@ class ExpertsCalls(ExpertsInvariance):
         """A dispatcher may send several rows for a token: K' is 1 or 3 where top_k is 4."""
         if self._spec().format is not ActivationFormat.STANDARD:
             self._skip("BATCHED experts get no ids")
-        problem = self._at({"num_experts": 8, "top_k": 4}, {})
+        problem = self._problem({"num_experts": 8, "top_k": 4}, {})
         for kind, dispatcher in (("random", ONE_COLUMN), ("masked", THREE_COLUMNS)):
             self._check(problem, 5, kind, dispatcher)
 
@@ -300,7 +300,7 @@ class ExpertsCalls(ExpertsInvariance):
             self._check_memory(dispatcher, batch_invariant=True)
 
     def _check_memory(self, dispatcher: str, **changes: Any) -> None:
-        problem = self._at({"num_experts": 8, "top_k": 4}, {}, **changes)
+        problem = self._problem({"num_experts": 8, "top_k": 4}, {}, **changes)
         kernel, weights = self._compose(problem, dispatcher), random_weights(problem)
         packed = pack(kernel, weights)
         for num_tokens in (64 if self._on_cpu else 1000, 1):  # one token may have another kernel

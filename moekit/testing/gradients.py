@@ -314,7 +314,7 @@ class GradientConformance(OfAnotherClass, ExpertsBase):
     _interface, _names_class, _wants = TrainableExperts, "training", {"training": True}
 
     def _biased(self, **changes: Any) -> MoEProblem:
-        return self._at({"has_bias": True}, {}, **changes)
+        return self._problem({"has_bias": True}, {}, **changes)
 
     def _case(self, kind: str = "masked", num_tokens: int | None = None, **changes: Any) -> Case:
         tokens = self._T if num_tokens is None else min(num_tokens, self._most_tokens)

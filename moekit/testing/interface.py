@@ -172,28 +172,28 @@ def _scaled(tokens: Dispatched, p: MoEProblem, numbers_L: Tensor | None = None) 
 
 
 def graph(r: Rank, num_tokens: int) -> None:
-    """Capture prepare and finalize in a CUDA graph, with experts that return their input."""
-    p, dispatcher = r.problem, r.kernel.dispatcher
+    """Capture the calls of a fused kernel in a CUDA graph, or `prepare` and `finalize`.
+
+    Experts between the two return their input.
+    """
+    r.checked = False
+    kernel, made = r.kernel, []
 
     def run(x: Tensor, routing: Routing, out: Tensor) -> None:
-        tokens = dispatcher.prepare(x, routing, None).result()
-        dispatcher.finalize(_scaled(tokens, p), tokens, out).result()
+        if r.spec.fused:
+            kernel(x, r.packed, routing, out=out)
+        else:
+            tokens = kernel.dispatcher.prepare(x, routing, None).result()
+            kernel.dispatcher.finalize(_scaled(tokens, r.problem), tokens, out).result()
 
-    made = []
     for kind in ("random", "masked", "rows", "hot"):
-        case, _ = r.case(Call((num_tokens,), kind), kind)
-        routing = r.as_taken(case.routing)
-        made.append((replace(case, routing=routing), _identity_result(case.x, routing, r)))
+        case, right = r.case(Call((num_tokens,), kind), kind)
+        if r.spec.fused:
+            made.append((case, right.reference()))
+        else:
+            routing = r.as_taken(case.routing)
+            made.append((replace(case, routing=routing), _identity_result(case.x, routing, r)))
     check_graph(run, made)
-
-
-def graph_of_calls(r: Rank, num_tokens: int) -> None:
-    """Capture whole calls of a fused kernel in a CUDA graph."""
-    r.checked = False
-    kinds = "random", "masked", "rows", "hot"
-    calls = (r.case(Call((num_tokens,), kind), kind) for kind in kinds)
-    made = [(case, right.reference()) for case, right in calls]
-    check_graph(lambda x, routing, out: r.kernel(x, r.packed, routing, out=out), made)
 
 
 def wire(r: Rank, wanted: Call) -> tuple[set[Scales], set[Scales]]:

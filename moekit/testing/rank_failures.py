@@ -78,13 +78,12 @@ def unchecked_rank_fails(r: Rank) -> None:
         _check_next(r, (round_, "after"))
 
 
-def experts_fail(r: Rank, what: str = "apply") -> None:
-    """Let one rank's experts raise: every rank raises a MoekitError, and other calls are right.
+def experts_fail(r: Rank) -> None:
+    """Let one rank's experts raise, or a fused kernel before it runs: every rank raises.
 
-    One of them is in flight at that time, one is the next.
-
-    what: the name of the method that raises.
+    The error is a MoekitError, and other calls are right: one in flight at that time, and the next.
     """
+    what = "stage" if r.spec.fused else "apply"
     works = getattr(r.kernel.experts, what)
 
     def broken(*args: object, **more: object) -> None:

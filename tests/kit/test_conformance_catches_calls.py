@@ -346,13 +346,13 @@ class MadeForOneThread(Plain):
 # -- what it declares -----------------------------------------------------------------------------
 
 
-@killed_by("test_input_form", "fp8_block", "kit_quantized_wire", says="x_scale in float32")
+@killed_by("test_input_form", "fp8_block", says="x_scale in float32")
 def ScaleInFloat64(self, x, scale):
     """Quantizes with a scale that its own kernels convert, and other dispatchers cannot send."""
     return x, scale.double()
 
 
-@killed_by("test_input_form", "fp8_block", "kit_quantized_wire", says="x_scale is")
+@killed_by("test_input_form", "fp8_block", says="x_scale is")
 class ScaleTransposed(Plain):
     """Quantizes with a scale (groups, R), which its own kernels read."""
 

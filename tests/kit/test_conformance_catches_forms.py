@@ -377,7 +377,7 @@ def PaddingMadeZero(self, y, tokens, weights, workspace):
     Batched.apply(self, y, tokens, weights, workspace)
 
 
-@killed_by("test_input_form", "fp8_block", "kit_quantized_wire", says="the dispatcher's x_scale")
+@killed_by("test_input_form", "fp8_block", says="the dispatcher's x_scale")
 def ScalesMultiplied(self, y, tokens, weights):
     """Multiplies the scales that arrive by another factor, in place."""
     if tokens.x_scale is not None:

@@ -135,8 +135,8 @@ def ZeroTokenIsNaN(self, x):
 
 wrong("ScaleOfZerosIsZero", "Divides by a scale of 0 when it quantizes tokens of zeros",
       lambda self, x, scale: (x, torch.where(scale < 1e-12, float("nan"), scale)),
-      killed_by("test_input_form", "fp8_tensor", "kit_quantized_wire", says="NaN"),
-      killed_by("test_input_form", "fp8_block", "kit_quantized_wire", says="NaN"))  # fmt: skip
+      killed_by("test_input_form", "fp8_tensor", says="NaN"),
+      killed_by("test_input_form", "fp8_block", says="NaN"))  # fmt: skip
 
 
 @killed_by("test_tokens_are_independent", says="large numbers became NaN")

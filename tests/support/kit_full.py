@@ -54,10 +54,10 @@ _KIND_OF_CASE: Mapping[str, Callable[..., object]] = {
 }
 # In Triton's interpreter.
 _KIND_INTERPRETED: Mapping[str, Callable[..., object]] = {
-    "test_scheme": lambda scheme: path_of(scheme),
+    "test_scheme": lambda scheme: path_of(SCHEMES[scheme]),
     "test_batch_invariant_scheme": lambda scheme: _order(scheme),
     "test_batch_invariant_neighbours": lambda **parameters: "any",
-    "test_input_form": lambda scheme, wire: (_wire(scheme), wire),
+    "test_input_form": lambda scheme: _wire(scheme),
     "test_activation": lambda name: _activation(name),
     "test_gradient_of_activation": lambda name: _activation(name),
     "test_gradients": lambda name: name if name in (*_OF_RANKS, "hot_expert") else _NOT_IN_CI,
