@@ -32,7 +32,7 @@ def RoutingCachedByAddress(self, tokens):
     return replace(tokens, topk_ids=ids)
 
 
-@killed_by("test_calls_in_other_orders", says="relative error")
+@killed_by("test_two_calls_in_flight", says="relative error")
 def RoutingCachedBySum(self, tokens):
     """Sorts ids once for each shape and sum."""
     kept = self.__dict__.setdefault("kept", {})

@@ -319,7 +319,7 @@ wrong("MemoryUnderstated", "States no transient memory, and allocates some",
       transient_bytes=lambda self, rows: 0)  # fmt: skip
 
 
-@killed_by("test_calls_in_other_orders", says="changed an earlier output")
+@killed_by("test_two_calls_in_flight", says="call [01]")
 def OverwritesEarlierOutput(self, y, tokens, weights):
     """Overwrites the output of an earlier call."""
     self._kept = getattr(self, "_kept", None)
