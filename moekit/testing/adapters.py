@@ -12,13 +12,13 @@ import torch
 from moekit.contract import Adapters
 from moekit.contract.adapters import AdapterExperts
 from moekit.contract.interfaces import ADAPTER_NAMES
-from moekit.problem import AdapterSlots, MoEProblem, ParallelConfig
+from moekit.problem import AdapterSlots, MoEProblem
 from moekit.problem.activation import Activation
 from moekit.problem.quant import SCHEMES
 from moekit.runtime.adapters import shapes
 from moekit.testing.base import OfAnotherClass, over
 from moekit.testing.calls import call, check_call, same_bits
-from moekit.testing.cases import Case, generator, make_case
+from moekit.testing.cases import SHARES, Case, generator, make_case
 from moekit.testing.compare import complain
 from moekit.testing.diagnose import assert_right
 from moekit.testing.experts_base import ExpertsBase
@@ -32,8 +32,6 @@ from moekit.testing.gradients import (
 )
 
 _SLOTS = AdapterSlots(3, 8)
-_A_SHARE = ParallelConfig(ep_size=2, ep_rank=1, dp_size=1)
-_A_SLICE = ParallelConfig(tp_size=2, tp_rank=1, dp_size=1)
 # The name of a call -> its routing, its tokens (None: the usual number), changes of the problem,
 # and the kind of its adapters (`random_adapters`).
 _CALLS: dict[str, tuple[str, int | None, dict[str, Any], str]] = {
@@ -47,8 +45,8 @@ _CALLS: dict[str, tuple[str, int | None, dict[str, Any], str]] = {
     "one_slot": ("hot", None, {"adapters": AdapterSlots(1, 16)}, ""),
     "no_tokens": ("random", 0, {}, ""),
     "one_token": ("random", 1, {}, ""),
-    "share_of_experts": ("masked", None, {"parallel": _A_SHARE}, ""),
-    "slice_of_experts": ("masked", None, {"parallel": _A_SLICE}, ""),
+    "share_of_experts": ("masked", None, {"parallel": SHARES["of experts"]}, ""),
+    "slice_of_experts": ("masked", None, {"parallel": SHARES["of I"]}, ""),
     "shared_by_experts": ("random", None, {}, "shared"),
     "w13_alone": ("random", None, {}, "w13"),
     "w2_alone": ("random", None, {}, "w2"),

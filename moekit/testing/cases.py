@@ -52,6 +52,14 @@ UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
     "replicas": ("masked", {"num_redundant_experts": 2}),
 }
 
+# What a rank may hold of a layer whose tokens do not move.
+SHARES = {
+    "all": ParallelConfig(),
+    "of experts": ParallelConfig(ep_size=2, ep_rank=1, dp_size=1),
+    "of I": ParallelConfig(tp_size=2, tp_rank=1, dp_size=1),
+    "of both": ParallelConfig(ep_size=2, ep_rank=1, tp_size=2, dp_size=1),
+}
+
 _X_LIMIT = 4.0
 _WEIGHT_RANGE = (0.5, 3.0)  # no weight and no sum over K is one, except by chance
 GATE_STD = 3.0

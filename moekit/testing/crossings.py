@@ -21,14 +21,14 @@ from torch import Tensor
 from moekit.contract import Routing
 from moekit.contract.specs import ExpertsSpec
 from moekit.errors import InvalidProblem
-from moekit.problem import DTYPES, DeviceSpec, MoEProblem, ParallelConfig
+from moekit.problem import DTYPES, DeviceSpec, MoEProblem
 from moekit.problem.activation import ALPHAS, CLAMPABLE, Activation
 from moekit.problem.quant import SCHEMES, QuantScheme
 from moekit.problem.weights import ExpertWeights
 from moekit.testing import cases
 from moekit.testing.base import over, sizes_of
 from moekit.testing.calls import QUANTIZED_WIRE, call, call_into_part
-from moekit.testing.cases import Case, make_case
+from moekit.testing.cases import SHARES, Case, make_case
 from moekit.testing.diagnose import assert_right
 from moekit.testing.experts_base import ExpertsBase, grouped
 
@@ -58,12 +58,6 @@ _ODD = {"H": (102, 118, 136), "I": (108, 116, 136)}  # two ranks' I is even, as 
 _NARROW = (32, 64, 128, 256, 512)
 _SIZES = ("usual", "tiny", "odd", "wide")
 
-_SHARES = {
-    "all": ParallelConfig(),
-    "of experts": ParallelConfig(ep_size=2, ep_rank=1, dp_size=1),
-    "of I": ParallelConfig(tp_size=2, tp_rank=1, dp_size=1),
-    "of both": ParallelConfig(ep_size=2, ep_rank=1, tp_size=2, dp_size=1),
-}
 _ROUTER_FACTORS = {"large": 2.0**10, "small": 2.0**-26}
 
 
@@ -193,7 +187,7 @@ def _array(
         "dtype": [name for name in DTYPES if name in spec.dtypes],
         "activation": tuple(activations),
         "replicas": (0, 2),
-        "share": tuple(_SHARES),
+        "share": tuple(SHARES),
         "router": ("plain", "signed", *_ROUTER_FACTORS),
         "top_k": (*_EXPERTS, ON_INPUT),
         "H": _SIZES,
@@ -347,7 +341,7 @@ def _problem(
         "has_bias": row["bias"],
         "apply_router_weight_on_input": row["top_k"] == ON_INPUT,
         "num_redundant_experts": row["replicas"],
-        "parallel": _SHARES[row["share"]],
+        "parallel": SHARES[row["share"]],
         "max_num_tokens": row["load"][0],
         "batch_invariant": row["batch_invariant"],
         "device": device,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moekit.contract.training import TrainableExperts
 from moekit.kernel import ModularKernel
-from moekit.problem import DTYPES, MoEProblem, ParallelConfig
+from moekit.problem import DTYPES, MoEProblem
 from moekit.problem.activation import ACTIVATIONS, CLAMPABLE, Activation
 from moekit.problem.quant import SCHEMES
 from moekit.problem.weights import ExpertWeights
@@ -25,6 +25,7 @@ from moekit.testing.base import OfAnotherClass, over, sizes_of
 from moekit.testing.calls import Watch, same_bits
 from moekit.testing.cases import (
     SEED_VARIABLE,
+    SHARES,
     UNUSUAL,
     Case,
     case_of_counts,
@@ -56,14 +57,10 @@ _CALLS: dict[str, tuple[str, int | None, dict[str, Any]]] = {
     "no_tokens": ("random", 0, {}),
     "one_token": ("random", 1, {}),
     "top_8": ("masked", None, {"num_experts": 9, "top_k": 8}),
-    "share_of_experts": (
-        "masked", None, {"parallel": ParallelConfig(ep_size=2, ep_rank=1, dp_size=1)},
-    ),
-    "slice_of_experts": (
-        "masked", None, {"parallel": ParallelConfig(tp_size=2, tp_rank=1, dp_size=1)},
-    ),
+    "share_of_experts": ("masked", None, {"parallel": SHARES["of experts"]}),
+    "slice_of_experts": ("masked", None, {"parallel": SHARES["of I"]}),
     "many_rows": ("one_expert", 1500, {}),
-}  # fmt: skip
+}
 
 # Forms of an incoming gradient (T, H). sum().backward() makes strides of 0.
 FORMS: dict[str, Callable[[Tensor], Tensor]] = {
