@@ -432,16 +432,6 @@ class DispatcherConformance(DispatcherBase):
         self._needs_ranks()
         self._check(several, rank_failures.resolves)
 
-    def test_groups_at_once(self) -> None:
-        """Ranks 1 and 3 of four are one group, while ranks 0 and 2 run another layer."""
-        self._needs_ranks()
-        job = self._job(2)
-        smaller = {"top_k": 1, "max_num_tokens": 16, "parallel": job.problem.parallel}
-        other = replace(job, problem=self._problem(**self._first(smaller, {})))
-        many = [Call((i % 5, 6), ("random", "masked")[i % 2]) for i in range(7)]
-        few = [Call((16, 3)), Call((0, 9), "rows")]
-        self._check_at_once(2, [(ranks.calls, job, (many,)), (ranks.calls, other, (few,))])
-
     def test_groups_in_threads(self, most: int) -> None:
         """Two threads serve two groups of the same ranks, which begin in opposite orders."""
         self._needs_ranks()
