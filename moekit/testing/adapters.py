@@ -19,7 +19,6 @@ from moekit.runtime.adapters import shapes
 from moekit.testing.base import OfAnotherClass, over
 from moekit.testing.calls import call, check_call, same_bits
 from moekit.testing.cases import SHARES, Case, generator, make_case
-from moekit.testing.compare import complain
 from moekit.testing.diagnose import assert_right
 from moekit.testing.experts_base import ExpertsBase
 from moekit.testing.gradients import (
@@ -70,21 +69,6 @@ def random_adapters(problem: MoEProblem, kind: str = "", key: object = 0) -> Ada
     return Adapters(scaling, **made)
 
 
-def merged(case: Case, adapters: Adapters, slot: int) -> Case:
-    """Return the call with unquantized weights to which one slot's adapter is added, in fp32."""
-    p = case.problem
-    dense = case.weights.canonical(p).dequantize(p.quant)
-    made: dict[str, Any] = {"w13": dense.w13, "w2": dense.w2}
-    for name in ("w13", "w2"):
-        if (pair := adapters.pair(name)) is not None:
-            a_LGrK, b_LNr = (t[slot].float() for t in pair)
-            parts = b_LNr.chunk(a_LGrK.shape[1], dim=1)
-            delta = torch.cat([b @ a_LGrK[:, g] for g, b in enumerate(parts)], dim=1)
-            made[name] = made[name] + float(adapters.scaling[slot]) * delta
-    plain = p.replace(quant="none", dtype=torch.float32, adapters=None)
-    return replace(case, problem=plain, weights=replace(dense, **made), adapters=None)
-
-
 class AdapterConformance(OfAnotherClass, ExpertsBase):
     """The kit for experts that declare ``adapters``. Subclass it with ``backend``.
 
@@ -116,16 +100,11 @@ class AdapterConformance(OfAnotherClass, ExpertsBase):
 
     @over("scheme", list(SCHEMES))
     def test_adapters_over_scheme(self, scheme: str) -> None:
-        """Deltas over weights of every scheme are right; merged weights give the same output."""
+        """Deltas over weights of every scheme are right."""
         case, adapters = self._named("random", quant=scheme)
         # Larger deltas leave few steps of a shared scale to tokens without an adapter.
         adapters = replace(adapters, scaling=adapters.scaling / 2)
-        case = replace(case, adapters=adapters)
-        out = check_call(self._compose(case.problem, self._native), case)
-        for slot in range(len(adapters.scaling)):
-            want, mine = merged(case, adapters, slot).reference(), case.routing.adapter_ids == slot
-            said = complain(out[mine], want[mine], case.problem)
-            assert not said, f"{scheme}, merged weights of slot {slot}: {said}"
+        check_call(self._compose(case.problem, self._native), replace(case, adapters=adapters))
 
     def test_bits_without_adapters(self) -> None:
         """Tokens without an adapter, and adapters of zeros, keep the base's bits."""
