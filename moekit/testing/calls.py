@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
-from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
 import torch
@@ -437,26 +434,6 @@ def unchanged_process() -> Iterator[None]:
             restore(value)
             changed.append(name)
     assert not changed, f"the call changed torch's {', '.join(changed)} for the whole process"
-
-
-@contextmanager
-def nothing_printed() -> Iterator[None]:
-    """Assert that nothing is printed to stdout or stderr, by Python or by a library in C."""
-    before = [os.dup(descriptor) for descriptor in (1, 2)]
-    with TemporaryFile("w+") as file, redirect_stdout(file), redirect_stderr(file):
-        try:
-            for descriptor in (1, 2):
-                os.dup2(file.fileno(), descriptor)
-            yield
-        finally:
-            ctypes.CDLL(None).fflush(None)
-            for descriptor, copy in enumerate(before, start=1):
-                os.dup2(copy, descriptor)
-                os.close(copy)
-        file.flush()
-        file.seek(0)
-        text = file.read()
-    assert not text, f"printed {text[:200]!r}; log it with the logging module at level DEBUG"
 
 
 @contextmanager

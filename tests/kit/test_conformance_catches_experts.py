@@ -359,7 +359,7 @@ class ChangesItsMind(Plain):
     """Gives different reasons each time."""
 
 
-@killed_by("test_outputs_beyond_float16", says=".", weighted=Plain)
+@killed_by("test_range_of_float16", says=".", weighted=Plain)
 def RoundsBeforeWeighting(self, result, weights):
     """Declares weights_in_fp32 and rounds an expert's output before it is weighted."""
     return result.to(self.problem.dtype).float() * weights
