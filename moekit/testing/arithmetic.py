@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from moekit.errors import WeightsError
 from moekit.problem import DTYPES, ActivationFormat, ParallelConfig
 from moekit.problem.activation import ACTIVATIONS
 from moekit.problem.codes import Codes
-from moekit.problem.quant import SCHEMES, WIRE_SCHEMES
+from moekit.problem.quant import SCHEMES, WIRE_SCHEMES, QuantScheme
 from moekit.problem.quantize import numbers, stored
 from moekit.testing import cases
 from moekit.testing.base import Sizes, over, sizes_of
@@ -31,7 +31,7 @@ from moekit.testing.calls import (
 from moekit.testing.compare import relative_error
 from moekit.testing.crossings import unusual
 from moekit.testing.diagnose import assert_right
-from moekit.testing.experts_base import ExpertsBase
+from moekit.testing.experts_base import ExpertsBase, grouped
 from moekit.testing.memory import most_memory
 
 # Tokens, or rows of an expert, around common tiles: one fewer, as many, one more.
@@ -45,27 +45,10 @@ _MOST_16_BITS = 65536
 _EXPERTS_OF_A_RANK = 32  # so that the weights of any model fit on a GPU in fp32, 16 bits and packed
 _LARGE_CALL = 20e9  # bytes for T * K * H beyond 2 ** 31
 
-_BRIDGED = "other_format"  # than the backend's own
 
-
-def _input_forms() -> list[tuple[str, str]]:
-    return [
-        (name, wire)
-        for name, scheme in sorted(SCHEMES.items())
-        for wire in (QUANTIZED_WIRE, ROW_SCALES, _BRIDGED)
-        if scheme.activation is not None
-        if wire != QUANTIZED_WIRE or name in WIRE_SCHEMES
-        if wire != ROW_SCALES or scheme.activation.per_tensor  # others always have them
-    ]
-
-
-def _act_order(scheme: str) -> bool:
-    weight = SCHEMES[scheme].weight
-    return weight is not None and weight.act_order
-
-
-def _blocks() -> list[str]:
-    return [name for name, s in SCHEMES.items() if s.weight and s.weight.group[0] > 1]
+def _schemes(chosen: Callable[[QuantScheme], Any]) -> Callable[[], list[str]]:
+    """Return a function that returns the schemes for which ``chosen`` is true."""
+    return lambda: [name for name, scheme in SCHEMES.items() if chosen(scheme)]
 
 
 # A model's experts, top-k, H and I, and arguments of `MoEProblem` that only this model needs.
@@ -116,12 +99,6 @@ def check_codes(codes: Codes) -> None:
 
 class ExpertsNumbers(ExpertsBase):
     """Numbers in every declared case. See `ExpertsConformance`."""
-
-    def _declares(self, name: str, value: Any) -> bool:
-        if name == "scheme,wire":
-            spec, (scheme, wire) = self._spec(), value
-            return scheme in spec.schemes and (wire != ROW_SCALES or spec.takes_quantized)
-        return super()._declares(name, value)
 
     # -- arithmetic ---------------------------------------------------------------------------
 
@@ -184,23 +161,14 @@ class ExpertsNumbers(ExpertsBase):
     def test_routing(self, kind: str) -> None:
         """Experts without rows, one expert with all rows, ids of -1, signed router weights.
 
-        `test_dtype` has the random routing.
+        Idle experts' unquantized weights are NaN. `test_dtype` has the random routing.
         """
-        self._check(self._problem(), kind=kind)
-
-    def test_experts_without_tokens(self) -> None:
-        """Weights of an expert that no token has change nothing, NaN included."""
-        if "none" not in self._spec().schemes:
-            self._skip("the spec declares no unquantized weights")
-        problem = self._problem(quant="none")
-        case = cases.make_case(problem, self._T, "idle")
-        kernel = self._compose(problem, self._native)
-        used = case.routing.topk_ids.flatten().tolist()
-        idle = [e for e in range(problem.num_experts) if e not in used]
-        weights = case.weights._map(torch.clone)
-        weights.w13[idle] = weights.w2[idle] = float("nan")
-        out = call(kernel, pack(kernel, weights), case)
-        assert_right(out, case)
+        case = cases.make_case(self._problem(), self._T, kind)
+        if kind == "idle" and case.problem.quant.weight is None:
+            experts = torch.arange(case.problem.num_experts, device=case.x.device)
+            unused = ~torch.isin(experts, case.routing.topk_ids)
+            case.weights.w13[unused] = case.weights.w2[unused] = float("nan")
+        check_call(self._compose(case.problem, self._native), case)
 
     @pytest.mark.parametrize("factor", [2.0**12, 2.0**-20], ids=["large", "small"])
     def test_magnitude(self, factor: float) -> None:
@@ -216,23 +184,20 @@ class ExpertsNumbers(ExpertsBase):
             self._skip(str(error))
         check_call(kernel, case, packed)
 
-    def test_large_activations(self) -> None:
-        """In float16 act(h) may be thousands, which is within its range."""
+    def test_range_of_float16(self) -> None:
+        """act(h) may be thousands, and experts' outputs beyond 65504 if weights bring them back."""
         problem = self._problem(dtype=torch.float16)
-        if problem.quant.static:
-            self._skip("static scales bound the activations")
+        kernel = self._compose(problem, self._native)
         case = cases.make_case(problem, self._T, "masked")
-        case = replace(case, x=case.x * 16)
-        while case.reference().abs().max() > 2.0**14:  # the outputs of experts must fit as well
-            case = replace(case, x=case.x / 2)
-        check_call(self._compose(problem, self._native), case)
-
-    def test_outputs_beyond_float16(self) -> None:
-        """An expert's output may exceed 65504 if its router weight brings it back into range."""
-        self._needs("weights_in_fp32")
-        problem = self._problem(dtype=torch.float16)
-        case = cases.beyond_float16(cases.make_case(problem, self._T, "masked"))
-        check_call(self._compose(problem, self._native), case)
+        if self._spec().weights_in_fp32:
+            check_call(kernel, cases.beyond_float16(case))
+        if not problem.quant.static:  # static scales bound the activations
+            large = replace(case, x=case.x * 16)
+            while (
+                large.reference().abs().max() > 2.0**14
+            ):  # the outputs of experts must fit as well
+                large = replace(large, x=large.x / 2)
+            check_call(kernel, large)
 
     def test_tokens_are_independent(self) -> None:
         """A token that holds NaN, infinity or large numbers changes its own output and no other.
@@ -241,11 +206,8 @@ class ExpertsNumbers(ExpertsBase):
         (Sizes are multiples of 32, because oneDNN's products on AMX mix rows of bfloat16
         otherwise.)
         """
-        kinds: dict[object, str] = {}
-        for name, s in SCHEMES.items():
-            if name in self._spec().schemes and not s.shared_scale:
-                kinds.setdefault((s.activation is None, s.static), name)
-        for scheme in kinds.values():
+        own = [name for name in self._declared_schemes() if not SCHEMES[name].shared_scale]
+        for scheme, *_ in grouped(own, lambda s: (s.activation is None, s.static)):
             sizes = {} if SCHEMES[scheme].weight else {"hidden_size": 96, "intermediate_size": 64}
             problem = self._problem(quant=scheme, **(sizes if self._on_cpu else {}))
             case = cases.make_case(problem, self._T)
@@ -262,31 +224,20 @@ class ExpertsNumbers(ExpertsBase):
             assert_right(out[right], rest, what)
             assert bool(torch.isfinite(out[5]).all()), "large numbers became NaN or infinite"
 
-    def test_equal_tokens(self) -> None:
-        """Some tokens differ in their routing alone, as in a prompt that repeats a word.
-
-        The others differ: roundings of equal tokens do not average out.
-        """
-        case = cases.make_case(self._problem(), self._T)
-        case.x[4:8] = case.x[4]
-        check_call(self._compose(case.problem, self._native), case)
-
-    @over("scheme", _blocks)
+    @over("scheme", _schemes(lambda s: s.weight and s.weight.group[0] > 1))
     def test_padded_slices(self, scheme: str) -> None:
         """Three blocks on two ranks: blocks are not cut, so the second rank's share is padded."""
         sizes = [sizes_of(4, 2, hidden, 384) for hidden in (128, 256, 512)]
         for rank in range(2):
             parallel = ParallelConfig(tp_size=2, tp_rank=rank, dp_size=1)
-            self._check(self._at(*sizes, quant=scheme, parallel=parallel))
+            self._check(self._problem(*sizes, quant=scheme, parallel=parallel))
 
     # -- forms of weights and input -------------------------------------------------------------
 
-    def test_columns_in_order(self) -> None:
+    @over("scheme", _schemes(lambda s: s.weight and s.weight.act_order))
+    def test_columns_in_order(self, scheme: str) -> None:
         """Act-order without g_idx for w2 (as tensor parallelism cuts it), for w13, or for both."""
-        declared = [n for n in self._declared_schemes() if _act_order(n)]
-        if not declared:
-            self._skip("declares no scheme in act-order")
-        problem = self._problem(quant=declared[0])
+        problem = self._problem(quant=scheme)
         kernel, weights = self._compose(problem, self._native), cases.random_weights(problem)
         for without in (("w2_g_idx",), ("w13_g_idx",), ("w13_g_idx", "w2_g_idx")):
             left: dict[str, Any] = dict.fromkeys(without)
@@ -301,31 +252,27 @@ class ExpertsNumbers(ExpertsBase):
             for num_tokens in (self._T, 1, 0):
                 self._check(problem, num_tokens, "masked", SPARE_ROWS)
 
-    @over("scheme,wire", _input_forms)
-    def test_input_form(self, scheme: str, wire: str) -> None:
+    @over("scheme", _schemes(lambda s: s.activation))
+    def test_input_form(self, scheme: str) -> None:
         """Tokens quantized before the transfer, or after a bridge, and scales per row.
 
         NaN of tokens without an expert must not reach a shared scale. No tokens, and tokens of
         zeros, are included. `test_scheme` has tokens that the experts or the kernel quantize in the
         native format.
         """
-        problem = self._problem(quant=scheme)
-        kernel = self._compose(problem, self._bridged if wire == _BRIDGED else wire)
-        packed = pack(kernel, cases.random_weights(problem))
-        for num_tokens in (self._many_tokens, 0):
-            check_call(kernel, cases.make_case(problem, num_tokens, "rows"), packed)
-        case = cases.make_case(problem, 1)
-        check_call(kernel, replace(case, x=torch.zeros_like(case.x)), packed)
+        problem, wires = self._problem(quant=scheme), [self._bridged]
+        wires += [QUANTIZED_WIRE] if scheme in WIRE_SCHEMES else []
+        activation = problem.quant.activation
+        if activation and activation.per_tensor and self._spec().takes_quantized:
+            wires.append(ROW_SCALES)  # other schemes always have them
+        for wire in wires:
+            kernel, packed = self._packed(problem, wire)
+            for num_tokens in (self._many_tokens, 0):
+                check_call(kernel, cases.make_case(problem, num_tokens, "rows"), packed)
+            case = cases.make_case(problem, 1)
+            check_call(kernel, replace(case, x=torch.zeros_like(case.x)), packed)
 
     # -- sizes ----------------------------------------------------------------------------------
-
-    def test_large(self) -> None:
-        """Many tiles in every direction, and an odd number of tiles of 128."""
-        sizes = [(8, 4, 384, 160)] if self._on_cpu else [(32, 4, 2176, 896), (32, 4, 2048, 768)]
-        if self._interpreted:
-            sizes = [(3, 3, 192, 160)]
-        problem = self._at(*(sizes_of(*each) for each in sizes), {})
-        self._check(problem, 65 if self._on_cpu else 1030)
 
     def test_one_expert(self) -> None:
         """A dense layer, or a rank with one expert."""
@@ -339,7 +286,7 @@ class ExpertsNumbers(ExpertsBase):
         inner = 16 if self._on_cpu else 128
         for counts in (((1031, 23), (651, 9)), ((512, 10), (256, 8))):
             sizes = [sizes_of(*c, 2 * n, n) for c in counts for n in (inner, 128, 256)]
-            case = cases.make_case(problem := self._at(*sizes), 3 if self._interpreted else 12)
+            case = cases.make_case(problem := self._problem(*sizes), 3 if self._interpreted else 12)
             ids = case.routing.topk_ids
             last = problem.num_experts - 1 - torch.arange(len(ids), device=ids.device)
             ids[:, 0] = torch.where((ids == last[:, None]).any(dim=1), ids[:, 0], last)
@@ -350,7 +297,7 @@ class ExpertsNumbers(ExpertsBase):
         """Each expert has about as many rows as a common tile; two have more than a thousand."""
         rows = [r for r in _TOKENS if r <= 65] if self._interpreted else _TOKENS
         inner = 16 if self._on_cpu else 128
-        problem = self._at(
+        problem = self._problem(
             *(sizes_of(len(rows), 1, 2 * n, n) for n in (inner, 128, 256)),
             apply_router_weight_on_input=False,
         )
@@ -365,12 +312,14 @@ class ExpertsNumbers(ExpertsBase):
         if self._interpreted:
             self._skip("takes minutes in Triton's interpreter, which runs a program a token")
         inner = 16 if self._on_cpu else 128
-        problem = self._at(*(sizes_of(16, 2, 2 * n, n) for n in (inner, 128, 256)))
+        problem = self._problem(*(sizes_of(16, 2, 2 * n, n) for n in (inner, 128, 256)))
         self._check(problem, _MOST_16_BITS + 1, "hot")
 
     @pytest.mark.parametrize("model", PUBLISHED)
     def test_published_sizes(self, model: str) -> None:
-        """A model's experts, at most 32 of them, whole on a GPU; on the CPU with few columns."""
+        """A model's experts, at most 32 of them. Other tests have such sizes on the CPU."""
+        if self._on_cpu:
+            self._skip("takes the memory and the time of a GPU")
         (whole, needed), spec = PUBLISHED[model], self._spec()
         particular = dict(needed)
         if particular.get("quant") not in spec.schemes:
@@ -379,17 +328,9 @@ class ExpertsNumbers(ExpertsBase):
             particular.pop("activation", None)
         if not spec.bias:
             particular.pop("has_bias", None)
-        if self._on_cpu:
-            particular.pop("quant", None)  # whose groups need columns
-            small = [
-                {**whole, **{n: whole[n] // d for n in ("hidden_size", "intermediate_size")}}
-                for d in (64, 32, 16)
-            ]
-            self._check(self._at(*small, **particular), 2 if self._interpreted else 5)
-            return
         ranks = max(1, whole["num_experts"] // _EXPERTS_OF_A_RANK)
         parallel = ParallelConfig(ep_size=ranks, dp_size=1)
-        problem = self._at(whole, parallel=parallel, **particular)
+        problem = self._problem(whole, parallel=parallel, **particular)
         weights = cases.random_weights(problem, drawn_on=cases.device_of(problem))
         kernel = self._compose(problem, self._native)
         packed = kernel.pack(weights)
@@ -400,7 +341,7 @@ class ExpertsNumbers(ExpertsBase):
         """T * K * H beyond 2 ** 31 elements: offsets of rows need 64 bits."""
         if self._on_cpu:
             self._skip("takes 20 GB and the time of a GPU")
-        problem = self._at(sizes_of(8, 8, 7168, 256))
+        problem = self._problem(sizes_of(8, 8, 7168, 256))
         with most_memory(cases.device_of(problem)) as free:
             if free < _LARGE_CALL:
                 self._skip(f"takes {_LARGE_CALL / 1e9:.0f} GB, and {free / 1e9:.1f} GB are free")

@@ -83,7 +83,7 @@ def over(name: str, values: Iterable[Any] | Callable[[], Iterable[Any]]) -> Call
     Undeclared values make no test; `test_undeclared_raises` shows that they are refused.
 
     Args:
-        name: the parameter, or several separated by commas.
+        name: the parameter.
         values: or a function that returns them, which is called when tests are collected.
     """
 
@@ -178,8 +178,7 @@ class Conformance(ABC):
         for name, values in getattr(metafunc.function, "kit_values", {}).items():
             every = values() if callable(values) else values
             kept = [value for value in every if self._declares(name, value)]
-            none = (_UNDECLARED,) * len(name.split(","))
-            metafunc.parametrize(name, kept or [pytest.param(*none)])
+            metafunc.parametrize(name, kept or [_UNDECLARED])
 
     # -- what the spec says ---------------------------------------------------------------------
 
@@ -295,13 +294,16 @@ class Conformance(ABC):
             "activation": "silu" if "silu" in activations else min(activations, default="silu"),
         }
 
-    def _problem(self, **changes: Any) -> MoEProblem:
+    def _problem(self, *choices: Mapping[str, Any], **changes: Any) -> MoEProblem:
         """Return the first of the kit's problems with these changes that the backend does.
 
         If it does none of them, check that composition raises with the spec's reasons, and skip
         the test with these.
+
+        Args:
+            choices: changes of which the first that the backend does counts.
         """
-        problem = self._find_problem(**changes)
+        problem = self._find_problem(**(self._first(*choices, **changes) if choices else changes))
         if isinstance(problem, MoEProblem):
             return problem
         pytest.skip(problem)
@@ -315,10 +317,6 @@ class Conformance(ABC):
                 return {**choice, **changes}
             reasons[found] = None
         self._skip("; ".join(reasons))
-
-    def _at(self, *choices: Mapping[str, Any], **changes: Any) -> MoEProblem:
-        """Return the problem with the changes that `_first` returns, or skip."""
-        return self._problem(**self._first(*choices, **changes))
 
     def _find_problem(self, **changes: Any) -> MoEProblem | str:
         """Do as `_problem` does, but return the reasons instead of skipping."""

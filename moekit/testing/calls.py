@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
-from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
 import torch
@@ -440,26 +437,6 @@ def unchanged_process() -> Iterator[None]:
 
 
 @contextmanager
-def nothing_printed() -> Iterator[None]:
-    """Assert that nothing is printed to stdout or stderr, by Python or by a library in C."""
-    before = [os.dup(descriptor) for descriptor in (1, 2)]
-    with TemporaryFile("w+") as file, redirect_stdout(file), redirect_stderr(file):
-        try:
-            for descriptor in (1, 2):
-                os.dup2(file.fileno(), descriptor)
-            yield
-        finally:
-            ctypes.CDLL(None).fflush(None)
-            for descriptor, copy in enumerate(before, start=1):
-                os.dup2(copy, descriptor)
-                os.close(copy)
-        file.flush()
-        file.seek(0)
-        text = file.read()
-    assert not text, f"printed {text[:200]!r}; log it with the logging module at level DEBUG"
-
-
-@contextmanager
 def defaults(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
     """Change torch's default dtype and device, as engines do while they load and run a model.
 
@@ -481,17 +458,6 @@ def defaults(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-@contextmanager
-def threads_of_torch(count: int) -> Iterator[None]:
-    """Let torch use ``count`` threads on the CPU."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def call(
     kernel: ModularKernel, packed: PackedWeights, case: Case, *, out: Tensor | None = None
 ) -> Tensor:
@@ -506,7 +472,9 @@ def call(
     """
     x, routing = case.x, case.routing
     watch = Watch(x=x, topk_ids=routing.topk_ids, topk_weights=routing.topk_weights)
-    packed_watch = Watch(**packed.experts, **packed.shared)
+    held = {} if case.adapters is None else case.adapters.tensors()
+    packed_watch = Watch(**packed.tensors(), **held)
+    packed = replace(packed, adapters=case.adapters)
     guarded = PoisonedWorkspace()
     workspace, kernel.workspace = kernel.workspace, guarded
     behind = x.new_empty(0)
@@ -526,6 +494,17 @@ def call(
     watch.check("the call")
     packed_watch.check("the call")
     return result
+
+
+def call_into_part(kernel: ModularKernel, packed: PackedWeights, case: Case) -> Tensor:
+    """Do `call` with an output inside of larger memory, around which nothing may be written."""
+    T, H = case.x.shape
+    whole = poison(case.x.new_empty(T + 2 * AROUND, H + 16))
+    given = whole[AROUND:-AROUND, 8:-8]
+    out = call(kernel, packed, case, out=given).clone()
+    given.fill_(float("nan"))
+    assert bool(torch.isnan(whole).all()), "wrote outside the given output"
+    return out
 
 
 def check_graph(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moekit.backends.reference import oracle
-from moekit.contract import Routing
+from moekit.contract import Adapters, Routing
 from moekit.layer.replicas import to_physical
 from moekit.problem import MoEProblem, ParallelConfig
 from moekit.problem.activation import apply_activation
@@ -50,6 +50,14 @@ UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
     "top_1": ("masked", {"top_k": 1}),
     "weight_on_input": ("rows", {"top_k": 1, "apply_router_weight_on_input": True}),
     "replicas": ("masked", {"num_redundant_experts": 2}),
+}
+
+# What a rank may hold of a layer whose tokens do not move.
+SHARES = {
+    "all": ParallelConfig(),
+    "of experts": ParallelConfig(ep_size=2, ep_rank=1, dp_size=1),
+    "of I": ParallelConfig(tp_size=2, tp_rank=1, dp_size=1),
+    "of both": ParallelConfig(ep_size=2, ep_rank=1, tp_size=2, dp_size=1),
 }
 
 _X_LIMIT = 4.0
@@ -310,16 +318,17 @@ def random_routing(
 
 @dataclass(frozen=True)
 class Case:
-    """The input of one call, and the layer's weights on this rank."""
+    """The input of one call, and the layer's weights and adapters on this rank."""
 
     problem: MoEProblem
     weights: ExpertWeights
     x: Tensor
     routing: Routing
+    adapters: Adapters | None = None
 
     def reference(self) -> Tensor:
         """Return the oracle's output (T, H) fp32."""
-        return oracle(self.x, self.weights, self.routing, self.problem)
+        return oracle(self.x, self.weights, self.routing, self.problem, self.adapters)
 
     def physical(self) -> Case:
         """Return the same call with ids of replicas, where the problem has some."""
@@ -341,12 +350,13 @@ def make_case(
 ) -> Case:
     """Return a random call. Tokens without any expert are NaN.
 
-    The kinds masked and rows have a token of zeros, whose dynamic scale must not be 0.
+    The kinds masked and rows have a token of zeros, whose dynamic scale must not be 0, and two
+    tokens that differ in their routing alone, as where a prompt repeats a word.
     """
     routing = random_routing(problem, num_tokens, kind, key)
     x = random_x(problem, num_tokens, key)
     if kind in ("masked", "rows") and num_tokens > 3:
-        x[1] = 0
+        x[1], x[3] = 0, x[2]
     x[(routing.topk_ids < 0).all(dim=1)] = float("nan")
     return Case(problem, weights or random_weights(problem), x, routing)
 

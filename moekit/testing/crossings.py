@@ -21,17 +21,16 @@ from torch import Tensor
 from moekit.contract import Routing
 from moekit.contract.specs import ExpertsSpec
 from moekit.errors import InvalidProblem
-from moekit.problem import DTYPES, DeviceSpec, MoEProblem, ParallelConfig
+from moekit.problem import DTYPES, DeviceSpec, MoEProblem
 from moekit.problem.activation import ALPHAS, CLAMPABLE, Activation
-from moekit.problem.quant import SCHEMES
+from moekit.problem.quant import SCHEMES, QuantScheme
 from moekit.problem.weights import ExpertWeights
 from moekit.testing import cases
 from moekit.testing.base import over, sizes_of
-from moekit.testing.calls import AROUND, QUANTIZED_WIRE, call, check_call, pack
-from moekit.testing.cases import Case, make_case
+from moekit.testing.calls import QUANTIZED_WIRE, call, call_into_part
+from moekit.testing.cases import SHARES, Case, make_case
 from moekit.testing.diagnose import assert_right
-from moekit.testing.experts_base import ExpertsBase
-from moekit.testing.memory import poison
+from moekit.testing.experts_base import ExpertsBase, grouped
 
 # Of clamps, which most rows exceed; 16 bits do not hold it. Alpha is another one than any default.
 LIMIT, ALPHA = 1.3, 1.2
@@ -59,12 +58,6 @@ _ODD = {"H": (102, 118, 136), "I": (108, 116, 136)}  # two ranks' I is even, as 
 _NARROW = (32, 64, 128, 256, 512)
 _SIZES = ("usual", "tiny", "odd", "wide")
 
-_SHARES = {
-    "all": ParallelConfig(),
-    "of experts": ParallelConfig(ep_size=2, ep_rank=1, dp_size=1),
-    "of I": ParallelConfig(tp_size=2, tp_rank=1, dp_size=1),
-    "of both": ParallelConfig(ep_size=2, ep_rank=1, tp_size=2, dp_size=1),
-}
 _ROUTER_FACTORS = {"large": 2.0**10, "small": 2.0**-26}
 
 
@@ -75,22 +68,19 @@ def unusual(name: str, spec: ExpertsSpec) -> Activation:
     return Activation(name, alpha=alpha, limit=LIMIT if clamps else None)
 
 
-def path_of(scheme: str) -> object:
+def path_of(scheme: QuantScheme) -> object:
     """Return what a kernel distinguishes in a scheme: equal for schemes on the same path."""
-    weight, activation = SCHEMES[scheme].weight, SCHEMES[scheme].activation
+    weight = scheme.weight
     if weight is None:
         return None
     group = tuple(min(extent, 2) for extent in weight.group)  # -1, 1, or more
-    return replace(weight, group=(1, 1)), group, activation
+    return replace(weight, group=(1, 1)), group, scheme.activation
 
 
 def _paths(spec: ExpertsSpec) -> dict[str, list[str]]:
     """Return declared schemes by the first of them that takes the same path."""
-    kinds: dict[object, list[str]] = {}
-    for name in SCHEMES:
-        if name in spec.schemes:
-            kinds.setdefault(path_of(name), []).append(name)
-    return {names[0]: names for names in kinds.values()}
+    declared = [name for name in SCHEMES if name in spec.schemes]
+    return {names[0]: names for names in grouped(declared, path_of)}
 
 
 class ExpertsCases(ExpertsBase):
@@ -124,17 +114,9 @@ class ExpertsCases(ExpertsBase):
         assert problem is not None
         dispatcher = {"native": self._native, "bridged": self._bridged}.get(row["via"], row["via"])
         case = _case(problem, row, key)
-        kernel = self._compose(problem, dispatcher)
-        packed = pack(kernel, case.weights)
-        if row["out"] == "contiguous":
-            check_call(kernel, case, packed)
-            return
-        T, H = case.x.shape
-        wide = poison(case.x.new_empty(T + 2 * AROUND, H + 16))
-        given = wide[AROUND:-AROUND, 8:-8]
-        assert_right(call(kernel, packed, case, out=given), case)
-        given.fill_(float("nan"))
-        assert bool(torch.isnan(wide).all()), "wrote outside the given output"
+        kernel, packed = self._packed(problem, dispatcher, case.weights)
+        run = call if row["out"] == "contiguous" else call_into_part
+        assert_right(run(kernel, packed, case), case)
 
 
 def _case(problem: MoEProblem, row: Row, key: object) -> Case:
@@ -166,10 +148,13 @@ def _case(problem: MoEProblem, row: Row, key: object) -> Case:
         weights = weights * (steps % 3 - 1).to(weights)
     ids = ids.int() if row["ids"] == "int32" else ids
     case = replace(case, routing=Routing(weights.contiguous(), ids.contiguous()))
-    if row["replicas"] and case.weights.w13_scale is not None:
-        case = replace(case, weights=_unlike_neighbours(case.weights, problem))
-    if row["scales"] == "signed":
-        case = replace(case, weights=_signed_scales(case.weights))
+    made = case.weights
+    if row["replicas"]:  # scales of odd logical experts are twice those of their neighbours
+        logical = torch.tensor([problem.logical_expert(p) for p in problem.local_experts])
+        made = _rescaled(made, lambda t: (1 + logical % 2).to(t).view(-1, *[1] * (t.dim() - 1)))
+    if row["scales"] == "signed":  # every second scale
+        made = _rescaled(made, lambda t: 1 - 2 * (torch.arange(t.numel()).view_as(t) % 2).to(t))
+    case = replace(case, weights=made)
     if row["strides"] == "moved":
         return cases.moved(case)
     if row["strides"] == "strided":
@@ -178,29 +163,11 @@ def _case(problem: MoEProblem, row: Row, key: object) -> Case:
     return case
 
 
-def _unlike_neighbours(weights: ExpertWeights, problem: MoEProblem) -> ExpertWeights:
-    """Return the weights with the scales of odd logical experts doubled."""
-    logical = torch.tensor([problem.logical_expert(p) for p in problem.local_experts])
-
-    def doubled(scale: Tensor) -> Tensor:
-        factor = (1 + logical % 2).to(scale)
-        return scale * factor.view(-1, *[1] * (scale.dim() - 1))
-
-    assert weights.w13_scale is not None and weights.w2_scale is not None
-    return replace(
-        weights, w13_scale=doubled(weights.w13_scale), w2_scale=doubled(weights.w2_scale)
-    )
-
-
-def _signed_scales(weights: ExpertWeights) -> ExpertWeights:
-    """Return the weights with every second scale negative."""
-
-    def signed(scale: Tensor) -> Tensor:
-        odd = torch.arange(scale.numel(), device=scale.device).view_as(scale) % 2
-        return scale * (1 - 2 * odd)
-
-    assert weights.w13_scale is not None and weights.w2_scale is not None
-    return replace(weights, w13_scale=signed(weights.w13_scale), w2_scale=signed(weights.w2_scale))
+def _rescaled(weights: ExpertWeights, factors: Callable[[Tensor], Tensor]) -> ExpertWeights:
+    """Return the weights with each scale times its ``factors``."""
+    scales = weights.w13_scale, weights.w2_scale
+    w13_scale, w2_scale = (t if t is None else t * factors(t) for t in scales)
+    return replace(weights, w13_scale=w13_scale, w2_scale=w2_scale)
 
 
 @cache
@@ -220,7 +187,7 @@ def _array(
         "dtype": [name for name in DTYPES if name in spec.dtypes],
         "activation": tuple(activations),
         "replicas": (0, 2),
-        "share": tuple(_SHARES),
+        "share": tuple(SHARES),
         "router": ("plain", "signed", *_ROUTER_FACTORS),
         "top_k": (*_EXPERTS, ON_INPUT),
         "H": _SIZES,
@@ -374,7 +341,7 @@ def _problem(
         "has_bias": row["bias"],
         "apply_router_weight_on_input": row["top_k"] == ON_INPUT,
         "num_redundant_experts": row["replicas"],
-        "parallel": _SHARES[row["share"]],
+        "parallel": SHARES[row["share"]],
         "max_num_tokens": row["load"][0],
         "batch_invariant": row["batch_invariant"],
         "device": device,

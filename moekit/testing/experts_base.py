@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from moekit.contract import PackedWeights, PermuteExpertsUnpermute
@@ -10,21 +10,29 @@ from moekit.contract.specs import ExpertsSpec
 from moekit.kernel import ModularKernel
 from moekit.problem import DTYPES, ActivationFormat, DeviceSpec, MoEProblem
 from moekit.problem.activation import ACTIVATIONS, Activation
-from moekit.problem.quant import SCHEMES
+from moekit.problem.quant import SCHEMES, QuantScheme
 from moekit.problem.weights import ExpertWeights
 from moekit.testing.base import Capability, Conformance, Sizes, sizes_of
 from moekit.testing.calls import check_call, pack
 from moekit.testing.cases import make_case, random_weights
 
 
+def grouped(schemes: Iterable[str], key: Callable[[QuantScheme], object]) -> list[list[str]]:
+    """Return lists of the schemes with equal keys, in their order."""
+    kinds: dict[object, list[str]] = {}
+    for name in schemes:
+        kinds.setdefault(key(SCHEMES[name]), []).append(name)
+    return list(kinds.values())
+
+
 def one_of_each_kind(schemes: Iterable[str]) -> list[str]:
     """Return the first of the schemes that have the same tolerance and the same mistakes."""
-    kinds: dict[object, str] = {}
-    for name in schemes:
-        weight, activation = SCHEMES[name].weight, SCHEMES[name].activation
-        ordered = weight is not None and weight.act_order
-        kinds.setdefault((weight is None, activation and activation.dtype, ordered), name)
-    return list(kinds.values())
+
+    def kind(scheme: QuantScheme) -> object:
+        weight, activation = scheme.weight, scheme.activation
+        return weight and weight.act_order, weight is None, activation and activation.dtype
+
+    return [names[0] for names in grouped(schemes, kind)]
 
 
 class ExpertsBase(Conformance):
@@ -129,10 +137,9 @@ class ExpertsBase(Conformance):
         num_tokens: int | None = None,
         kind: str = "random",
         dispatcher: str | None = None,
-        **data: Any,
     ) -> None:
         """Compose, pack, call under poison, and compare with the oracle."""
-        case = make_case(problem, self._T if num_tokens is None else num_tokens, kind, **data)
+        case = make_case(problem, self._T if num_tokens is None else num_tokens, kind)
         check_call(self._compose(problem, dispatcher or self._native), case)
 
     def _check_counts(
@@ -156,10 +163,12 @@ class ExpertsBase(Conformance):
             self._check(batch_invariant)
 
     def _precise(self, *choices: Mapping[str, Any], **changes: Any) -> MoEProblem:
-        """Do as `_at`, in the most precise dtype in which the backend does each choice."""
+        """Do as `_problem`, in the most precise dtype in which the backend does each choice."""
         names = [n for n in ("float32", "float16", "bfloat16") if n in self._spec().dtypes]
         dtypes = [{"dtype": DTYPES[name]} for name in names]
-        return self._at(*({**each, **dtype} for each in choices for dtype in dtypes), **changes)
+        return self._problem(
+            *({**each, **dtype} for each in choices for dtype in dtypes), **changes
+        )
 
     def test_constructor_keeps_spec_and_problem(self) -> None:
         problem = self._problem()

@@ -81,7 +81,7 @@ class _Right:
         for batch in range(parallel.dp_size):
             there = copy(r)
             there.batch = batch
-            case, _ = there.forms(wanted, index)
+            case, _ = there.case(wanted, index)
             whole = Case(problem, weights, case.x, case.routing)
             grad = FORMS.get(how, torch.clone)(random_grad(whole, (index, batch)))
             batches.append(cls(case, grad, right_gradients(whole, grad), whole))
@@ -122,7 +122,7 @@ def gradients_of_calls(r: Rank, sequence: Sequence[Call], how: str) -> None:
 def memory_of_calls(r: Rank, num_tokens: int) -> None:
     """Check what a call without a backward keeps, and that it goes with the output."""
     assert isinstance(r.kernel, TrainableKernel)
-    case, _ = r.forms(Call((num_tokens,), "hot"))
+    case, _ = r.case(Call((num_tokens,), "hot"))
     said = kept_beyond_stated(r.kernel, leaves(case), 3)
     r.expect(not said, f"rank {r.rank}: {said}")
 

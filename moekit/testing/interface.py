@@ -16,13 +16,13 @@ from moekit.testing.memory import poison
 from moekit.testing.ranks import Call, Rank
 
 Delivery = tuple[int, int, int, float]  # source rank, token, physical expert, router weight
+Scales = tuple[float, ...]  # of a row
 
 
 def deliveries(r: Rank, wanted: Call) -> tuple[list[Delivery], list[Delivery]]:
     """Return the assignments that this rank sent, and those that reached it.
 
-    Marks in the tokens identify them. Asserts that `Dispatched` fits its docstring, and that
-    `finalize` is right for experts that return their input.
+    Marks in the tokens identify them. Asserts that `Dispatched` fits its docstring.
     """
     p, dispatcher = r.problem, r.kernel.dispatcher
     case, _ = r.case(wanted)
@@ -39,17 +39,9 @@ def deliveries(r: Rank, wanted: Call) -> tuple[list[Delivery], list[Delivery]]:
     limit = dispatcher.max_rows(max(wanted.counts))
     arrived = list(_arrived(tokens, p, limit))
 
-    out = poison(torch.empty_like(x))
-    result = dispatcher.finalize(_scaled(tokens, p), tokens, out).result()
-    assert result.data_ptr() == out.data_ptr(), "finalize did not return the out it was given"
+    # `many_assignments` compares the values that come back.
+    dispatcher.finalize(_scaled(tokens, p), tokens, torch.empty_like(x)).result()
     watch.check("prepare or finalize")
-    ref = _identity_result(x, routing, r)
-    # Each element is a token's value times its weights, rounded by the experts and in combine.
-    apart = (out.float() - ref).abs() / ref.abs().clamp(min=1e-30)
-    assert bool((apart <= 4 * torch.finfo(p.dtype).eps).all()), (
-        f"identity experts: got {out[:, :3].tolist()}, want {ref[:, :3].tolist()}"
-    )
-
     sent = [
         (source, t, int(routing.topk_ids[t, k]), round(float(routing.topk_weights[t, k]), 6))
         for t, k in (routing.topk_ids >= 0).nonzero().tolist()
@@ -170,53 +162,69 @@ def _scaled(tokens: Dispatched, p: MoEProblem, numbers_L: Tensor | None = None) 
     if numbers_L is None:
         numbers_L = torch.ones(p.num_local_experts, device=x.device)
     if tokens.expert_num_tokens is not None:
-        real = torch.arange(x.shape[1], device=x.device) < tokens.expert_num_tokens[:, None]
-        y = (x * numbers_L[:, None, None]).masked_fill_(~real[..., None], float("nan"))
+        y = (x * numbers_L[:, None, None]).masked_fill_(~_real(tokens)[..., None], float("nan"))
         return y.to(x.dtype)
     assert tokens.topk_ids is not None and tokens.topk_weights is not None
     here = tokens.topk_ids >= 0
     factors = torch.where(here, tokens.topk_weights, 0.0) * numbers_L[tokens.topk_ids.clamp(min=0)]
     factors = torch.where(here, factors, 0.0).sum(dim=1, keepdim=True)
-    return (x * factors).masked_fill_(~here.any(dim=1, keepdim=True), 0.0).to(x.dtype)
+    return (x * factors).masked_fill_(~_real(tokens)[:, None], 0.0).to(x.dtype)
 
 
 def graph(r: Rank, num_tokens: int) -> None:
-    """Capture prepare and finalize in a CUDA graph, with experts that return their input."""
-    p, dispatcher = r.problem, r.kernel.dispatcher
+    """Capture the calls of a fused kernel in a CUDA graph, or `prepare` and `finalize`.
+
+    Experts between the two return their input.
+    """
+    r.checked = False
+    kernel, made = r.kernel, []
 
     def run(x: Tensor, routing: Routing, out: Tensor) -> None:
-        tokens = dispatcher.prepare(x, routing, None).result()
-        dispatcher.finalize(_scaled(tokens, p), tokens, out).result()
+        if r.spec.fused:
+            kernel(x, r.packed, routing, out=out)
+        else:
+            tokens = kernel.dispatcher.prepare(x, routing, None).result()
+            kernel.dispatcher.finalize(_scaled(tokens, r.problem), tokens, out).result()
 
-    made = []
     for kind in ("random", "masked", "rows", "hot"):
-        case, _ = r.case(Call((num_tokens,), kind), kind)
-        routing = r.as_taken(case.routing)
-        made.append((replace(case, routing=routing), _identity_result(case.x, routing, r)))
+        case, right = r.case(Call((num_tokens,), kind), kind)
+        if r.spec.fused:
+            made.append((case, right.reference()))
+        else:
+            routing = r.as_taken(case.routing)
+            made.append((replace(case, routing=routing), _identity_result(case.x, routing, r)))
     check_graph(run, made)
 
 
-def graph_of_calls(r: Rank, num_tokens: int) -> None:
-    """Capture whole calls of a fused kernel in a CUDA graph."""
-    r.checked = False
-    kinds = "random", "masked", "rows", "hot"
-    calls = (r.case(Call((num_tokens,), kind), kind) for kind in kinds)
-    made = [(case, right.reference()) for case, right in calls]
-    check_graph(lambda x, routing, out: r.kernel(x, r.packed, routing, out=out), made)
+def wire(r: Rank, wanted: Call) -> tuple[set[Scales], set[Scales]]:
+    """Assert that tokens travel quantized. Return the scales of rows sent, and of rows arrived.
 
-
-def wire(r: Rank, wanted: Call) -> None:
-    """Assert that tokens travel quantized: quantized values arrive with their scales."""
-    p = r.problem
+    No scales count as sent by a dispatcher that quantizes by itself.
+    """
     case, _ = r.case(wanted)
-    tokens = r.kernel.dispatcher.prepare(
-        case.x,
-        r.as_taken(case.routing),
-        lambda x, valid: r.kernel.experts.quantize(x, r.packed, valid),
-    ).result()
-    check_quantized(tokens.x, tokens.x_scale, p)
+    sent: set[Scales] = set()
+
+    def quantize(x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+        made = r.kernel.experts.quantize(x, r.packed, valid)
+        sent.update(map(tuple, made[1].tolist()))
+        return made
+
+    tokens = r.kernel.dispatcher.prepare(case.x, r.as_taken(case.routing), quantize).result()
+    check_quantized(tokens.x, tokens.x_scale, r.problem)
     _check_contiguous(tokens.x)
-    y = torch.zeros((*tokens.x.shape[:-1], p.hidden_size), dtype=p.dtype, device=case.x.device)
+    assert tokens.x_scale is not None
+    scales = tokens.x_scale.expand(*tokens.x.shape[:-1], -1)[_real(tokens)]
+    y = torch.zeros((*tokens.x.shape[:-1], case.x.shape[1]), dtype=case.x.dtype).to(case.x.device)
     out = poison(torch.empty_like(case.x))
     r.kernel.dispatcher.finalize(y, tokens, out).result()
     assert not bool(out.any()), "finalize of zeros is not zero"
+    return sent, set(map(tuple, scales.tolist()))
+
+
+def _real(tokens: Dispatched) -> Tensor:
+    """Return which rows experts must compute: (R,) or (L, C)."""
+    if tokens.topk_ids is not None:
+        return (tokens.topk_ids >= 0).any(dim=1)
+    assert tokens.expert_num_tokens is not None
+    C = tokens.x.shape[1]
+    return torch.arange(C, device=tokens.x.device) < tokens.expert_num_tokens[:, None]

@@ -20,7 +20,7 @@ from moekit.problem import DTYPES, MoEProblem
 from moekit.problem.quant import SCHEMES
 from moekit.testing import cases
 from moekit.testing.base import over
-from moekit.testing.calls import call, pack, spread_rows
+from moekit.testing.calls import call, pack, same_bits, spread_rows
 from moekit.testing.cases import Case, make_case
 from moekit.testing.diagnose import assert_right
 from moekit.testing.experts_base import ExpertsBase
@@ -41,17 +41,12 @@ _MOST_ELSEWHERE, _MOST_ELSEWHERE_INTERPRETED = _SOME_TOKENS, 17
 
 def check_bits(got_NH: Tensor, wanted_NH: Tensor, what: str) -> None:
     """Assert that tokens have the same bits in two calls."""
-    if got_NH.dtype != wanted_NH.dtype or got_NH.shape != wanted_NH.shape:
-        raise AssertionError(f"{what}: {got_NH.dtype} {tuple(got_NH.shape)} is no such output")
-    integers = torch.int32 if got_NH.dtype.itemsize == 4 else torch.int16
-    apart_NH = got_NH.contiguous().view(integers) != wanted_NH.contiguous().view(integers)
-    if bool(apart_NH.any()):
-        apart_N = apart_NH.any(dim=1)
-        token, largest = int(apart_N.nonzero()[0]), (got_NH - wanted_NH).float().abs().max()
+    if not same_bits(got_NH, wanted_NH):
+        apart_N = (got_NH != wanted_NH).any(dim=1)
+        first, largest = apart_N.nonzero()[:1].flatten().tolist(), (got_NH - wanted_NH).abs().max()
         raise AssertionError(
-            f"not batch-invariant: {what}, {int(apart_N.sum())} of {len(apart_N)} tokens have "
-            f"other bits, first token {token} ({int(apart_NH[token].sum())} of "
-            f"{got_NH.shape[1]} values; the largest difference is {float(largest):.3g})"
+            f"not batch-invariant: {what}, {int(apart_N.sum())} of {len(apart_N)} tokens differ, "
+            f"the first is {first}, and the largest difference is {float(largest):.3g}"
         )
 
 

@@ -78,13 +78,12 @@ def unchecked_rank_fails(r: Rank) -> None:
         _check_next(r, (round_, "after"))
 
 
-def experts_fail(r: Rank, what: str = "apply") -> None:
-    """Let one rank's experts raise: every rank raises a MoekitError, and other calls are right.
+def experts_fail(r: Rank) -> None:
+    """Let one rank's experts raise, or a fused kernel before it runs: every rank raises.
 
-    One of them is in flight at that time, one is the next.
-
-    what: the name of the method that raises.
+    The error is a MoekitError, and other calls are right: one in flight at that time, and the next.
     """
+    what = "stage" if r.spec.fused else "apply"
     works = getattr(r.kernel.experts, what)
 
     def broken(*args: object, **more: object) -> None:
@@ -127,27 +126,15 @@ def resolves(r: Rank) -> None:
     )
     last = r.rank == r.world_size - 1
     other = r.problem.replace(intermediate_size=2 * r.problem.intermediate_size)
-    assert _refuses(r, other if last else r.problem), (
+    try:
+        r.compose(other if last else r.problem)
+    except GroupMismatch:
+        _check_next(r, "after")
+        return
+    raise AssertionError(
         f"rank {r.rank}: ranks compose for different layers, and get no GroupMismatch: call "
         "moekit.plugin.resolve(problem, group) in the constructor"
     )
-    _check_next(r, "after")
-
-
-def group_mismatch(r: Rank, other: MoEProblem) -> None:
-    """Assert that every rank refuses ``other``, whose number of ranks is not the group's."""
-    size = other.parallel.ep_size
-    mine = replace(other.parallel, ep_rank=r.rank % size)
-    refused = _refuses(r, other.replace(parallel=mine))
-    assert refused, f"a group of {r.world_size} ranks was taken for {size}"
-
-
-def _refuses(r: Rank, problem: MoEProblem) -> bool:
-    try:
-        r.compose(problem)
-    except GroupMismatch:
-        return True
-    return False
 
 
 def after_some(r: Rank, problem: MoEProblem, sequence: Sequence[Call]) -> None:

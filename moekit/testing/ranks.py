@@ -24,7 +24,6 @@ from moekit.discovery.registry import registry
 from moekit.errors import Unsupported
 from moekit.kernel import ModularKernel
 from moekit.problem import ActivationFormat, MoEProblem
-from moekit.problem.quantize import dequantize
 from moekit.problem.weights import ExpertWeights
 from moekit.runtime.workspace import Workspace
 from moekit.selection.select import compose
@@ -33,6 +32,7 @@ from moekit.testing.calls import (
     LEAVES_SUMS,
     Inputs,
     call,
+    call_into_part,
     defaults,
     kit_registry,
     pack,
@@ -174,15 +174,12 @@ class Rank:
         )
         # Consecutive ranks hold the same tokens where there are fewer batches than ranks.
         self.batch = rank * parallel.dp_size // world_size
-        self.checked, self._quantizes = True, False
+        self.checked = True
         self._faults: list[str] = []
 
     @cached_property
     def kernel(self) -> ModularKernel:
-        kernel = self.compose(self.problem)
-        if self.problem.quant.activation is not None:
-            self._watch_quantizer(kernel)
-        return kernel
+        return self.compose(self.problem)
 
     def expect(self, right: bool, otherwise: str) -> None:
         """Record a fault for `finish`. Raising at once would let the other ranks wait."""
@@ -191,7 +188,8 @@ class Rank:
 
     def compare(self, out: Tensor, right: cases.Case, what: str) -> None:
         """Do `assert_close` with the result of ``right``, and record a failure as `expect` does."""
-        what, rounds = f"rank {self.rank}, {what}", self._rounds_unseen
+        what = f"rank {self.rank}, {what}"
+        rounds = self.kernel._sends_quantized or self.job.experts not in _UNROUNDED
         try:
             assert_close(
                 out, right.reference(), self.problem, what, case=right, rounds_activations=rounds
@@ -257,57 +255,17 @@ class Rank:
         return pack(self.kernel, self.weights)
 
     def case(self, call: Call, index: object = 0) -> tuple[cases.Case, cases.Case]:
-        """Return this rank's input of the index-th call, and the call whose result is right."""
-        mine, logical = self.forms(call, index)
-        return mine, self.expected(mine, logical)
+        """Return this rank's input of the index-th call, and the call on one rank that is right.
 
-    def forms(self, call: Call, index: object = 0) -> tuple[cases.Case, cases.Case]:
-        """Return this rank's input of the index-th call, and the same call of the whole layer."""
+        It is the call of the whole layer, or of this rank's share if the result is a partial sum.
+        """
         problem, weights = self.layer
-        logical = cases.make_case(
-            problem, self.tokens(call), call.kind, (index, self.batch), weights
-        )
-        mine = replace(logical, problem=self.problem, weights=self.weights).physical()
+        whole = cases.make_case(problem, self.tokens(call), call.kind, (index, self.batch), weights)
+        mine = replace(whole, problem=self.problem, weights=self.weights).physical()
         if self.rank % 2:  # ranks may differ in the dtype of their ids
             ids = mine.routing.topk_ids.int()
             mine = replace(mine, routing=replace(mine.routing, topk_ids=ids))
-        return mine, logical
-
-    def expected(self, mine: cases.Case, logical: cases.Case) -> cases.Case:
-        """Return the call on one rank whose result this rank gets back of two forms of a call.
-
-        After a call whose dispatcher quantized the tokens, it has the rounded tokens.
-        """
-        partial = self.alone and self.problem.parallel.num_ranks > 1
-        case = mine if partial else logical
-        return self._rounded(case) if self._quantizes else case
-
-    def _rounded(self, case: cases.Case) -> cases.Case:
-        activation, ids = self.problem.quant.activation, case.routing.topk_ids
-        assert activation is not None and not self.problem.apply_router_weight_on_input
-        local = case.problem.local_experts
-        # A shared scale covers the tokens that have an expert.
-        valid = ((ids >= local.start) & (ids < local.stop)).any(dim=1)
-        x, scale = self.kernel.experts.quantize(case.x, self.packed, valid)
-        return replace(case, x=dequantize(x, scale, activation))
-
-    def _watch_quantizer(self, kernel: ModularKernel) -> None:
-        """Note whether the dispatcher calls ``quantize``. DeepEP's kernels quantize themselves."""
-        quantize = kernel.experts.quantize
-
-        def noted(
-            x_RH: Tensor, weights: PackedWeights, valid_rows: Tensor | None
-        ) -> tuple[Tensor, Tensor]:
-            self._quantizes = True
-            return quantize(x_RH, weights, valid_rows)
-
-        kernel.experts.quantize = noted  # type: ignore[method-assign]
-
-    @property
-    def _rounds_unseen(self) -> bool:
-        """Return whether activations are rounded to the scheme in a way `expected` does not see."""
-        by_dispatcher = self.kernel._sends_quantized and not self._quantizes
-        return by_dispatcher or self.job.experts not in _UNROUNDED
+        return mine, mine if self.alone and self.problem.parallel.num_ranks > 1 else whole
 
 
 def calls(r: Rank, sequence: Iterable[Call], how: str = "plain") -> int:
@@ -325,25 +283,20 @@ def calls(r: Rank, sequence: Iterable[Call], how: str = "plain") -> int:
     device = cases.device_of(r.problem)
     results = []
     for index, wanted in enumerate(sequence):
-        case, logical = r.forms(wanted, index)
-        T, H = case.x.shape
+        case, right = r.case(wanted, index)
         if how == "strided":
             case = cases.strided_inputs(case)
         if how == "out":
-            wide = poison(torch.empty(T + 2, H + 16, dtype=case.x.dtype, device=case.x.device))
-            out = call(r.kernel, r.packed, case, out=wide[1:-1, 8:-8]).clone()
-            wide[1:-1, 8:-8] = float("nan")
-            r.expect(bool(torch.isnan(wide).all()), "wrote outside the given output")
+            out = call_into_part(r.kernel, r.packed, case)
         elif how == "fresh":
             packed = r.packed
             with late_stream(device, index % 4 < 2):
-                case = Inputs(r.problem, T).hold(case)
+                case = Inputs(r.problem, len(case.x)).hold(case)
                 with torch.inference_mode(index % 2 == 0), defaults(torch.float64, device):
                     out = r.kernel(case.x, packed, case.routing)
         else:
             with torch.autocast(device.type, torch.bfloat16, enabled=how == "autocast"):
                 out = call(r.kernel, r.packed, case)
-        right = r.expected(case, logical)
         r.compare(out, right, f"call {index} ({wanted})")
         results.append((out, right))
     for index, (out, right) in enumerate(results):
@@ -354,15 +307,15 @@ def calls(r: Rank, sequence: Iterable[Call], how: str = "plain") -> int:
 def told_calls(r: Rank, sequence: Sequence[Call], capacities: Sequence[int]) -> None:
     """Compare calls that say their `max_tokens`, on kernels of several capacities, in bits."""
     most = [max(1, *wanted.counts[-r.problem.parallel.dp_size :]) for wanted in sequence]
-    made = [r.forms(wanted, index) for index, wanted in enumerate(sequence)]
+    made = [r.case(wanted, index) for index, wanted in enumerate(sequence)]
     first: dict[int, Tensor] = {}
     for capacity in capacities:
         kernel = r.compose(r.problem.replace(max_num_tokens=capacity))
-        for index, ((case, logical), told) in enumerate(zip(made, most, strict=True)):
+        for index, ((case, right), told) in enumerate(zip(made, most, strict=True)):
             routing = replace(case.routing, max_tokens=told)
             out = call(kernel, r.packed, replace(case, routing=routing))
             what = f"call {index} of at most {told} tokens, capacity {capacity}"
-            r.compare(out, r.expected(case, logical), what)
+            r.compare(out, right, what)
             same = not r.spec.deterministic or torch.equal(out, first.setdefault(index, out))
             r.expect(same, f"rank {r.rank}, {what}: other bits than with the smallest capacity")
         kernel.destroy()
@@ -372,9 +325,9 @@ def outputs_beyond_float16(r: Rank, wanted: Call) -> None:
     """Let experts' outputs exceed 65504, and router weights bring them back into range."""
     problem, weights = r.layer
     factor = cases.output_factor(cases.make_case(problem, 32, "masked", "calibration", weights))
-    mine, logical = (cases.beyond_float16(case, factor) for case in r.forms(wanted))
+    mine, right = (cases.beyond_float16(case, factor) for case in r.case(wanted))
     out = call(r.kernel, pack(r.kernel, mine.weights), mine)
-    r.compare(out, r.expected(mine, logical), "outputs beyond the range of float16")
+    r.compare(out, right, "outputs beyond the range of float16")
 
 
 @contextmanager
@@ -406,18 +359,18 @@ _ORDERS = {
 def in_flight(r: Rank, first: Call, second: Call, orders: Iterable[str] = _ORDERS) -> None:
     """Have two calls in flight, and finish them in orders that ranks share."""
     for order in orders:
-        made = [r.forms(wanted, (order, i)) for i, wanted in enumerate((first, second, first))]
+        made = [r.case(wanted, (order, i)) for i, wanted in enumerate((first, second, first))]
         flying = {}
         for step in _ORDERS[order].split():
             index = int(step[1])
-            case, logical = made[index]
+            case, right = made[index]
             if step[0] == "+":
                 flying[index] = r.kernel.start(case.x, r.packed, case.routing)
             elif step[0] == ">":
                 flying[index].run()
             else:
                 what = f"call {index} of those in flight, finished {order}"
-                r.compare(flying[index].result(), r.expected(case, logical), what)
+                r.compare(flying[index].result(), right, what)
 
 
 def long_run(r: Rank, wanted: Call) -> None:
@@ -478,19 +431,17 @@ def layers(first: Rank, other: MoEProblem) -> None:
         flights = []
         for which in pair:
             r = made[which]
-            mine, logical = r.forms(wanted[which], ("in flight", pair, which))
-            flights.append((mine, logical, r.kernel.start(mine.x, r.packed, mine.routing)))
-        for which, (mine, logical, flying) in zip(pair, flights, strict=True):
-            r, out = made[which], flying.result()
-            r.compare(out, r.expected(mine, logical), f"layer {which}, while both were in flight")
+            mine, right = r.case(wanted[which], ("in flight", pair, which))
+            flights.append((right, r.kernel.start(mine.x, r.packed, mine.routing)))
+        for which, (right, flying) in zip(pair, flights, strict=True):
+            made[which].compare(flying.result(), right, f"layer {which}, while both were in flight")
     for index, which in enumerate((0, 1, 2, 1, 0, 2, 1, 2)):
         if index == 5:
             kernels[0].destroy()
             kernels[0].destroy()
         r = made[which]
-        mine, logical = r.forms(wanted[which], index)
-        out = call(r.kernel, r.packed, mine)
-        r.compare(out, r.expected(mine, logical), f"call {index}, layer {which}")
+        mine, right = r.case(wanted[which], index)
+        r.compare(call(r.kernel, r.packed, mine), right, f"call {index}, layer {which}")
     for r in reversed(made[1:]):
         r.finish()
 
@@ -545,11 +496,11 @@ def batch_invariant(r: Rank, sequence: Iterable[Call]) -> None:
     single = compose(problem, local, r.job.experts, workspace=Workspace(), backends=kit_registry())
     packed = pack(single, weights)
     for index, wanted in enumerate(sequence):
-        mine, logical = r.forms(wanted, index)
+        mine, whole = r.case(wanted, index)
         out = call(r.kernel, r.packed, mine)
-        r.compare(out, r.expected(mine, logical), f"call {index} ({wanted})")
+        r.compare(out, whole, f"call {index} ({wanted})")
         for token in range(len(out)):
-            one = rows_of(logical, slice(token, token + 1))
+            one = rows_of(whole, slice(token, token + 1))
             try:
                 check_bits(
                     out[token : token + 1],

@@ -254,7 +254,8 @@ class ExchangesNothing(Local_):
     """Declares an exchange that it does not make."""
 
 
-@killed_by("test_quantized_tokens", "fp8_channel_token", 1, handed=Quantizes_)
+@killed_by("test_quantized_tokens", "fp8_channel_token", 1, handed=Quantizes_,
+           says="scales arrive that no rank sent")  # fmt: skip
 def ScalesInAByte(self, tokens):
     """Sends scales as e4m3, which costs less than the rounding of the tokens themselves."""
     scale = tokens.x_scale

@@ -321,7 +321,7 @@ class FirstWeightsWhereQuantized(Plain):
         super().apply(y, tokens, weights, workspace)
 
 
-@killed_by("test_weights_change_in_place", says="weights 1 in place")
+@killed_by("test_repack", says="new weights of")
 class DequantizedOnce(Plain):
     """Dequantizes weights once, although experts move into them later."""
 
@@ -377,7 +377,7 @@ def PaddingMadeZero(self, y, tokens, weights, workspace):
     Batched.apply(self, y, tokens, weights, workspace)
 
 
-@killed_by("test_input_form", "fp8_block", "kit_quantized_wire", says="the dispatcher's x_scale")
+@killed_by("test_input_form", "fp8_block", says="the dispatcher's x_scale")
 def ScalesMultiplied(self, y, tokens, weights):
     """Multiplies the scales that arrive by another factor, in place."""
     if tokens.x_scale is not None:

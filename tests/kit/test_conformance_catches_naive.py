@@ -50,7 +50,7 @@ def SumsByCapacity(self, y, dispatched, out_TH):
 # -- groups --------------------------------------------------------------------
 
 
-@killed_by("test_groups_at_once", says="the process group has 4 ranks")
+@killed_by("test_tokens_per_rank", "uneven", 2, says="the process group has 4 ranks|did not come")
 class World(Naive):
     """It resolves WORLD instead of its group."""
 
@@ -59,7 +59,7 @@ class World(Naive):
         super().__init__(spec, problem, dist.group.WORLD if moves else None)
 
 
-@killed_by("test_groups_at_once", says=".", _exchange_headers=Naive)
+@killed_by("test_tokens_per_rank", "uneven", 2, says=".", _exchange_headers=Naive)
 def WorldForTransfers(self, header):
     """Resolves its group, but exchanges sizes in WORLD."""
     mine = torch.tensor(header)
@@ -68,7 +68,7 @@ def WorldForTransfers(self, header):
     return everyone.view(-1, len(header)).tolist()[: self.group.size()]
 
 
-@killed_by("test_groups_at_once", says="relative error|exact zeros", _arrived=Naive)
+@killed_by("test_tokens_per_rank", "uneven", 2, says="relative error|exact zeros", _arrived=Naive)
 def SharesByGlobalRank(self, x_RH, meta_RM, sizes):
     """The global rank chooses the share of the experts."""
     parallel = self.problem.parallel
@@ -79,7 +79,7 @@ def SharesByGlobalRank(self, x_RH, meta_RM, sizes):
     return tokens
 
 
-@killed_by("test_groups_at_once", says="not part of group", _gather=Naive)
+@killed_by("test_tokens_per_rank", "uneven", 2, says="not part of group", _gather=Naive)
 def SendsFromGlobalRanks(self, mine, everyone, sizes, works):
     """Broadcasts name global ranks."""
     if len(set(sizes.sent)) == 1:
@@ -157,7 +157,6 @@ class RefusesFourRanks(Naive):
 
 
 @killed_by("test_group_is_resolved", 2, says="ranks compose for different layers")
-@killed_by("test_group_mismatch", 2, says="was taken for")
 class NotResolved(Naive):
     """Takes any group and any problem of the other ranks."""
 

@@ -349,9 +349,7 @@ def test_what_is_collected(pytester):
     assert {"test_scheme[int4_w4a16_g32]", "test_routing[masked]", "test_threads"} <= rest
     # The first class of a folder has those that need no device.
     for_first = base.WITHOUT_DEVICE - set(kit_full._OF_EACH_CLASS)
-    assert functions(full) - functions(rest) == {
-        "test_many_experts", "test_large", "test_published_sizes", *for_first
-    }  # fmt: skip
+    assert functions(full) - functions(rest) == {"test_many_experts", *for_first}
 
 
 @pytest.mark.parametrize("kit", ["ExpertsConformance", "DispatcherConformance"])

@@ -132,7 +132,7 @@ wrong("StridesOfSharedMatrices", "Reads another expert's memory where experts sh
       stack=changed(w13_a=lambda a: a if a.stride(1) else torch.where(
           torch.arange(a.shape[1])[:, None, None, None] > 0, 0, a)))  # fmt: skip
 wrong("KeepsTheFirstStack", "Copies the adapters at the first call",
-      killed_by("test_slots_change_in_place", says="1:"), of=Adapts,
+      killed_by("test_slots_change_in_place", says="slots changed 1 times"), of=Adapts,
       stack=lambda self, a: self.__dict__.setdefault("copied", replace(
           a, scaling=a.scaling.clone(),
           **{n: t.clone() for n, t in a.tensors().items()})))  # fmt: skip

@@ -42,8 +42,8 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize("mutant", cases())
-def test_killed(mutant):
-    mutant.check()
+def test_killed(mutant, capfd):
+    mutant.check(capfd)
 
 
 def table(page: str) -> str:

@@ -54,10 +54,10 @@ _KIND_OF_CASE: Mapping[str, Callable[..., object]] = {
 }
 # In Triton's interpreter.
 _KIND_INTERPRETED: Mapping[str, Callable[..., object]] = {
-    "test_scheme": lambda scheme: path_of(scheme),
+    "test_scheme": lambda scheme: path_of(SCHEMES[scheme]),
     "test_batch_invariant_scheme": lambda scheme: _order(scheme),
     "test_batch_invariant_neighbours": lambda **parameters: "any",
-    "test_input_form": lambda scheme, wire: (_wire(scheme), wire),
+    "test_input_form": lambda scheme: _wire(scheme),
     "test_activation": lambda name: _activation(name),
     "test_gradient_of_activation": lambda name: _activation(name),
     "test_gradients": lambda name: name if name in (*_OF_RANKS, "hot_expert") else _NOT_IN_CI,
@@ -67,10 +67,7 @@ _KIND_INTERPRETED: Mapping[str, Callable[..., object]] = {
     # Sums are in fp32 in each dtype, and a tile's rows decide their order.
     "test_batch_invariant_tokens": lambda dtype: "any",
     "test_weight_and_reduce": lambda dtype: "any",
-    **dict.fromkeys(
-        ("test_many_experts", "test_large", "test_published_sizes"),
-        lambda **parameters: _NOT_IN_CI,
-    ),
+    "test_many_experts": lambda **parameters: _NOT_IN_CI,
 }
 # CI runs these for each class, and more for the first class of a folder: the classes of a package
 # share the code around their kernels.
