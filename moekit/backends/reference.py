@@ -23,12 +23,13 @@ from moekit.problem.activation import apply_activation
 from moekit.problem.quantize import dequantize
 from moekit.problem.weights import ExpertWeights
 
-# Multiplies rows (N, K) by the matrix (M, K) of that name: (N, M).
-Product = Callable[[str, Tensor, Tensor], Tensor]
+# Multiplies rows (N, K) by the matrix (M, K) of that name, and adds the bias (M): (N, M).
+Product = Callable[[str, Tensor, Tensor, Tensor | None], Tensor]
 
 
-def _product(name: str, rows_NK: Tensor, w_MK: Tensor) -> Tensor:
-    return rows_NK @ w_MK.T
+def _product(name: str, rows_NK: Tensor, w_MK: Tensor, bias_M: Tensor | None) -> Tensor:
+    made_NM = rows_NK @ w_MK.T
+    return made_NM if bias_M is None else made_NM + bias_M.to(made_NM.dtype)
 
 
 def expert_mlp(
@@ -42,13 +43,11 @@ def expert_mlp(
 
     All may be float64 instead. product: makes the products with w13 and w2.
     """
+    w = weights
+    b13, b2 = (b if b is None else b[expert] for b in (w.w13_bias, w.w2_bias))
     with torch.autocast(x_NH.device.type, enabled=False):
-        h = product("w13", x_NH, weights.w13[expert])
-        if weights.w13_bias is not None:
-            h = h + weights.w13_bias[expert].to(h.dtype)
-        a = apply_activation(h, problem.activation)
-        y = product("w2", a, weights.w2[expert])
-        return y if weights.w2_bias is None else y + weights.w2_bias[expert].to(y.dtype)
+        h = product("w13", x_NH, w.w13[expert], b13)
+        return product("w2", apply_activation(h, problem.activation), w.w2[expert], b2)
 
 
 def oracle(
@@ -119,8 +118,8 @@ def _adapted(
     slots_N = slots_R[row_N]
     present = torch.unique(slots_N[slots_N >= 0]).tolist()
 
-    def product(name: str, rows_NK: Tensor, w_MK: Tensor) -> Tensor:
-        made_NM = _product(name, rows_NK, w_MK)
+    def product(name: str, rows_NK: Tensor, w_MK: Tensor, bias_M: Tensor | None) -> Tensor:
+        made_NM = _product(name, rows_NK, w_MK, bias_M)
         if (pair := adapters.pair(name)) is None:
             return made_NM
         for slot in present:

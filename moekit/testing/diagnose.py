@@ -49,8 +49,8 @@ def assert_close(
 
     Args:
         what: the name of the output in the message.
-        case: the call whose reference is ``ref``. It names the mistake, and tells which errors
-            rounding explains.
+        case: the call whose reference is ``ref``, or a part of it. It names the mistake, and
+            tells which errors rounding explains.
         rounds_activations: False if ``ref`` has the activations as the backend rounded them to the
             problem's scheme. The dtype's bounds then hold.
     """
@@ -84,7 +84,7 @@ def complain_of(out: Tensor, ref: Tensor, case: Case, *, rounds_activations: boo
     """
     compare = partial(complain, out, ref, case.problem, rounds_activations=rounds_activations)
     if said := compare():
-        draws = _Draws(case, ref, rounds_activations)
+        draws = _Draws(case, rounds_activations)
         for count, deviations in _DRAWS:
             if said := compare(rounding=draws.explained(count, deviations)):
                 break  # more draws take seconds in vain
@@ -93,7 +93,7 @@ def complain_of(out: Tensor, ref: Tensor, case: Case, *, rounds_activations: boo
 
 def rounding_errors(case: Case) -> Rounding:
     """Return the errors of this call's output that rounding explains."""
-    return _Draws(case, case.reference()).explained(*_DRAWS[-1])
+    return _Draws(case).explained(*_DRAWS[-1])
 
 
 class _Draws:
@@ -104,8 +104,8 @@ class _Draws:
     the output. Other arithmetic is exact. Activations are rounded to the scheme, or to the dtype.
     """
 
-    def __init__(self, case: Case, exact: Tensor, rounds_activations: bool = True) -> None:
-        self._case, self._exact, self._count = case, exact, 0
+    def __init__(self, case: Case, rounds_activations: bool = True) -> None:
+        self._case, self._exact, self._count = case, case.reference(), 0
         self._operand = case.problem.quant.activation if rounds_activations else None
         self._weight = case.problem.quant.weight if self._operand is None else None
         self._weights = case.weights.canonical(case.problem)
@@ -145,12 +145,12 @@ class _Draws:
         return error_TH, error_TH.square().mean(dim=1).sqrt(), torch.tensor([found[0], *found[3:]])
 
     def _around(self, product: Product) -> Product:
-        def made(name: str, rows: Tensor, matrix: Tensor) -> Tensor:
+        def made(name: str, rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
             static = self._weights.tensors().get(f"{name}_input_scale")
             rows = self._rounded(rows) if self._operand is None else self._coded(rows, static)
             if self._weight is not None:
                 matrix = self._rounded(matrix)
-            return self._rounded(product(name, rows, matrix))
+            return self._rounded(product(name, rows, matrix, bias))
 
         return made
 
