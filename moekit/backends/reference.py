@@ -23,7 +23,13 @@ from moekit.problem.activation import apply_activation
 from moekit.problem.quantize import dequantize
 from moekit.problem.weights import ExpertWeights
 
-_Delta = Callable[[str, Tensor, Tensor], Tensor]
+# Multiplies rows (N, K) by the matrix (M, K) of that name, and adds the bias (M): (N, M).
+Product = Callable[[str, Tensor, Tensor, Tensor | None], Tensor]
+
+
+def _product(name: str, rows_NK: Tensor, w_MK: Tensor, bias_M: Tensor | None) -> Tensor:
+    made_NM = rows_NK @ w_MK.T
+    return made_NM if bias_M is None else made_NM + bias_M.to(made_NM.dtype)
 
 
 def expert_mlp(
@@ -31,20 +37,17 @@ def expert_mlp(
     weights: ExpertWeights,
     expert: int,
     problem: MoEProblem,
-    delta: _Delta = lambda name, made, rows: made,
+    product: Product = _product,
 ) -> Tensor:
     """Run one expert on its rows: (N, H) fp32 -> (N, H) fp32. ``weights`` are fp32.
 
-    All may be float64 instead. delta: adds the deltas of adapters to a product of rows.
+    All may be float64 instead. product: makes the products with w13 and w2.
     """
-    w13_HI, w2_IH = weights.w13[expert].T, weights.w2[expert].T
-    with torch.autocast(w13_HI.device.type, enabled=False):
-        h = x_NH @ w13_HI
-        if weights.w13_bias is not None:
-            h = h + weights.w13_bias[expert].to(h.dtype)
-        a = apply_activation(delta("w13", h, x_NH), problem.activation)
-        y = delta("w2", a @ w2_IH, a)
-        return y if weights.w2_bias is None else y + weights.w2_bias[expert].to(y.dtype)
+    w = weights
+    b13, b2 = (b if b is None else b[expert] for b in (w.w13_bias, w.w2_bias))
+    with torch.autocast(x_NH.device.type, enabled=False):
+        h = product("w13", x_NH, w.w13[expert], b13)
+        return product("w2", apply_activation(h, problem.activation), w.w2[expert], b2)
 
 
 def oracle(
@@ -53,6 +56,7 @@ def oracle(
     routing: Routing,
     problem: MoEProblem,
     adapters: Adapters | None = None,
+    around: Callable[[Product], Product] = lambda product: product,
 ) -> Tensor:
     """Compute the layer in fp32 on dequantized weights and unquantized activations.
 
@@ -66,6 +70,7 @@ def oracle(
             nothing, so the sum of all ranks' results is the whole layer.
         problem: sizes, scheme, activation and biases of the layer.
         adapters: deltas of the experts, by ``routing.adapter_ids``.
+        around: changes the products of experts, so that the kit can draw rounding errors.
 
     Returns:
         (T, H) fp32, or float64 if x is, so that autograd's gradients of it can be proven.
@@ -80,7 +85,7 @@ def oracle(
     if adapters is not None and slots is None:
         slots = torch.zeros(len(x), dtype=torch.int32, device=x.device)
     adapted = adapters, slots
-    return _weighted_sum(x, topk_weights, local_ids(ids, problem), held, problem, adapted)
+    return _weighted_sum(x, topk_weights, local_ids(ids, problem), held, problem, adapted, around)
 
 
 def _weighted_sum(
@@ -90,6 +95,7 @@ def _weighted_sum(
     held: ExpertWeights,
     problem: MoEProblem,
     adapted: tuple[Adapters | None, Tensor | None],
+    around: Callable[[Product], Product] = lambda product: product,
 ) -> Tensor:
     """Return each row's weighted sum over its local experts, (R, H) in x's dtype, through which
     autograd flows. One expert at a time is dequantized to that dtype."""
@@ -97,19 +103,23 @@ def _weighted_sum(
     for expert in torch.unique(ids_RK[ids_RK >= 0]).tolist():
         row, slot = (ids_RK == expert).nonzero(as_tuple=True)
         dense = held.select([expert]).dequantize(problem.quant, x_RH.dtype)
-        made = expert_mlp(x_RH[row], dense, 0, problem, _delta(*adapted, expert, row))
+        product = around(_adapted(*adapted, expert, row))
+        made = expert_mlp(x_RH[row], dense, 0, problem, product)
         out.index_add_(0, row, weights_RK[row, slot, None] * made)
     return out
 
 
-def _delta(adapters: Adapters | None, slots_R: Tensor | None, expert: int, row_N: Tensor) -> _Delta:
-    """Return a function that adds the deltas of an expert to products of its rows."""
+def _adapted(
+    adapters: Adapters | None, slots_R: Tensor | None, expert: int, row_N: Tensor
+) -> Product:
+    """Return the product of an expert's rows, to which it adds the deltas of adapters."""
     if adapters is None or slots_R is None:
-        return lambda name, made, rows: made
+        return _product
     slots_N = slots_R[row_N]
     present = torch.unique(slots_N[slots_N >= 0]).tolist()
 
-    def add(name: str, made_NM: Tensor, rows_NK: Tensor) -> Tensor:
+    def product(name: str, rows_NK: Tensor, w_MK: Tensor, bias_M: Tensor | None) -> Tensor:
+        made_NM = _product(name, rows_NK, w_MK, bias_M)
         if (pair := adapters.pair(name)) is None:
             return made_NM
         for slot in present:
@@ -121,7 +131,7 @@ def _delta(adapters: Adapters | None, slots_R: Tensor | None, expert: int, row_N
             made_NM = made_NM.index_add(0, mine, delta_nM)
         return made_NM
 
-    return add
+    return product
 
 
 class ReferenceExperts(AdapterExperts):
@@ -150,8 +160,8 @@ class ReferenceExperts(AdapterExperts):
                 if self.problem.batch_invariant:
                     made = self._one_by_one(x_RH[row], fp32, 0, self.problem)
                 else:
-                    delta = _delta(weights.adapters, tokens.adapter_ids, expert, row)
-                    made = expert_mlp(x_RH[row], fp32, 0, self.problem, delta)
+                    product = _adapted(weights.adapters, tokens.adapter_ids, expert, row)
+                    made = expert_mlp(x_RH[row], fp32, 0, self.problem, product)
                 y[row, slot] = made.to(y.dtype)
 
     @staticmethod

@@ -11,7 +11,7 @@ import math
 import os
 import secrets
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moekit.backends.reference import oracle
+from moekit.backends.reference import Product, oracle
 from moekit.contract import Adapters, Routing
 from moekit.layer.replicas import to_physical
 from moekit.problem import MoEProblem, ParallelConfig
@@ -326,9 +326,9 @@ class Case:
     routing: Routing
     adapters: Adapters | None = None
 
-    def reference(self) -> Tensor:
-        """Return the oracle's output (T, H) fp32."""
-        return oracle(self.x, self.weights, self.routing, self.problem, self.adapters)
+    def reference(self, around: Callable[[Product], Product] = lambda made: made) -> Tensor:
+        """Return the oracle's output (T, H) fp32. around: changes its products, as in `oracle`."""
+        return oracle(self.x, self.weights, self.routing, self.problem, self.adapters, around)
 
     def physical(self) -> Case:
         """Return the same call with ids of replicas, where the problem has some."""

@@ -29,10 +29,6 @@ _WORST_ELEMENT, _MANY_ELEMENTS = 10.0, 10**6
 # so that cancellation in one small row does not count as an error.
 _ROW_FLOOR = 0.25
 
-# The errors that a row and a mean may have, in units of the largest in 32 draws of rounding errors.
-# That is about five standard deviations if a single neuron decides the row, and more if several do.
-_ROUNDINGS = 2.5
-
 # The two means may be this part of the bound on the RMS, or as many standard errors. The standard
 # error comes from the tokens, whose errors are independent; it needs at least 16. Within a
 # call, all values that share a scale have the same error where a kernel rounds it to 16 bits: the
@@ -48,14 +44,16 @@ Errors = dict[str, tuple[float, float]]
 
 
 class Rounding(NamedTuple):
-    """The largest errors of an output over random draws of rounding errors.
+    """The errors of an output that draws of rounding errors explain.
 
     Attributes:
-        row_T: RMS errors of tokens, fp32.
-        scale, offset: as in `errors`, without signs.
+        element_TH, row_T: absolute errors of elements, and RMS errors of tokens, fp32.
+        rms, scale, offset: as in `errors`, without signs.
     """
 
+    element_TH: Tensor
     row_T: Tensor
+    rms: float
     scale: float
     offset: float
 
@@ -183,8 +181,8 @@ def complain(
     Args:
         ref: the oracle's (T, H) fp32; a row of zeros is a token without an expert.
         rounds_activations: as in `tolerance`.
-        rounding: from `rounding_errors`. The errors of a token that is more sensitive than the
-            bounds assume count less.
+        rounding: from `rounding_errors`, where roundings explain more than the bounds do. The
+            errors of such tokens count less.
     """
     if out.shape != ref.shape:
         return f"has shape {tuple(out.shape)}, expected {tuple(ref.shape)}"
@@ -212,10 +210,11 @@ def complain(
     )
     judged = out
     if rounding is not None:
-        allowed_T1 = _ROUNDINGS * rounding.row_T.to(out.device)[:, None] / _row_scale(ref)
-        judged = ref + (out - ref) / (allowed_T1 / bound.row).clamp(min=1.0)
-        scale, offset = _ROUNDINGS * rounding.scale, _ROUNDINGS * rounding.offset
-        bound = bound._replace(scale=max(bound.scale, scale), offset=max(bound.offset, offset))
+        row_T1 = rounding.row_T[:, None] / (_row_scale(ref) * bound.row)
+        element_TH = rounding.element_TH / (_row_scale(ref) * bound.element)
+        judged = ref + (out - ref) / torch.maximum(row_T1, element_TH).clamp(min=1.0)
+        names = "rms", "scale", "offset"
+        bound = bound._replace(**{n: max(getattr(bound, n), getattr(rounding, n)) for n in names})
     wrong = beyond(errors(judged, ref), bound)
     if not wrong:
         return ""

@@ -6,6 +6,7 @@ says which experts the wrong tokens share. It runs only when a comparison has fa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moekit.backends.reference import expert_mlp, oracle
+from moekit.backends.reference import Product, oracle
 from moekit.contract import Routing
 from moekit.problem import MoEProblem
 from moekit.problem.activation import ACTIVATIONS
@@ -23,12 +24,12 @@ from moekit.problem.weights import ExpertWeights
 from moekit.testing.cases import SEED_VARIABLE, Case, generator, seed
 from moekit.testing.compare import Rounding, complain, errors, relative_error, tolerance
 
-# Fewer columns or neurons than this may decide a token's output so that 16-bit roundings count.
-_FEW_NEURONS = 64
 # Outputs with more elements are compared with few mistakes, because each takes seconds.
 _MOST_ELEMENTS = 1 << 20
-# Random draws of rounding errors, and few of them: all find this many times as much in no token.
-_DRAWS, _FEW_DRAWS, _MORE_BY_ALL = 32, 4, 8.0
+# Numbers of random draws of rounding errors. An error may be twice their mean, as kernels may round
+# a number twice, and so many of their standard deviations: with 7 it is 5.8 times the standard
+# deviation of an error that one neuron decides. A few draws come first, with a wider bound.
+_DRAWS = (6, 28.0), (32, 7.0)
 
 
 def assert_close(
@@ -48,13 +49,13 @@ def assert_close(
 
     Args:
         what: the name of the output in the message.
-        case: the call whose reference is ``ref``. It names the mistake, and tells which tokens are
-            sensitive to the rounding of activations.
+        case: the call whose reference is ``ref``, or a part of it. It names the mistake, and
+            tells which errors rounding explains.
         rounds_activations: False if ``ref`` has the activations as the backend rounded them to the
             problem's scheme. The dtype's bounds then hold.
     """
-    if case is not None and (rounds_activations or problem.quant.activation is None):
-        complaint = complain_of(out, ref, case)
+    if case is not None:
+        complaint = complain_of(out, ref, case, rounds_activations=rounds_activations)
     else:
         complaint = complain(out, ref, problem, rounds_activations=rounds_activations)
     if complaint:
@@ -75,77 +76,110 @@ def assert_right(out: Tensor, case: Case, what: str = "output") -> None:
     assert_close(out, case.reference(), case.problem, what, case=case)
 
 
-def complain_of(out: Tensor, ref: Tensor, case: Case) -> str:
-    """Do as `complain`, and allow for tokens that the roundings of this call's numbers change most.
+def complain_of(out: Tensor, ref: Tensor, case: Case, *, rounds_activations: bool = True) -> str:
+    """Do as `complain`, and allow for the roundings that this call's numbers are sensitive to.
 
-    They are tokens with quantized activations, or those that a few neurons decide, as where the
-    activation squares them.
+    A neuron or two may decide a token's output, and the activation function makes errors of these
+    larger. Values that share a scale or a mantissa are rounded alike, so their errors add up.
     """
-    p = case.problem
-    few = min(p.hidden_size, p.local_intermediate_size) < _FEW_NEURONS
-    sensitive = p.quant.activation is not None or (
-        p.dtype.itemsize == 2 and (few or "relu2" in p.activation.name)
-    )
-    complaint = complain(out, ref, p)
-    if complaint and sensitive:
-        coarse = rounding_errors(case, _FEW_DRAWS, _MORE_BY_ALL)
-        if not complain(out, ref, p, rounding=coarse):  # else all draws take seconds in vain
-            return complain(out, ref, p, rounding=rounding_errors(case))
-    return complaint
+    compare = partial(complain, out, ref, case.problem, rounds_activations=rounds_activations)
+    if said := compare():
+        draws = _Draws(case, rounds_activations)
+        for count, deviations in _DRAWS:
+            if said := compare(rounding=draws.explained(count, deviations)):
+                break  # more draws take seconds in vain
+    return said
 
 
-def rounding_errors(case: Case, draws: int = _DRAWS, times: float = 1.0) -> Rounding:
-    """Return ``times`` the largest errors in random draws of rounding, 0 for tokens without expert.
+def rounding_errors(case: Case) -> Rounding:
+    """Return the errors of this call's output that rounding explains."""
+    return _Draws(case).explained(*_DRAWS[-1])
 
-    Some tokens are many times as sensitive as the usual one: a neuron or two decide their output,
-    and the activation function makes the errors of these larger.
 
-    A draw adds the rounding errors of the problem's scheme, or of its dtype if the scheme has
-    unquantized activations, with random signs, to the inputs of both GEMMs. Dequantized weights are
-    rounded to the dtype, as kernels of unquantized activations may. Other arithmetic is exact.
+class _Draws:
+    """Random draws of the rounding errors of a call's output.
+
+    A draw adds rounding errors to all that kernels may round: weights' scales and dequantized
+    weights (unless activations are quantized), both operands and the result of each product, and
+    the output. Other arithmetic is exact. Activations are rounded to the scheme, or to the dtype.
     """
-    p, ids = case.problem, case.routing.topk_ids
-    local = (ids >= p.local_experts.start) & (ids < p.local_experts.stop)
-    weights_TK = torch.where(local, case.routing.topk_weights, 0.0)
-    x_TH = torch.where(local.any(dim=1, keepdim=True), case.x.float(), 0.0)
-    if p.apply_router_weight_on_input:
-        x_TH, weights_TK = x_TH * weights_TK, local.float()
-    w = case.weights.canonical(p).dequantize(p.quant)
-    if p.quant.activation is None:
-        w = replace(w, w13=w.w13.to(p.dtype).float(), w2=w.w2.to(p.dtype).float())
-    draw = generator("rounding", device=x_TH.device)
 
-    def rounded(expert: int, name: str, made: Tensor, rows: Tensor) -> Tensor:
-        if name == "w2":
-            return _rounded(rows, case, w.w2_input_scale, draw) @ w.w2[expert].T
-        # A kernel may write the product with w13 in the problem's dtype.
-        return made if p.quant.activation else _rounded(made, case, None, draw)
+    def __init__(self, case: Case, rounds_activations: bool = True) -> None:
+        self._case, self._exact, self._count = case, case.reference(), 0
+        self._operand = case.problem.quant.activation if rounds_activations else None
+        self._weight = case.problem.quant.weight if self._operand is None else None
+        self._weights = case.weights.canonical(case.problem)
+        self._generator = generator("rounding", device=case.x.device)
+        self._sums: list[Tensor] = []
 
-    exact, row_T = case.reference(), torch.zeros(len(x_TH), device=x_TH.device)
-    scale = offset = 0.0
-    for _ in range(draws):
-        x, out = _rounded(x_TH, case, w.w13_input_scale, draw), torch.zeros_like(x_TH)
-        for expert, physical in enumerate(p.local_experts):
-            token, k = (ids == physical).nonzero(as_tuple=True)
-            y = expert_mlp(x[token], w, expert, p, partial(rounded, expert))
-            out.index_add_(0, token, weights_TK[token, k, None] * y)
-        row_T = torch.maximum(row_T, (out - exact).square().mean(dim=1).sqrt())
-        found = errors(out, exact)
-        scale = max(scale, abs(found["scale"][0]))
-        offset = max(offset, abs(found["mean"][0]))
-    return Rounding(row_T * times, scale * times, offset * times)
+    def explained(self, count: int, deviations: float) -> Rounding:
+        """Return twice the mean of the errors of ``count`` draws, and so many ``deviations``."""
+        while self._count < count:
+            found = self._draw()
+            both = [*found, *(t.square() for t in found)]
+            self._sums = (
+                [a + b for a, b in zip(self._sums, both, strict=True)] if self._sums else both
+            )
+            self._count += 1
+        means = [t / count for t in self._sums]
+        element_TH, row_T, (rms, scale, offset) = (
+            2 * mean + deviations * (square - mean.square()).clamp(min=0).sqrt()
+            for mean, square in zip(means[:3], means[3:], strict=True)
+        )
+        return Rounding(element_TH, row_T, float(rms), float(scale), float(offset))
 
+    def _draw(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return errors of elements and tokens, and the RMS, scale and mean of `errors`."""
+        case, w, weight = self._case, self._weights, self._weight
+        if weight is not None and weight.scale_dtype == "float32":
+            changes: dict[str, Any] = {}
+            for name in ("w13_scale", "w2_scale"):
+                scale = getattr(w, name)
+                # Its range is the dtype's: a kernel that loses bits of small scales is wrong.
+                unit = 2.0 ** math.frexp(float(scale.abs().max()))[1]
+                changes[name] = unit * self._rounded(scale / unit)
+            case = replace(case, weights=replace(w, **changes))
+        out = self._rounded(case.reference(self._around))
+        error_TH = (out - self._exact).abs()
+        found = [abs(value) for value, _ in errors(out, self._exact).values()]
+        return error_TH, error_TH.square().mean(dim=1).sqrt(), torch.tensor([found[0], *found[3:]])
 
-def _rounded(x: Tensor, case: Case, static: Tensor | None, draw: torch.Generator) -> Tensor:
-    """Return x (rows, columns) fp32 with the scheme's rounding errors, of random signs."""
-    operand = case.problem.quant.activation
-    if operand is None:
-        near = x.to(case.problem.dtype).float()
-    else:
-        given = static.max() if operand.static and static is not None else None
-        near = dequantize(*quantize(x, operand, given), operand)
-    signs = 2 * torch.randint(0, 2, x.shape, generator=draw, device=x.device) - 1
-    return x + signs * (near - x)
+    def _around(self, product: Product) -> Product:
+        def made(name: str, rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+            static = self._weights.tensors().get(f"{name}_input_scale")
+            rows = self._rounded(rows) if self._operand is None else self._coded(rows, static)
+            if self._weight is not None:
+                matrix = self._rounded(matrix)
+            return self._rounded(product(name, rows, matrix, bias))
+
+        return made
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        """Return x with rounding errors, except for numbers that the dtype holds.
+
+        Numbers of one mantissa have the same relative error, as in a conversion.
+        """
+        dtype = self._case.problem.dtype
+        (mantissa, exponent), info = torch.frexp(x), torch.finfo(dtype)
+        least = math.frexp(info.tiny)[1]  # smaller numbers have fewer bits
+        half = torch.ldexp(mantissa.sign() * info.eps / 4, exponent.clamp(min=least))
+        return torch.where(x == x.to(dtype), x, x + half * self._noise(mantissa))
+
+    def _coded(self, x: Tensor, static: Tensor | None) -> Tensor:
+        """Return x (rows, columns) with the rounding errors of its codes, of random signs.
+
+        Equal numbers have the same sign.
+        """
+        operand = self._operand
+        assert operand is not None
+        near = dequantize(*quantize(x, operand, static if operand.static else None), operand)
+        return x + (near - x) * self._noise(x).sign()
+
+    def _noise(self, x: Tensor) -> Tensor:
+        """Return numbers from -1 to 1 that are random functions of the magnitudes of x (fp32)."""
+        factor, offset = torch.randint(2**62, (2,), generator=self._generator, device=x.device)
+        bits = x.abs().contiguous().view(torch.int32).long()
+        return ((bits * (2 * factor + 1) + offset) >> 32).float() / 2**31
 
 
 def wrong_results(case: Case) -> dict[str, Tensor]:

@@ -43,7 +43,7 @@ from moekit.training.kernel import TrainableKernel
 
 Gradients = dict[str, Tensor]
 
-# The errors of rows and elements, in units of the bounds on outputs (seen: 3.13).
+# The errors of rows, elements and means, in units of the bounds on outputs (seen: 3.13).
 _WIDER = 4
 # The elements of weights' gradients are sums of products of two values, and both may be large.
 _WIDER_OF_PRODUCTS = 8
@@ -248,7 +248,7 @@ def _complaint(name: str, found: Tensor, want: Tensor, case: Case) -> str:
 
 
 def _beyond(name: str, found: Tensor, want: Tensor, case: Case) -> str:
-    """Describe the errors beyond the bounds on outputs, which are wider for rows and elements.
+    """Describe the errors beyond the bounds on outputs, of which all but the RMS's are wider.
 
     There the slope of the activation magnifies the rounding of h. The gradient of a router weight
     is a product of two vectors that may nearly cancel, so its size is an average over other
@@ -256,7 +256,8 @@ def _beyond(name: str, found: Tensor, want: Tensor, case: Case) -> str:
     """
     wider = _WIDER if name in ("x", "topk_weights") else _WIDER_OF_PRODUCTS
     bound = tolerance(case.problem, effective_tokens=1)
-    bound = bound._replace(row=_WIDER * bound.row, element=wider * bound.element)
+    more = {name: _WIDER * getattr(bound, name) for name in ("row", "scale", "offset")}
+    bound = bound._replace(**more, element=wider * bound.element)
     if name == "topk_weights":  # few elements: one may be as large as all others (seen: 1.15)
         bound = bound._replace(rms=1.5 * bound.rms)
     wrong = beyond(errors(found, want), bound)

@@ -9,12 +9,12 @@ import torch
 
 from moekit import MoEProblem, Routing
 from moekit.problem import quant
-from moekit.problem.activation import apply_activation
+from moekit.problem.activation import Activation, apply_activation
 from moekit.problem.quantize import dequantize, quantize
-from moekit.testing import ExpertsConformance, assert_close, cases, ranks
+from moekit.testing import AdapterConformance, ExpertsConformance, assert_close, cases, ranks
 from moekit.testing.calls import call, pack
 from moekit.testing.compare import complain
-from moekit.testing.diagnose import rounding_errors
+from moekit.testing.diagnose import assert_right, rounding_errors
 
 PROBLEM = MoEProblem(
     num_experts=4, top_k=1, hidden_size=96, intermediate_size=16, quant="nvfp4", device="cpu"
@@ -34,17 +34,25 @@ def single(case, token):
     return replace(case, x=case.x[one], routing=routing)
 
 
-def quantizing(case):
-    """Return what right experts return that round one token before both GEMMs."""
-    operand, expert = PROBLEM.quant.activation, int(case.routing.topk_ids)
-    w = case.weights.dequantize(PROBLEM.quant)
+def right(case, *in_dtype):
+    """Return what right experts return that round tokens as the scheme does before both GEMMs.
+
+    in_dtype: names of scales that they take in 16 bits.
+    """
+    p, operand = case.problem, case.problem.quant.activation
+    short = {name: getattr(case.weights, name).to(p.dtype).float() for name in in_dtype}
+    w = replace(case.weights, **short).dequantize(p.quant)
 
     def rounded(x):
-        return dequantize(*quantize(x, operand), operand)
+        return x if operand is None else dequantize(*quantize(x, operand), operand)
 
-    inner = apply_activation(rounded(case.x.float()) @ w.w13[expert].T, PROBLEM.activation)
-    out = case.routing.topk_weights * (rounded(inner) @ w.w2[expert].T)
-    return out.to(PROBLEM.dtype)
+    out = torch.zeros(case.x.shape)
+    for expert in case.routing.topk_ids.unique().tolist():
+        token, k = (case.routing.topk_ids == expert).nonzero(as_tuple=True)
+        inner = apply_activation(rounded(case.x[token].float()) @ w.w13[expert].T, p.activation)
+        y = rounded(inner) @ w.w2[expert].T
+        out.index_add_(0, token, case.routing.topk_weights[token, k, None] * y)
+    return out.to(p.dtype)
 
 
 def test_sensitive_tokens_are_right():
@@ -52,7 +60,7 @@ def test_sensitive_tokens_are_right():
     sensitive = 0
     for token in range(TOKENS):
         one = single(case, token)
-        out, want = quantizing(one), one.reference()
+        out, want = right(one), one.reference()
         sensitive += bool(complain(out, want, PROBLEM))
         assert_close(out, want, PROBLEM, f"token {token}", case=one)
     assert sensitive, "no token needs more than the usual bound, so this test shows nothing"
@@ -63,16 +71,16 @@ def test_other_tokens_keep_their_bound():
     case = cases.make_case(PROBLEM, TOKENS)
     errors_T = rounding_errors(case).row_T / case.reference().square().mean(dim=1).sqrt()
     usual = single(case, int(errors_T.argsort()[TOKENS // 2]))
-    assert_close(quantizing(usual), usual.reference(), PROBLEM, case=usual)
+    assert_close(right(usual), usual.reference(), PROBLEM, case=usual)
     with pytest.raises(AssertionError, match="relative error"):
-        wrong = usual.reference() * (1 + 2.5 * float(errors_T.max()))
+        wrong = usual.reference() * (1 + float(errors_T.max()))
         assert_close(wrong.to(PROBLEM.dtype), usual.reference(), PROBLEM, case=usual)
 
 
 @pytest.mark.parametrize("scheme", [n for n, s in quant.SCHEMES.items() if s.activation])
 @pytest.mark.parametrize("on_input", [False, True])
 def test_every_scheme_has_the_expected_size(scheme, on_input):
-    """A draw's errors are as large as rounded tokens': 2.6e-2 in fp8, 9.5e-2 in fp4."""
+    """A few times the errors of rounded tokens are explained: 2.6e-2 in fp8, 9.5e-2 in fp4."""
     problem = PROBLEM.replace(
         intermediate_size=128,
         hidden_size=128,
@@ -86,7 +94,7 @@ def test_every_scheme_has_the_expected_size(scheme, on_input):
     relative = found[~idle] / case.reference()[~idle].square().mean(dim=1).sqrt()
     one = {"float8_e4m3fn": 2.6e-2, "int8": 8e-3, "float4_e2m1": 9.5e-2}
     size = one[problem.quant.activation.dtype]
-    assert size < float(relative.median()) < 6 * size
+    assert 2 * size < float(relative.median()) < 8 * size
 
 
 def test_values_of_one_scale_and_mantissa_are_off_alike() -> None:
@@ -129,6 +137,46 @@ def test_tokens_of_few_columns_or_squares_are_right(seed, monkeypatch) -> None:
     monkeypatch.setenv(cases.SEED_VARIABLE, seed)
     kit = type("Kit", (ExpertsConformance,), {"backend": "torch", "device": "cpu"})
     kit().test_cases("int4_w4a16_g32_zp_act_order")
+
+
+@pytest.mark.parametrize("seed", ["2", "26", "41"])
+def test_equal_values_round_alike(seed, monkeypatch) -> None:
+    """The kit failed right experts: a clamp makes many activations equal, and their errors add up.
+
+    One call in six failed.
+    """
+    monkeypatch.setenv(cases.SEED_VARIABLE, seed)
+    p = MoEProblem(num_experts=5, top_k=1, hidden_size=96, intermediate_size=96, quant="mxfp8",
+                   activation=Activation("swiglustep", limit=1.3), device="cpu")  # fmt: skip
+    case = cases.make_case(p, 70)
+    assert "scale" in complain(right(case), case.reference(), p)
+    assert_right(right(case), case)
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_right(right(case) * 1.06, case)
+
+
+@pytest.mark.parametrize("seed", ["0", "13", "44"])
+def test_few_scales_may_be_taken_in_the_dtype(seed, monkeypatch) -> None:
+    """The kit failed right experts: roundings of a few blocks' scales do not average out."""
+    monkeypatch.setenv(cases.SEED_VARIABLE, seed)
+    p = MoEProblem(num_experts=3, top_k=3, hidden_size=16, intermediate_size=128,
+                   activation="gelu_tanh", quant="fp8_w8a16_block", device="cpu")  # fmt: skip
+    case = cases.make_case(p, 131)
+    out = right(case, "w13_scale", "w2_scale")
+    assert "scale" in complain(out, case.reference(), p)
+    assert_right(out, case)
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_right(out * 1.02, case)
+
+
+def test_large_columns_of_adapted_outputs_are_right(monkeypatch) -> None:
+    """The kit failed right experts: zero points of 0 and 15 make columns of w2 many times as large.
+
+    The errors of those elements are as much larger than the errors of their rows.
+    """
+    monkeypatch.setenv(cases.SEED_VARIABLE, "8")
+    kit = type("Kit", (AdapterConformance,), {"backend": "torch", "device": "cpu"})
+    kit().test_adapters_over_scheme("int4_w4a16_channel_zp")
 
 
 @pytest.mark.parametrize("dispatcher", ["local", "batched_reference"])

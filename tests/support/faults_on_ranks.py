@@ -15,8 +15,9 @@ from moekit.errors import PeerFailed
 from moekit.kernel import ModularKernel
 from moekit.problem import ActivationFormat, MoEProblem
 from moekit.runtime.overlap import ConcurrentExperts
-from moekit.testing import assert_close, assert_right, cases
+from moekit.testing import assert_close, cases
 from moekit.testing.calls import call
+from moekit.testing.diagnose import assert_right
 from moekit.testing.ranks import Call, Job, Rank
 
 CULPRIT = 1
