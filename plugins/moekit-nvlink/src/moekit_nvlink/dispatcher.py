@@ -94,9 +94,7 @@ class _Dispatcher(PrepareAndFinalize):
         buffer = self.lease.value.take()
         try:
             steps, arrived = self._transfer.send(buffer, x, scale, routing)
-            call: Call = arrived.handle
-            given = x, scale, routing.topk_ids, arrived.expert_num_tokens
-            self._launch(call, given, steps)
+            self._launch(arrived.handle, (x, scale, routing.topk_ids), steps)
         except BaseException:
             self.lease.value.calls.give_back(buffer)
             raise
@@ -104,8 +102,7 @@ class _Dispatcher(PrepareAndFinalize):
 
     def output(self, dispatched: Dispatched) -> Tensor:
         """Return memory for y that other ranks read."""
-        y, rows = self._transfer.output(dispatched.handle), dispatched.x.shape[0]
-        return y if y.shape[0] == rows else y[:rows]
+        return self._transfer.output(dispatched.handle)
 
     def finalize(
         self, y: Tensor | Unreduced, dispatched: Dispatched, out_TH: Tensor
@@ -116,7 +113,7 @@ class _Dispatcher(PrepareAndFinalize):
             self._gather(call, out_TH, reduce, y.rows_NH, y.places_RK)
             return Pending.ready(out_TH)
         mine = self.output(dispatched)
-        if y.data_ptr() != mine.data_ptr():
+        if y is not mine and y.data_ptr() != mine.data_ptr():
             mine.copy_(y)
         self._gather(call, out_TH, partial(self._transfer.gather, call))
         return Pending.ready(out_TH)
@@ -163,9 +160,8 @@ class _Dispatcher(PrepareAndFinalize):
             for step in steps():
                 step()
 
-        held = {**vars(call.buffer), **vars(call.buffer.lost)}.values()
-        memory = [each for each in held if isinstance(each, Tensor)]
-        self._launches((call.layout.slots,), (call.places, call.weights, *given), memory, launch)
+        key, memory = (call.layout.slots,), call.buffer.memory
+        self._launches(key, (call.weights, *given), memory, launch)
 
     # -- memory -----------------------------------------------------------------------------
 
@@ -174,12 +170,10 @@ class _Dispatcher(PrepareAndFinalize):
         return layout.slots if layout.batched else layout.rows
 
     def transient_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of places and counts, and of quantized rows with their scales."""
-        p, batched = self.problem, self._transfers.batched
-        places = 4 * num_tokens * (2 * p.top_k if batched else p.parallel.ep_size)
-        counts = 4 * p.num_local_experts if batched else 0
+        """Return the bytes of quantized rows with their scales."""
+        p = self.problem
         quantized = 0 if p.quant.activation is None else p.hidden_size * 10 + 8 * p.scales_per_row
-        return places + counts + num_tokens * quantized
+        return num_tokens * quantized
 
 
 class HighThroughputDispatcher(_Dispatcher):

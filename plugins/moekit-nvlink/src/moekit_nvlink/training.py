@@ -23,7 +23,7 @@ from .dispatcher import HighThroughputDispatcher
 from .transfer import Call
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Saved(Call):
     """A forward. backward: the call of its backward, from that one's dispatch to its combine."""
 
