@@ -26,14 +26,14 @@ class Layout:
         *starts, self.nbytes = accumulate(sizes, initial=0)
         # The dtype, shape, strides and offset of each buffer, in its entries.
         self._parts = [
-            (s.dtype, s.shape, _strides(s.shape), start // s.dtype.itemsize)
+            (s.dtype, (s.shape, _strides(s.shape), start // s.dtype.itemsize))
             for s, start in zip(specs, starts, strict=True)
         ]
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Return the buffers as disjoint parts of ``buffer`` (uint8)."""
-        whole = {dtype: buffer.view(dtype) for dtype in {part[0] for part in self._parts}}
-        return [whole[dtype].as_strided(*part) for dtype, *part in self._parts]
+        whole = {dtype: buffer.view(dtype) for dtype in {dtype for dtype, _ in self._parts}}
+        return [whole[dtype].as_strided(*part) for dtype, part in self._parts]
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:

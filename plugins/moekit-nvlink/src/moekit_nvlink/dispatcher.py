@@ -94,7 +94,7 @@ class _Dispatcher(PrepareAndFinalize):
         buffer = self.lease.value.take()
         try:
             steps, arrived = self._transfer.send(buffer, x, scale, routing)
-            self._launch(arrived.handle, (x, scale, routing.topk_ids), steps)
+            self._launch(arrived.handle, (x, scale, routing.topk_ids, routing.topk_weights), steps)
         except BaseException:
             self.lease.value.calls.give_back(buffer)
             raise
@@ -102,7 +102,9 @@ class _Dispatcher(PrepareAndFinalize):
 
     def output(self, dispatched: Dispatched) -> Tensor:
         """Return memory for y that other ranks read."""
-        return self._transfer.output(dispatched.handle)
+        call: Call = dispatched.handle
+        call.y = self._transfer.output(call)
+        return call.y
 
     def finalize(
         self, y: Tensor | Unreduced, dispatched: Dispatched, out_TH: Tensor
@@ -111,11 +113,10 @@ class _Dispatcher(PrepareAndFinalize):
         if isinstance(y, Unreduced):
             reduce = partial(self._transfer.reduce, call, y)
             self._gather(call, out_TH, reduce, y.rows_NH, y.places_RK)
-            return Pending.ready(out_TH)
-        mine = self.output(dispatched)
-        if y is not mine and y.data_ptr() != mine.data_ptr():
-            mine.copy_(y)
-        self._gather(call, out_TH, partial(self._transfer.gather, call))
+        else:
+            if y is not call.y and y.data_ptr() != self.output(dispatched).data_ptr():
+                self.output(dispatched).copy_(y)
+            self._gather(call, out_TH, partial(self._transfer.gather, call), call.weights)
         return Pending.ready(out_TH)
 
     def abandon(self, dispatched: Dispatched) -> None:
@@ -126,7 +127,7 @@ class _Dispatcher(PrepareAndFinalize):
         self.output(dispatched).fill_(float("nan"))
         nothing = torch.empty((0, self.problem.hidden_size), dtype=self.problem.dtype,
                               device=call.places.device)  # fmt: skip
-        self._gather(call, nothing, partial(self._transfer.gather, call))
+        self._gather(call, nothing, partial(self._transfer.gather, call), call.weights)
 
     def abort(self, reason: str) -> None:
         """Take part in the call without tokens, and make it NaN on all ranks: none waits."""
@@ -160,8 +161,7 @@ class _Dispatcher(PrepareAndFinalize):
             for step in steps():
                 step()
 
-        key, memory = (call.layout.slots,), call.buffer.memory
-        self._launches(key, (call.weights, *given), memory, launch)
+        self._launches((call.layout.slots,), given, call.buffer.memory, launch)
 
     # -- memory -----------------------------------------------------------------------------
 

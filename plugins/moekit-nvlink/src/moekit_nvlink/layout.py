@@ -109,12 +109,15 @@ class Layout:
             experts * 4 * batched,
         ]
         padded = (round_up(size, _ALIGN) for size in sizes)
-        *starts, flags = accumulate(padded, initial=0)
+        x, scale, ids, weights, y, grads, counts, places, received, flags = accumulate(
+            padded, initial=0
+        )
         reduced = not batched and ranks.copies == 1 and capacity >= REDUCED_FROM
         chunks = _CHUNKS if reduced and 1 < ranks.count <= _REDUCED_RANKS else 1
         nbytes = flags + (_PHASES + chunks) * 8 * ranks.count
         return cls(
-            batched, capacity, p.top_k, slots, rows, entries, *starts, flags, chunks, nbytes
+            batched, capacity, p.top_k, slots, rows, entries, x, scale, ids, weights, y, grads,
+            counts, places, received, flags, chunks, nbytes,
         )  # fmt: skip
 
     def of_call(self, tokens: int) -> Layout:

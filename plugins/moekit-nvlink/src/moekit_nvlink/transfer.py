@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from typing import Any, ClassVar
 
@@ -107,13 +107,14 @@ class Call:
     """The results of a dispatch that its combine needs.
 
     layout: the layout of this call. places: the rows of each token, int32 (T, entries); batched:
-    (2, T, entries), positions and then rows.
+    (2, T, entries), positions and then rows. y: where the experts were told to write, if they were.
     """
 
     buffer: Buffer
     layout: Layout
     places: Tensor
     weights: Tensor
+    y: Tensor | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from moekit.plugin import (
     Unreduced,
 )
 
-from .calls import GEMM_OUT, BatchedCall, Call, CallAdapters, Layer, low_rank_entries
+from .calls import BatchedCall, Call, CallAdapters, Layer, low_rank_entries
 from .heuristics import Planner, workspace
 from .packing import pack_weights
 from .plans import Batched, StandardPlan
@@ -95,7 +95,7 @@ class _TritonExperts(PermuteExpertsUnpermute):
         """Call ``function``, or repeat its launches for tensors of the same forms."""
         held = call.weights.tensors()
         given = *call.given, *held.values()
-        return self._launches((plan, *held), given, memory, function)
+        return self._launches((plan.text, *held), given, memory, function)
 
 
 class TritonExperts(_TritonExperts):
