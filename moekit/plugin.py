@@ -58,7 +58,7 @@ from moekit.runtime.agreement import Agreement, Transfers, exchange, peer_timeou
 from moekit.runtime.environment import ProcessVariables
 from moekit.runtime.group import has_backend, resolve
 from moekit.runtime.rows import quantize_for_transfer
-from moekit.runtime.workspace import Workspace, settle
+from moekit.runtime.workspace import Located, Workspace, settle
 from moekit.selection.tuned.files import TableFiles, device_file, nearest, size_distance
 from moekit.untrusted.arguments import switch
 from moekit.untrusted.code import describe as reason_of
@@ -68,7 +68,7 @@ __all__ = [
     "ACTIVATIONS", "INT4_ZERO", "SCHEMES", "WIRE_SCHEMES", "Activation", "ActivationFormat",
     "AdapterExperts", "AdapterSlots", "Adapters", "Agreement", "BufferSpec", "CallBuffers",
     "Codes", "DeviceSpec", "Dispatched", "DispatcherSpec", "ExpertWeights", "ExpertsSpec",
-    "FormatSpec", "FusedKernel", "FusedSpec", "InputGradients", "Lease", "MoEProblem",
+    "FormatSpec", "FusedKernel", "FusedSpec", "InputGradients", "Lease", "Located", "MoEProblem",
     "OperandQuant", "PackedWeights", "ParallelConfig", "Pending", "PermuteExpertsUnpermute",
     "PrepareAndFinalize", "ProcessVariables", "QuantScheme", "Quantizer", "RouterLogits",
     "Routing", "SharedBuffers", "TableFiles", "TrainableAdapterExperts", "TrainableDispatcher",

@@ -115,8 +115,10 @@ class CallBuffers(Generic[T]):
         Raises InvalidInput if too many calls are in flight, or if it would be made while a CUDA
         graph is captured.
         """
-        buffer = next((each for each in self.all if id(each) not in self._busy), None)
-        if buffer is None:
+        for buffer in self.all:
+            if id(buffer) not in self._busy:
+                break
+        else:
             calls = len(self.all)
             if calls == self._most:
                 raise InvalidInput(
@@ -143,10 +145,10 @@ class CallBuffers(Generic[T]):
 
         CUDA graphs are ordered by their replays.
         """
-        if not _has_device() or torch.cuda.is_current_stream_capturing():
+        if not _has_device():
             return
         number = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
-        if number != self._last[1]:
+        if number != self._last[1] and not torch.cuda.is_current_stream_capturing():
             if self.stream is not None:
                 torch.cuda.current_stream().wait_stream(self.stream)
             self._last[:] = torch.cuda.current_stream(), number

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache, partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,24 +22,49 @@ class Layout:
 
     def __init__(self, specs: Sequence[BufferSpec]) -> None:
         self._specs = tuple(specs)
-        self.nbytes = Workspace.nbytes_for(specs)
+        sizes = (Workspace.nbytes_for([spec]) for spec in specs)
+        *starts, self.nbytes = accumulate(sizes, initial=0)
+        # The dtype, shape, strides and offset of each buffer, in its entries.
+        self._parts = [
+            (s.dtype, (s.shape, _strides(s.shape), start // s.dtype.itemsize))
+            for s, start in zip(specs, starts, strict=True)
+        ]
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Return the buffers as disjoint parts of ``buffer`` (uint8)."""
-        views, offset = [], 0
-        for spec in self._specs:
-            views.append(buffer[offset : offset + spec.nbytes].view(spec.dtype).view(spec.shape))
-            offset += Workspace.nbytes_for([spec])
-        return views
+        whole = {dtype: buffer.view(dtype) for dtype in {dtype for dtype, _ in self._parts}}
+        return [whole[dtype].as_strided(*part) for dtype, part in self._parts]
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    return tuple(math.prod(shape[at:]) for at in range(1, len(shape) + 1))
 
 
 layout_of = lru_cache(_MAX_LAYOUTS)(lambda *specs: Layout(specs))  # layers share layouts
 
 
-class Scratch(list[Tensor]):
-    """Disjoint uninitialized tensors. They belong to the call that took them until `give_back`."""
+class Located(tuple[Tensor, ...]):
+    """Tensors that stay where they are.
 
-    __slots__ = ("lent",)
+    addresses: of each. remainders: of the addresses, divided by 16.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self.addresses = [each.data_ptr() for each in self]
+        self.remainders = tuple(address % 16 for address in self.addresses)
+        self._views: dict[object, Tensor] = {}
+
+    def view(self, index: int, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+        """Return a view that begins where a tensor does; calls of one size share it."""
+        key = index, shape, strides
+        if key not in self._views:
+            self._views[key] = self[index].as_strided(shape, strides)
+        return self._views[key]
+
+
+class Scratch(Located):
+    """Disjoint uninitialized tensors. They belong to the call that took them until `give_back`."""
 
     def __init__(self, buffers: Iterable[Tensor]) -> None:
         super().__init__(buffers)

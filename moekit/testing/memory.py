@@ -48,19 +48,19 @@ class PoisonedWorkspace(Workspace):
 
     def __init__(self) -> None:
         super().__init__()
-        self._guards: list[Tensor] = []
+        self._guards: Sequence[Tensor] = ()
 
     def take(self, wanted: Layout | Sequence[BufferSpec], device: torch.device) -> Scratch:
         self.check()  # the next call's buffers may lie there
         specs = wanted._specs if isinstance(wanted, Layout) else wanted
-        scratch = super().take([each for spec in specs for each in (spec, self._GUARD)], device)
-        for buffer in scratch[:1]:  # all of them lie in one storage
+        taken = super().take([each for spec in specs for each in (spec, self._GUARD)], device)
+        for buffer in taken[:1]:  # all of them lie in one storage
             poison(buffer.view(-1).view(torch.uint8))
-        for buffer in scratch[::2]:
+        scratch, self._guards = Scratch(taken[::2]), taken[1::2]
+        scratch.lent = taken.lent
+        for buffer in scratch:
             if buffer.dtype in _INTEGERS:
                 buffer.fill_(_INTEGER_POISON)
-        self._guards = scratch[1::2]
-        del scratch[1::2]
         return scratch
 
     def check(self) -> None:

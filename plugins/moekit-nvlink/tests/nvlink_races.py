@@ -128,7 +128,8 @@ class World:
         """Watch a rank's buffer and the state that its kernels share."""
         peers = buffer.peers
         self._constants |= set(range(peers.data_ptr(), peers.data_ptr() + peers.nbytes, _WORD))
-        names = ("x", "scale", "ids", "weights", "y", "grads", "counts", "flags")
+        names = ("x", "scale", "ids", "weights", "y", "grads", "counts", "places",
+                 "received", "flags")  # fmt: skip
         regions = [(name, getattr(at, name)) for name in names]
         base, ends = buffer.bytes.data_ptr(), [offset for _, offset in regions[1:]] + [at.nbytes]
         for (name, start), end in zip(regions, ends, strict=True):

@@ -12,6 +12,7 @@ environment turns PDL off.
 """
 
 import functools
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -23,7 +24,7 @@ import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.language.extra import cuda
 
-from moekit.plugin import switch
+from moekit.plugin import Located, switch
 
 from .numerics import INTERPRETED
 
@@ -164,8 +165,9 @@ class Launches:
         recording = getattr(_tape, "launches", None) is not None
         if INTERPRETED or recording or not self._repeats or _profiled():
             return function()
-        device, addresses = torch._C._cuda_getDevice(), [each.data_ptr() for each in memory]
-        form = [device, *key, *[address % 16 for address in addresses]]
+        held = memory if isinstance(memory, Located) else Located(memory)
+        device, addresses = torch._C._cuda_getDevice(), [0, *held.addresses]
+        form = [device, held.remainders, *key]
         for tensor in given:
             if tensor is None:
                 form.append(None)
@@ -178,11 +180,17 @@ class Launches:
         if recorded is None:
             return function()
         if recorded:
-            launches, made = recorded
-            stream = torch._C._cuda_getCurrentRawStream(device)
-            for run, grid, how, args, values in launches:
-                run(*grid, stream, *how, None, None, None, *_filled(args, addresses), *values)
-            return made and [each and memory[each[0]].as_strided(*each[1:]) for each in made]
+            launches, template, inner, makers, made = recorded
+            values = template.copy()
+            addresses[0] = torch._C._cuda_getCurrentRawStream(device)
+            values[: len(addresses)] = addresses
+            for at, index, offset in inner:
+                values[at] = addresses[index] + offset
+            for at, make in makers:
+                values[at] = make(values)
+            for run, arguments in launches:
+                run(*arguments(values))
+            return made and [each and held.view(*each) for each in made]
         tape, others = list[tuple[Any, ...]](), _Others()
         _tape.launches = tape
         try:
@@ -196,14 +204,13 @@ class Launches:
         if others.ran:
             return made
         with suppress(ValueError):
-            spans = [_span(tensor) for tensor in (*memory, *given)]
             starts = [(tensor.data_ptr(), tensor.dtype) for tensor in memory]
             parts = made and [
                 None if t is None else (starts.index((t.data_ptr(), t.dtype)), t.shape, t.stride())
                 for t in made
             ]
-            launches = [(*how, _recorded(args, spans), values) for *how, args, values in tape]
-            self._recordings[found] = launches, parts
+            spans = [_span(tensor) for tensor in (*memory, *given)]
+            self._recordings[found] = *_recorded(tape, spans), parts
         return made
 
 
@@ -219,30 +226,54 @@ def _span(tensor: torch.Tensor | None) -> range:
     return range(start := tensor.data_ptr(), start + (last + 1) * tensor.itemsize)
 
 
-def _recorded(args: tuple[Any, ...], spans: Sequence[range]) -> tuple[list[Any], ...]:
-    """Return the arguments without addresses, the places of tensors, and functions for the rest.
+def _recorded(tape: list[tuple[Any, ...]], spans: Sequence[range]) -> tuple[list[Any], ...]:
+    """Return the launches, and the values that they take their arguments from.
 
-    Raises ValueError for a tensor that begins in none of ``spans``, or in two of them.
+    The values begin with places for the stream and the addresses of ``spans``. Constants follow,
+    and places for addresses within spans and for what functions make of the values before. Raises
+    ValueError for a tensor that begins in none of ``spans``, or in two of them.
     """
-    values, addresses, made = list(args), list[Any](), list[Any]()
-    for at, value in enumerate(args):
+    values: list[Any] = [None] * (1 + len(spans))
+    inner, makers = list[tuple[int, int, int]](), list[tuple[int, Callable[[list[Any]], Any]]]()
+    changing = set(range(len(values)))
+
+    def place(value: Any, changes: bool = False) -> int:
+        if changes:
+            changing.add(len(values))
+        values.append(value)
+        return len(values) - 1
+
+    def argument(value: Any) -> int:
         described = hasattr(value, "block_shape")
         tensor = value.base if described else value
         if isinstance(value, tuple):
-            nested = _recorded(value, spans)
-            values[at] = tuple(nested[0])
-            if any(nested[1:]):
-                made.append((at, functools.partial(_filled, nested)))
-        elif isinstance(tensor, torch.Tensor):
-            values[at] = 0
-            if tensor.numel():
-                (index,) = (i for i, span in enumerate(spans) if tensor.data_ptr() in span)
-                place = index, tensor.data_ptr() - spans[index].start
-                if described:
-                    made.append((at, _descriptors(value, *place)))
-                else:
-                    addresses.append((at, *place))
-    return values, addresses, made
+            parts = [argument(each) for each in value]
+            if changing.isdisjoint(parts):
+                return place(tuple([values[at] for at in parts]))
+            pick = operator.itemgetter(*parts, 0)  # of two or more, which makes it a tuple
+            makers.append((made := place(None, True), lambda values: pick(values)[:-1]))
+            return made
+        if not isinstance(tensor, torch.Tensor):
+            return place(value)
+        if not tensor.numel():
+            return place(0)
+        (index,) = (i for i, span in enumerate(spans, 1) if tensor.data_ptr() in span)
+        offset = tensor.data_ptr() - spans[index - 1].start
+        if not described and not offset:
+            return index
+        made = place(None, True)
+        if described:
+            makers.append((made, _descriptors(value, index, offset)))
+        else:
+            inner.append((made, index, offset))
+        return made
+
+    launches = []
+    for run, grid, how, args, constants in tape:
+        head, tail = map(place, grid), map(place, (*how, None, None, None))
+        places = *head, 0, *tail, *map(argument, args), *map(place, constants)
+        launches.append((run, operator.itemgetter(*places)))
+    return launches, values, inner, makers
 
 
 def _descriptors(like: Any, index: int, offset: int) -> Callable[[Sequence[int]], Any]:
@@ -254,18 +285,7 @@ def _descriptors(like: Any, index: int, offset: int) -> Callable[[Sequence[int]]
         vars(made).update(fields, base=SimpleNamespace(data_ptr=lambda: address))
         return made
 
-    return lambda addresses: descriptor(addresses[index] + offset)
-
-
-def _filled(recorded: tuple[list[Any], ...], addresses: Sequence[int]) -> tuple[Any, ...]:
-    """Return recorded arguments with the addresses of a call's tensors."""
-    values, places, made = recorded
-    filled = values.copy()
-    for at, index, offset in places:
-        filled[at] = addresses[index] + offset
-    for at, make in made:
-        filled[at] = make(addresses)
-    return tuple(filled)
+    return lambda values: descriptor(values[index] + offset)
 
 
 def cdiv(a: int, b: int) -> int:

@@ -166,13 +166,11 @@ class NaiveDispatcher(PrepareAndFinalize):
                 work.wait()
             if by_assignment:
                 return self._in_order_of_k(partial_GTH, handle.routing, out_TH)
+            first, *others = partial_GTH.unbind()
             if ranks == 2:  # computed in fp32 and rounded once
-                return torch.add(partial_GTH[0], partial_GTH[1], out=out_TH)
-            if out_TH.dtype is torch.float32:
-                total = out_TH.copy_(partial_GTH[0])
-            else:
-                total = partial_GTH[0].float()
-            for partial_TH in partial_GTH[1:]:
+                return torch.add(first, *others, out=out_TH)
+            total = out_TH.copy_(first) if out_TH.dtype is torch.float32 else first.float()
+            for partial_TH in others:
                 total += partial_TH
             return total if total is out_TH else out_TH.copy_(total)
 
@@ -208,8 +206,8 @@ class NaiveDispatcher(PrepareAndFinalize):
         row_bytes = p.hidden_size * p.dtype.itemsize
         scales = p.scales_per_row
         meta_bytes = 4 * (2 * p.top_k + scales)
-        # int64 ids: as gathered, shifted, and selected, with two masks; weights and scales again.
-        unpacked_bytes = p.top_k * (3 * 8 + 2 + 4) + 4 * scales
+        # Ids as shifted and as clamped, and a mask; experts may copy weights; scales are copied.
+        unpacked_bytes = p.top_k * (2 * 4 + 1 + 4) + 4 * scales
         gathered = rows * (row_bytes + meta_bytes + unpacked_bytes) + num_tokens * meta_bytes
         ranks = parallel.num_ranks
         if p.batch_invariant:  # rows by assignment, as sent, received and summed
@@ -244,15 +242,11 @@ class NaiveDispatcher(PrepareAndFinalize):
         return x.contiguous(), torch.cat(columns, dim=1)
 
     def _arrived(self, x_RH: Tensor, meta_RM: Tensor, handle: _Handle) -> Dispatched:
-        k = self.problem.top_k
-        scale = meta_RM[:, 2 * k :].contiguous().view(torch.float32)
-        return Dispatched(
-            x=x_RH,
-            x_scale=scale if scale.shape[1] else None,
-            topk_ids=local_ids(meta_RM[:, :k].long(), self.problem),
-            topk_weights=meta_RM[:, k : 2 * k].contiguous().view(torch.float32),
-            handle=handle,
-        )
+        k, scale, floats = self.problem.top_k, None, meta_RM.view(torch.float32)
+        if meta_RM.shape[1] > 2 * k:
+            scale = floats[:, 2 * k :].contiguous()
+        ids, weights = local_ids(meta_RM[:, :k], self.problem), floats[:, k : 2 * k]
+        return Dispatched(x_RH, scale, ids, weights, handle=handle)
 
     # -- sizes and failures ------------------------------------------------------------------
 
@@ -344,5 +338,6 @@ def _timeout(group: dist.ProcessGroup) -> float:
 
 
 def _bytes(rows: Tensor) -> Tensor:
-    """View contiguous rows as uint8: gloo knows neither fp8 nor every dtype of 16 bits."""
-    return rows.view(torch.uint8)
+    """View contiguous rows as a dtype that travels: gloo and NCCL do not know fp8, and gloo does
+    not know every dtype of 16 bits."""
+    return rows if rows.is_cuda and rows.dtype.itemsize > 1 else rows.view(torch.uint8)

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import (
 )
 
 from moekit.errors import BackendError, GroupMismatch, PeerFailed
-from moekit.plugin import CallBuffers, ProcessVariables, exchange, reason_of
+from moekit.plugin import CallBuffers, Located, ProcessVariables, exchange, reason_of
 
 from .layout import Layout
 
@@ -53,7 +53,8 @@ class Lost:
 
     def check(self) -> None:
         """Raise PeerFailed if there are any."""
-        if lost := [str(rank) for rank, each in enumerate(self.ranks.tolist()) if each]:
+        if any(ranks := self.ranks.tolist()):
+            lost = [str(rank) for rank, each in enumerate(ranks) if each]
             raise PeerFailed(
                 f"rank {', '.join(lost)} did not come to an earlier call in time: it died, hangs, "
                 "or makes its calls in another order. Start the ranks again"
@@ -67,7 +68,7 @@ class Buffer:
     bytes: this rank's buffer, uint8. peers: int64 addresses of all ranks' buffers. used: int32, the
     rows of each batch in the call before; rows: int32 (1,), the end of them. counters: int32, zero
     between kernels. epoch: int64, the number of calls. refused: int32 (1,), not zero where this
-    rank makes the call NaN on all ranks.
+    rank makes the call NaN on all ranks. memory: all of these, and the tensors of ``lost``.
     """
 
     bytes: Tensor
@@ -80,6 +81,11 @@ class Buffer:
     lost: Lost
     handle: Any = None
     regions: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
+    memory: Located = field(init=False)
+
+    def __post_init__(self) -> None:
+        held = {**vars(self), **vars(self.lost)}.values()
+        self.memory = Located(each for each in held if isinstance(each, Tensor))
 
     @classmethod
     def of(

@@ -94,9 +94,7 @@ class _Dispatcher(PrepareAndFinalize):
         buffer = self.lease.value.take()
         try:
             steps, arrived = self._transfer.send(buffer, x, scale, routing)
-            call: Call = arrived.handle
-            given = x, scale, routing.topk_ids, arrived.expert_num_tokens
-            self._launch(call, given, steps)
+            self._launch(arrived.handle, (x, scale, routing.topk_ids, routing.topk_weights), steps)
         except BaseException:
             self.lease.value.calls.give_back(buffer)
             raise
@@ -104,8 +102,9 @@ class _Dispatcher(PrepareAndFinalize):
 
     def output(self, dispatched: Dispatched) -> Tensor:
         """Return memory for y that other ranks read."""
-        y, rows = self._transfer.output(dispatched.handle), dispatched.x.shape[0]
-        return y if y.shape[0] == rows else y[:rows]
+        call: Call = dispatched.handle
+        call.y = self._transfer.output(call)
+        return call.y
 
     def finalize(
         self, y: Tensor | Unreduced, dispatched: Dispatched, out_TH: Tensor
@@ -114,11 +113,10 @@ class _Dispatcher(PrepareAndFinalize):
         if isinstance(y, Unreduced):
             reduce = partial(self._transfer.reduce, call, y)
             self._gather(call, out_TH, reduce, y.rows_NH, y.places_RK)
-            return Pending.ready(out_TH)
-        mine = self.output(dispatched)
-        if y.data_ptr() != mine.data_ptr():
-            mine.copy_(y)
-        self._gather(call, out_TH, partial(self._transfer.gather, call))
+        else:
+            if y is not call.y and y.data_ptr() != self.output(dispatched).data_ptr():
+                self.output(dispatched).copy_(y)
+            self._gather(call, out_TH, partial(self._transfer.gather, call), call.weights)
         return Pending.ready(out_TH)
 
     def abandon(self, dispatched: Dispatched) -> None:
@@ -129,7 +127,7 @@ class _Dispatcher(PrepareAndFinalize):
         self.output(dispatched).fill_(float("nan"))
         nothing = torch.empty((0, self.problem.hidden_size), dtype=self.problem.dtype,
                               device=call.places.device)  # fmt: skip
-        self._gather(call, nothing, partial(self._transfer.gather, call))
+        self._gather(call, nothing, partial(self._transfer.gather, call), call.weights)
 
     def abort(self, reason: str) -> None:
         """Take part in the call without tokens, and make it NaN on all ranks: none waits."""
@@ -163,9 +161,7 @@ class _Dispatcher(PrepareAndFinalize):
             for step in steps():
                 step()
 
-        held = {**vars(call.buffer), **vars(call.buffer.lost)}.values()
-        memory = [each for each in held if isinstance(each, Tensor)]
-        self._launches((call.layout.slots,), (call.places, call.weights, *given), memory, launch)
+        self._launches((call.layout.slots,), given, call.buffer.memory, launch)
 
     # -- memory -----------------------------------------------------------------------------
 
@@ -174,12 +170,10 @@ class _Dispatcher(PrepareAndFinalize):
         return layout.slots if layout.batched else layout.rows
 
     def transient_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of places and counts, and of quantized rows with their scales."""
-        p, batched = self.problem, self._transfers.batched
-        places = 4 * num_tokens * (2 * p.top_k if batched else p.parallel.ep_size)
-        counts = 4 * p.num_local_experts if batched else 0
+        """Return the bytes of quantized rows with their scales."""
+        p = self.problem
         quantized = 0 if p.quant.activation is None else p.hidden_size * 10 + 8 * p.scales_per_row
-        return places + counts + num_tokens * quantized
+        return num_tokens * quantized
 
 
 class HighThroughputDispatcher(_Dispatcher):

@@ -64,8 +64,9 @@ class Layout:
 
     x: rows as they travel, at most hidden_size * itemsize bytes; scale: fp32; ids: int32 local
     experts; weights: fp32; y: the experts' output; grads: fp32, router gradients, in layers that
-    train; counts: int32, by batch and expert; flags: int64. chunks: parts of a call that are
-    combined as they come, each with a flag.
+    train; counts: int32, by batch and expert; flags: int64. Only the rank itself uses places, int32
+    `Call.places`, and received, int32, the used rows of its experts. chunks: parts of a call that
+    are combined as they come, each with a flag.
     """
 
     batched: bool
@@ -81,6 +82,8 @@ class Layout:
     y: int
     grads: int
     counts: int
+    places: int
+    received: int
     flags: int
     chunks: int
     nbytes: int
@@ -90,7 +93,8 @@ class Layout:
         p, ranks, capacity = problem, Ranks.of(problem), problem.max_num_tokens
         assert capacity is not None
         slots = ranks.batches * capacity
-        rows = slots * (ranks.share + bool(ranks.larger)) if batched else slots
+        experts = ranks.share + bool(ranks.larger)
+        rows = slots * experts if batched else slots
         entries = p.top_k if batched else ranks.shares
         row, each = p.hidden_size * p.dtype.itemsize, 0 if batched else p.top_k
         sizes = [
@@ -101,15 +105,19 @@ class Layout:
             rows * row,
             rows * 4 * each * p.training,
             ranks.batches * p.num_physical_experts * 4 * batched,
+            capacity * 4 * (2 * p.top_k if batched else ranks.shares),
+            experts * 4 * batched,
         ]
         padded = (round_up(size, _ALIGN) for size in sizes)
-        x, scale, ids, weights, y, grads, counts, flags = accumulate(padded, initial=0)
+        x, scale, ids, weights, y, grads, counts, places, received, flags = accumulate(
+            padded, initial=0
+        )
         reduced = not batched and ranks.copies == 1 and capacity >= REDUCED_FROM
         chunks = _CHUNKS if reduced and 1 < ranks.count <= _REDUCED_RANKS else 1
         nbytes = flags + (_PHASES + chunks) * 8 * ranks.count
         return cls(
             batched, capacity, p.top_k, slots, rows, entries, x, scale, ids, weights, y, grads,
-            counts, flags, chunks, nbytes,
+            counts, places, received, flags, chunks, nbytes,
         )  # fmt: skip
 
     def of_call(self, tokens: int) -> Layout:
@@ -121,7 +129,3 @@ class Layout:
     def chunk(self) -> int:
         """Return the tokens of a chunk."""
         return -(-self.capacity // self.chunks)
-
-    def shape(self, *row: int) -> tuple[int, ...]:
-        """Return the shape of all rows: (R, ...), or (experts, slots, ...)."""
-        return (self.rows // self.slots, self.slots, *row) if self.batched else (self.rows, *row)

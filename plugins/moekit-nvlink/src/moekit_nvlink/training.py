@@ -23,7 +23,7 @@ from .dispatcher import HighThroughputDispatcher
 from .transfer import Call
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Saved(Call):
     """A forward. backward: the call of its backward, from that one's dispatch to its combine."""
 
@@ -73,7 +73,7 @@ class TrainableHighThroughput(HighThroughputDispatcher, TrainableDispatcher):
                                  device=call.weights.device)  # fmt: skip
             out_TK = torch.empty_like(call.weights)
             gather = partial(self._transfer.gather, call, grads_TK=out_TK)
-            self._gather(call, out_TH, gather, out_TK)
+            self._gather(call, out_TH, gather, call.weights, out_TK)
             return None if grad_RH is None else out_TH, None if grad_RK is None else out_TK
 
         return Pending(come_home)

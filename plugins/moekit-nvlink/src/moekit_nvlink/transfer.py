@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from typing import Any, ClassVar
 
@@ -102,18 +102,19 @@ class Tile:
         return cls(most, 2048 // (tile * size), tile, 4)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Call:
     """The results of a dispatch that its combine needs.
 
     layout: the layout of this call. places: the rows of each token, int32 (T, entries); batched:
-    (2, T, entries), positions and then rows.
+    (2, T, entries), positions and then rows. y: where the experts were told to write, if they were.
     """
 
     buffer: Buffer
     layout: Layout
     places: Tensor
     weights: Tensor
+    y: Tensor | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ class Transfer(ABC):
     def output(self, call: Call) -> Tensor:
         """Return (R, H) or (experts, slots, H), where `gather` takes the experts' output."""
         p, at = self.problem, call.layout
-        return call.buffer.region(at.y, at.shape(p.hidden_size), p.dtype)
+        return call.buffer.region(at.y, self._rows(at, p.hidden_size), p.dtype)
 
     def router_gradients(self, call: Call) -> Tensor:
         """Return fp32 (R, K), where `gather` takes the rows' router gradients."""
@@ -207,12 +208,20 @@ class Transfer(ABC):
         count = torch.cuda.get_device_properties(device).multi_processor_count
         return Tile.reduce_each * min(count, self.settings.most_multiprocessors or count)
 
-    @staticmethod
-    def _arrived(call: Call, x: Tensor, scale: Tensor | None, **more: Any) -> Dispatched:
+    def _rows(self, at: Layout, columns: int) -> tuple[int, ...]:
+        """Return the shape of this rank's rows: (R, columns), or (experts, slots, columns)."""
+        return (self._experts, at.slots, columns) if self.batched else (at.rows, columns)
+
+    @cached_property
+    def _experts(self) -> int:
+        return self.problem.num_local_experts
+
+    def _arrived(self, call: Call, x: Tensor, scale: Tensor | None, **more: Any) -> Dispatched:
         buffer, at = call.buffer, call.layout
         if scale is not None:
-            more["x_scale"] = buffer.region(at.scale, at.shape(scale.shape[1]), torch.float32)
-        x = buffer.region(at.x, at.shape(x.shape[1]), x.dtype)
+            rows = self._rows(at, scale.shape[1])
+            more["x_scale"] = buffer.region(at.scale, rows, torch.float32)
+        x = buffer.region(at.x, self._rows(at, x.shape[1]), x.dtype)
         return Dispatched(x=x, handle=call, **more)
 
 
@@ -223,7 +232,7 @@ class RowTransfer(Transfer):
         self, buffer: Buffer, x: Tensor, scale: Tensor | None, routing: Routing
     ) -> tuple[Callable[[], list[Step]], Dispatched]:
         r, at, (T, K) = self.ranks, self.of_call(routing), routing.topk_ids.shape
-        places = torch.empty((T, r.shares), dtype=torch.int32, device=x.device)
+        places = buffer.region(at.places, (T, r.shares), torch.int32)
 
         def steps() -> list[Step]:
             words, row_words = _words(x, places)
@@ -270,15 +279,15 @@ class AssignmentTransfer(Transfer):
         self, buffer: Buffer, x: Tensor, scale: Tensor | None, routing: Routing
     ) -> tuple[Callable[[], list[Step]], Dispatched]:
         p, r, at, (T, K) = self.problem, self.ranks, self.of_call(routing), routing.topk_ids.shape
-        experts, mine = p.num_physical_experts, p.local_experts
-        positions, places = both = torch.empty((2, T, K), dtype=torch.int32, device=x.device)
-        counts = torch.empty(len(mine), dtype=torch.int32, device=x.device)
+        both = buffer.region(at.places, (2, T, K), torch.int32)
+        counts = buffer.region(at.received, (self._experts,), torch.int32)
 
         def steps() -> list[Step]:
+            positions, places = both
             words, row_words = _words(x, places)
             groups = 0 if scale is None else scale.shape[1]
             tile = Tile.of_assignments(T, row_words, self.settings.programs)
-            lost = buffer.lost
+            lost, experts, mine = buffer.lost, p.num_physical_experts, p.local_experts
             return [
                 partial(
                     _count, (-(-experts // 8),),
@@ -309,10 +318,7 @@ class AssignmentTransfer(Transfer):
             ]  # fmt: skip
 
         call = Call(buffer, at, both, routing.topk_weights)
-        arrived = self._arrived(call, x, scale, expert_num_tokens=counts)
-        if len(mine) == arrived.x.shape[0]:
-            return steps, arrived
-        return steps, _first_experts(arrived, len(mine))
+        return steps, self._arrived(call, x, scale, expert_num_tokens=counts)
 
 
 def summing_share(ranks: int, top_k: int) -> float:
@@ -323,13 +329,6 @@ def summing_share(ranks: int, top_k: int) -> float:
     here = top_k / ranks
     summing, combining = (ranks - 1) * (here + 1), here + (ranks - 1) + 1
     return summing / (summing + combining)
-
-
-def _first_experts(arrived: Dispatched, experts: int) -> Dispatched:
-    """Return the rows of this rank's experts: buffers have room for as many as any rank has."""
-    scale = None if arrived.x_scale is None else arrived.x_scale[:experts]
-    return Dispatched(arrived.x[:experts], scale, expert_num_tokens=arrived.expert_num_tokens,
-                      handle=arrived.handle)  # fmt: skip
 
 
 def _words(x: Tensor, otherwise: Tensor) -> tuple[Tensor, int]:

@@ -177,6 +177,14 @@ class Call(NamedTuple):
     adapters: CallAdapters | None = None
 
     @property
+    def given(self) -> tuple[Tensor | None, ...]:
+        """Return the tensors of the call that are neither weights nor workspace."""
+        given = self.x, self.x_scale, self.ids_RK, self.weights_RK, self.y, self.live_R
+        if self.adapters is None:
+            return given
+        return *given, *vars(self.adapters.stack).values(), self.adapters.slots_R
+
+    @property
     def buffers(self) -> Buffers:
         return Buffers(*self.workspace)
 
@@ -197,6 +205,11 @@ class BatchedCall(NamedTuple):
     weights: PackedWeights
     y: Tensor
     buffers: tuple[Tensor, Tensor, Tensor]
+
+    @property
+    def given(self) -> tuple[Tensor | None, ...]:
+        """Return the tensors of the call that are neither weights nor workspace."""
+        return self.x, self.x_scale, self.counts_L, self.y
 
 
 def sort_assignments(

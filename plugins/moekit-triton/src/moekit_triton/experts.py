@@ -26,7 +26,7 @@ from moekit.plugin import (
     Unreduced,
 )
 
-from .calls import GEMM_OUT, BatchedCall, Call, CallAdapters, Layer, low_rank_entries
+from .calls import BatchedCall, Call, CallAdapters, Layer, low_rank_entries
 from .heuristics import Planner, workspace
 from .packing import pack_weights
 from .plans import Batched, StandardPlan
@@ -93,11 +93,9 @@ class _TritonExperts(PermuteExpertsUnpermute):
         function: Callable[[], Any],
     ) -> Any:
         """Call ``function``, or repeat its launches for tensors of the same forms."""
-        held = {**call.weights.experts, **call.weights.shared}
-        given = [each for each in call if each is None or isinstance(each, Tensor)]
-        if isinstance(call, Call) and call.adapters is not None:
-            given += *vars(call.adapters.stack).values(), call.adapters.slots_R
-        return self._launches((plan, *held), (*given, *held.values()), memory, function)
+        held = call.weights.tensors()
+        given = *call.given, *held.values()
+        return self._launches((plan.text, *held), given, memory, function)
 
 
 class TritonExperts(_TritonExperts):
@@ -137,8 +135,7 @@ class TritonExperts(_TritonExperts):
     ) -> Unreduced | None:
         if self._layer.split_weights:
             return None
-        # No plan writes y but by the sum.
-        plan, call = self._call(workspace[GEMM_OUT][:0], tokens, weights, workspace)
+        plan, call = self._call(None, tokens, weights, workspace)
 
         def rows() -> tuple[Tensor, Tensor | None] | None:
             made = plan.unreduced(call)
@@ -148,7 +145,7 @@ class TritonExperts(_TritonExperts):
         return None if made is None else Unreduced(*made)
 
     def _call(
-        self, y: Tensor, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
+        self, y: Any, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
     ) -> tuple[StandardPlan, Call]:
         assert tokens.topk_ids is not None and tokens.topk_weights is not None
         ids_RK, weights_RK = tokens.topk_ids.contiguous(), tokens.topk_weights.contiguous()
@@ -167,7 +164,7 @@ class AdapterTriton(TritonExperts, AdapterExperts):
         return (*super().workspace(rows), memory)
 
     def _call(
-        self, y: Tensor, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
+        self, y: Any, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
     ) -> tuple[StandardPlan, Call]:
         *buffers, memory = workspace
         plan, call = super()._call(y, tokens, weights, buffers)
