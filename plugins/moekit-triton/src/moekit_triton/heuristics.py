@@ -34,7 +34,7 @@ from .capabilities import (
     tma_possible,
 )
 from .kernels.tiles import CHUNK, DotTile, GemmTile, SortedTile, SpecializedTile, TokenTile
-from .pins import PLAN_VARIABLE, pinned_plan
+from .pins import PLAN_VARIABLE, misfits, pinned_plan
 from .plans import (
     Batched,
     Copied,
@@ -136,20 +136,12 @@ class Planner:
         p = self._problem
         rule = next(rule for rule in RULES if rule.holds(p, per_expert, sort))
         found = _nearest(self._measured, per_expert)
-        if found is not None and rule.yields(p, per_expert, *found, self._own):
-            _, plan = found
-        else:
-            plan = rule.plan(p, per_expert)
-        if isinstance(plan, Sorted) and not specializable(p):
-            plan = plan.unspecialized()
-        if isinstance(plan, Sorted) and not sort:
-            plan = plan.gathered()
-        if isinstance(plan, Gathered):  # the measured sizes are near these, not equal
-            if not tma_possible(p):
-                first, second = (replace(t, tma=False) for t in (plan.first, plan.second))
-                plan = Gathered(first, second, plan.fused)
-            plan = replace(plan, fused=plan.fused and fusable(p, plan.first.block_n))
-        return plan
+        if found is not None:
+            near, plan = found
+            runs = (sort or isinstance(plan, Gathered)) and not any(misfits(plan, p))
+            if runs and rule.yields(p, per_expert, near, plan, self._own):
+                return plan
+        return rule.plan(p, per_expert)
 
     @property
     def source(self) -> str:
@@ -182,8 +174,8 @@ class Rule(NamedTuple):
     """A plan for problems and rows per expert without a measurement.
 
     holds: whether the rule serves a problem, rows per expert and a permission to sort.
-    yields: whether a measured plan counts instead, for a problem and rows per expert; near: the
-    rows per expert that were measured; own: on this device, for this very shape.
+    yields: whether a measured plan that fits counts instead, for a problem and rows per expert;
+    near: the rows per expert that were measured; own: on this device, for this very shape.
     """
 
     holds: Callable[[MoEProblem, float, bool], bool]
@@ -520,8 +512,7 @@ def _ordered(p: MoEProblem, rows: float, plan: TilePlan) -> bool:
 
 
 # The first rule that holds counts. Measured plans count instead: while weights are streamed, those
-# that were too; where token tiles win, plans with them or timed against them; and tiles for 16-bit
-# expert-sorted rows also serve gathered rows, tiles for fp8 blocks do not.
+# that were too; and where token tiles win, plans with them or timed against them.
 RULES = (
     Rule(
         lambda p, rows, sort: streams_weights(p, rows),
@@ -546,6 +537,6 @@ RULES = (
     Rule(
         lambda p, rows, sort: True,
         heuristic,
-        lambda p, rows, near, plan, own: isinstance(plan, Gathered) or p.quant.weight is None,
+        lambda p, rows, near, plan, own: True,
     ),
 )

@@ -337,16 +337,6 @@ class Sorted(_Plan):
         size: int = self.first.block_m
         return size
 
-    def gathered(self) -> Gathered:
-        """Return the plan that gathers rows with these tiles, of 16 bits."""
-        of_tokens = isinstance(self.first, TokenTile) or isinstance(self.second, TokenTile)
-        plan = self.unspecialized() if of_tokens else self
-        return Gathered(_gemm_tile(plan.first, 128), _gemm_tile(plan.second, 256), True)
-
-    def unspecialized(self) -> Sorted:
-        """Return the plan with the nearest tiles that need no specialized warps."""
-        return Sorted(self.first, _sorted_tile(self.second, 256))
-
     @property
     def by_assignment(self) -> bool:
         """Return whether GEMM 2 stores rows by assignment, not expert-sorted."""
@@ -442,37 +432,11 @@ def _list_entries(count: int, experts: int) -> list[int]:
     return [experts] + 2 * [tile_list_entries(count, experts)]
 
 
-def _sorted_tile(tile: GemmTile | OrderedTile, columns: int) -> SortedTile:
-    """Return the nearest tile without specialized warps, whose ``columns`` are 128 with a gate:
-    then registers are too few for persistence."""
-    assert not isinstance(tile, GemmTile)
-    if isinstance(tile, SortedTile):
-        return tile
-    group_m, wide = tile.group_m if isinstance(tile, SpecializedTile) else 8, columns == 256
-    return SortedTile(128, columns, 64, group_m, persistent=wide, halves=not wide)
-
-
-def _gemm_tile(tile: GemmTile | OrderedTile, columns: int) -> GemmTile:
-    """Return the tile that gathers rows as ``tile`` takes them in order."""
-    if isinstance(tile, GemmTile):
-        return tile
-    assert not isinstance(tile, TokenTile)
-    if isinstance(tile, SpecializedTile):
-        return GemmTile(128, columns, 64, tile.group_m, 8, 4, tma=True, halves=tile.halves)
-    sizes = tile.block_m, tile.block_n, tile.block_k, tile.group_m
-    return GemmTile(*sizes, tile.num_warps, tile.num_stages, tma=True, halves=tile.halves)
-
-
 @dataclass(frozen=True)
 class Copied(Sorted):
     """Tokens are copied to expert-sorted rows, quantized if the scheme says so, before GEMM 1."""
 
     kind = "copied"
-
-    def unspecialized(self) -> Copied:
-        """Return the plan with the nearest tiles that need no specialized warps, in two launches
-        after the copy."""
-        return Copied(_sorted_tile(self.first, 128), _sorted_tile(self.second, 256))
 
     def gemm_1(self, call: Call, operands: _SortedOperands) -> None:
         """Copy x, then compute GEMM 2's input."""
