@@ -34,8 +34,8 @@ from moekit_bench import Timer
 from moekit_triton import tables
 from moekit_triton.heuristics import Planner, dots_pay, sorting_pays
 from moekit_triton.plans import TilePlan
-from moekit_triton.search import interleaved_us
-from moekit_triton.tune import make_case, rows_per_expert, token_count
+from moekit_triton.search import Case, interleaved_us
+from moekit_triton.tune import random_packed, rows_per_expert, token_count
 
 from moekit import DeviceSpec, MoEProblem
 from moekit.plugin import replace_file
@@ -120,7 +120,8 @@ def agreement(found: Sequence[Cell]) -> str:
 
 def times(cell: Cell, packed: Any) -> tuple[dict[str, float], Any]:
     """Return the microseconds of a call by each different plan, and the weights for the next."""
-    case = make_case(cell.problem.replace(device="cuda"), cell.tokens, 3, packed)
+    p = cell.problem.replace(device="cuda")
+    case = Case.make(p, packed or random_packed(p), cell.tokens, 3)
     plans = {"tuned": cell.tuned, **cell.chosen}
     different = list(dict.fromkeys(plans.values()))
     launches = [case.launches(plan, "gemm_1", "gemm_2") for plan in different]

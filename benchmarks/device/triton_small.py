@@ -74,7 +74,7 @@ class Variant:
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         launch.pdl_enabled = lambda device: self.pdl
         experts: Any = self.kernel.experts
-        experts._plans[x.shape[0], routing.topk_ids.shape[1]] = self.plan
+        experts.plan = lambda rows, top_k: self.plan
         return self.kernel(x, self.packed, routing)
 
 
@@ -108,7 +108,7 @@ def compile_one(job: tuple[str, str, bool, bool, tuple[int, ...]]) -> None:
     if sweep:
         plans = [(t, plan) for t in counts for _, plan in sweep_plans(problem, t)]
     for rows, plan in plans:
-        experts._plans[rows, problem.top_k] = plan
+        experts.plan = lambda rows, top_k, plan=plan: plan
         x = torch.zeros(rows, problem.hidden_size, dtype=problem.dtype, device=DEVICE)
         ids = torch.arange(problem.top_k, device=DEVICE).repeat(rows, 1)
         tokens = Dispatched(x, None, ids, torch.ones(ids.shape, device=DEVICE))

@@ -19,7 +19,7 @@ from moekit_triton.heuristics import sorted_plan
 from moekit_triton.kernels.tiles import OrderedTile, SortedTile, SpecializedTile
 from moekit_triton.plans import Copied, CopiedAhead, Sorted
 from moekit_triton.search import Case, Launches, interleaved_us
-from moekit_triton.tune import make_case
+from moekit_triton.tune import random_packed
 
 
 def tiles(best: SpecializedTile, columns: int) -> Iterator[tuple[str, OrderedTile]]:
@@ -55,7 +55,7 @@ def main() -> None:
         problem = shape(name).problem(device="cuda")
         plan, packed = sorted_plan(problem, 1024.0), None
         for tokens in args.tokens:
-            case = make_case(problem, tokens, 2, packed)
+            case = Case.make(problem, packed or random_packed(problem), tokens, 2)
             packed = case.calls[0].weights
             for gemm, found in alternatives(case, plan):
                 names, launches = zip(*found, strict=True)

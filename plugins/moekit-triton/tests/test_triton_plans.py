@@ -16,7 +16,7 @@ from moekit_kernels.numerics import SCALE_GROUP
 from moekit_triton import capabilities, tables
 from moekit_triton.capabilities import BLOCKS_M, fusable, operand_bits
 from moekit_triton.experts import BatchedTritonExperts, TritonExperts
-from moekit_triton.heuristics import heuristic
+from moekit_triton.heuristics import heuristic, sorted_plan
 from moekit_triton.kernels.tiles import GemmTile, SortedTile, SpecializedTile, TokenTile
 from moekit_triton.plans import (
     Batched,
@@ -108,11 +108,8 @@ def test_wrong_plans_of_a_table_are_rejected(plan, error) -> None:
 
 def entry(experts: int, hidden: int, *rows: float, **more) -> tables.Entry:
     key = tables.table_key(problem(num_experts=experts, hidden_size=hidden)) | more
-    tile = GemmTile(16, hidden // 32, 64)
-    plans = [
-        (float(r), Gathered(GemmTile(16, hidden // 32, 64, group_m=round(r)), tile, True))
-        for r in rows
-    ]
+    tile, fused = GemmTile(16, hidden // 32, 64), "scheme" not in more
+    plans = [(float(r), Gathered(replace(tile, group_m=round(r)), tile, fused)) for r in rows]
     return tables.Entry(key, plans)
 
 
@@ -162,10 +159,12 @@ def test_entries_of_a_scheme_with_the_same_tiles(table) -> None:
             assert choose_plan(other, 16, 2) == heuristic(other, 4.0)
 
 
-def test_near_sizes_without_tensor_descriptors(table) -> None:
-    table(entry(8, 4096, 4))
-    plan = choose_plan(problem(hidden_size=4100), 16, 2)  # rows of 8200 bytes
-    assert plan.first.group_m == 4 and not plan.first.tma
+def test_a_measured_plan_that_does_not_fit_yields_to_the_rule(table) -> None:
+    tile = GemmTile(16, 128, 64, group_m=4, tma=True)
+    table(tables.Entry(tables.table_key(problem()), [(4.0, Gathered(tile, tile, True))]))
+    assert choose_plan(problem(hidden_size=4096 + 64), 16, 2).first == tile
+    odd = problem(hidden_size=4100)  # rows of 8200 bytes do not come through tma
+    assert choose_plan(odd, 16, 2) == heuristic(odd, 4.0)
 
 
 def test_user_tables_add_to_the_shipped_ones(monkeypatch, tmp_path) -> None:
@@ -190,12 +189,14 @@ def test_user_tables_add_to_the_shipped_ones(monkeypatch, tmp_path) -> None:
 
 
 def test_near_a_shape_measured_with_sorted_rows(monkeypatch) -> None:
-    """Tiles for expert-sorted rows also serve gathered rows, but not by specialized warps."""
+    """Tiles for expert-sorted rows serve neither gathered rows nor other kernels."""
     choose_as_compiled(monkeypatch, triton_version="3.6.0")
     plan = choose_plan(problem(), 1024, 2)
     assert isinstance(plan, Sorted) and isinstance(plan.first, TokenTile | SpecializedTile)
     for odd in (problem(hidden_size=4100), problem(intermediate_size=14340)):
-        assert type(choose_plan(odd, 1024, 2)) is Gathered
+        assert choose_plan(odd, 1024, 2) == heuristic(odd, 256.0)
+    usual = problem(activation="gelu")
+    assert choose_plan(usual, 1024, 2) == sorted_plan(usual, 256.0)
 
 
 @pytest.mark.parametrize(
@@ -379,16 +380,6 @@ def test_which_measured_plans_count_where_tiles_of_tokens_win(monkeypatch, table
     assert chosen(4096, 256.0, old, 256, DeviceSpec("cuda", (9, 0), "NVIDIA H20")) == NARROW
     for hidden, rows in ((4096, 64.0), (2048, 128.0), (4096, 1024.0)):
         assert chosen(hidden, rows, new, 200) == new, "it has such tiles"
-
-
-def test_other_kernels_replace_tiles_of_tokens() -> None:
-    """Without specialized warps tiles have the width and the order that other kernels need."""
-    usual = SortedTile(128, 128, 64, halves=True), SortedTile(128, 256, 64, persistent=True)
-    for plan in (WIDE, NARROW):
-        assert plan.unspecialized() == Copied(*usual)
-        first, second = plan.gathered().first, plan.gathered().second
-        assert first == GemmTile(128, 128, 64, 8, 8, 4, tma=True, halves=True)
-        assert second == replace(first, block_n=256, halves=False)
 
 
 def test_devices_without_a_near_shape_take_the_h200s_plans() -> None:

@@ -88,9 +88,7 @@ def test_block(device, activation, bias, tiles, dtype, hidden, inner):
         assert bool(gathered_SI[~real].isnan().all()), "wrote a padding row"
         assert relative(gathered_SI[real], a_SI[real].float()) < LIMIT[dtype]
     y = nan(count, hidden, like=x)
-    sorted_gemm(
-        SortedLaunch(a_SI, w2, y, aligned, tile, count, SMS, bias_LN=b2, by_assignment=True)
-    )
+    sorted_gemm(SortedLaunch(a_SI, w2, y, aligned, tile, count, SMS, bias_LN=b2))
 
     flat, assignment = ids.flatten(), torch.arange(count, device=device)
     assert bool(torch.isnan(y[flat < 0]).all()), "wrote an assignment without expert"
@@ -138,7 +136,7 @@ def test_no_assignments(device):
     w = torch.randn(3, 32, 64, device=device).bfloat16()
     for persistent in (False, True):
         tile = replace(TILE, persistent=persistent)
-        sorted_gemm(SortedLaunch(x_SH, w, y, aligned, tile, ids.numel(), SMS, by_assignment=True))
+        sorted_gemm(SortedLaunch(x_SH, w, y, aligned, tile, ids.numel(), SMS))
     assert bool(torch.isnan(y).all() and torch.isnan(x_SH).all())
 
 

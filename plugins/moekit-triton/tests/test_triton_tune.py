@@ -101,7 +101,7 @@ def test_steps_compute_the_call(device, monkeypatch, scheme) -> None:
     sizes = dict(num_experts=4, top_k=2, hidden_size=128, intermediate_size=128)
     p = MoEProblem(**sizes, quant=scheme, device=device.type)
     monkeypatch.setattr(heuristics, "sorting_pays", lambda *_: scheme == "none")
-    case = tune.make_case(p, 20, 2)
+    case = search.Case.make(p, tune.random_packed(p), 20, 2)
     tile = GemmTile(16, 128, 128)
     plans: list[TilePlan] = [Gathered(tile, tile, True), Gathered(tile, tile, False)]
     if scheme == "int8_channel_token":

@@ -8,7 +8,7 @@ import os
 import sys
 
 from moekit.errors import InvalidInput
-from moekit.plugin import ACTIVATIONS, ActivationFormat, ExpertsSpec, MoEProblem, hookimpl
+from moekit.plugin import ACTIVATIONS, ActivationFormat, ExpertsSpec, MoEProblem, hookimpl, switch
 
 _SCHEMES = frozenset(
     "none fp8_tensor fp8_tensor_static fp8_channel_token fp8_block int8_channel_token "
@@ -17,20 +17,7 @@ _SCHEMES = frozenset(
        for zeros in ("", "_zp")]
 )  # fmt: skip
 _FP8_CAPABILITY = (8, 9)
-
-
 GLUON_VARIABLE = "MOEKIT_TRITON_GLUON"
-
-
-def gluon_asked() -> str:
-    """Return "0", "1", or "" where the user leaves the choice to moekit. Raises InvalidInput."""
-    value = os.environ.get(GLUON_VARIABLE, "").strip()
-    if value not in ("", "0", "1"):
-        raise InvalidInput(
-            f"{GLUON_VARIABLE}={value!r}: expected 0 or 1; set one of them, or unset the variable "
-            "for the versions of triton that have run on a GPU"
-        )
-    return value
 
 
 def _interpreted() -> bool:
@@ -47,7 +34,7 @@ def _check(problem: MoEProblem) -> list[str]:
     reasons = []
     device, weight = problem.device, problem.quant.weight
     try:
-        gluon_asked()
+        switch(GLUON_VARIABLE, True)
     except InvalidInput as error:
         reasons.append(str(error))
     if device.type == "cpu" and not _interpreted():

@@ -116,15 +116,6 @@ class CallAdapters(NamedTuple):
     slots_R: Tensor
     memory: Tensor
 
-    def shrink(
-        self, name: str, x: Tensor, x_scale: Tensor | None, ids_RK: Tensor, rows: Rows, block_m: int
-    ) -> LowRank | None:
-        """Return the deltas that GEMM 1 (w13) or GEMM 2 (w2) adds, or None if it has none."""
-        a, low = self.operands(name, ids_RK)
-        if a is not None and low is not None:
-            shrink(x, x_scale, a, self.stack.scaling, low, rows, block_m)
-        return low
-
     def operands(self, name: str, ids_RK: Tensor) -> tuple[Tensor | None, LowRank | None]:
         """Return A, and the deltas, whose ``low`` has no values yet."""
         pair = self.stack.pair(name)
@@ -193,6 +184,17 @@ class Call(NamedTuple):
         """Return the router weights that GEMM 2 applies in part."""
         return self.weights_RK if self.layer.split_weights else None
 
+    def low_rank(
+        self, name: str, x: Tensor, x_scale: Tensor | None, rows: Rows, block_m: int
+    ) -> LowRank | None:
+        """Return the deltas that GEMM 1 (w13) or GEMM 2 (w2) adds, or None if it has none."""
+        if self.adapters is None:
+            return None
+        a, low = self.adapters.operands(name, self.ids_RK)
+        if a is not None and low is not None:
+            shrink(x, x_scale, a, self.adapters.stack.scaling, low, rows, block_m)
+        return low
+
 
 class BatchedCall(NamedTuple):
     """The tensors of one call in the BATCHED format: x (L, C, H), counts_L int32 used rows, y
@@ -205,6 +207,10 @@ class BatchedCall(NamedTuple):
     weights: PackedWeights
     y: Tensor
     buffers: tuple[Tensor, Tensor, Tensor]
+    early_weights: None = None
+
+    def low_rank(self, *_: object) -> None:
+        """Return None: this format has no adapters."""
 
     @property
     def given(self) -> tuple[Tensor | None, ...]:

@@ -11,9 +11,9 @@ import torch
 import triton
 from moekit_kernels.numerics import INTERPRETED
 
-from moekit.plugin import MoEProblem
+from moekit.plugin import MoEProblem, switch
 
-from . import gluon_asked
+from . import GLUON_VARIABLE
 
 logger = logging.getLogger("moekit")
 
@@ -32,7 +32,9 @@ _SHARED = {
 }  # fmt: skip
 _RAN = ("3.6", "3.8", "3.9")
 _COMPILING = (*_RAN, "3.7")
-GLUON_VERSIONS: Sequence[str] = {"0": (), "1": _COMPILING}.get(gluon_asked(), _RAN)
+GLUON_VERSIONS: Sequence[str] = _RAN if switch(GLUON_VARIABLE, True) else ()
+if switch(GLUON_VARIABLE, False):
+    GLUON_VERSIONS = _COMPILING
 """Versions of triton with which specialized warps, in Gluon, are used: those that ran on a GPU;
 with MOEKIT_TRITON_GLUON=1 also those that compile them, with 0 none."""
 

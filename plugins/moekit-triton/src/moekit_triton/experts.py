@@ -31,7 +31,7 @@ from .heuristics import Planner, workspace
 from .packing import pack_weights
 from .plans import Batched, StandardPlan
 
-_MAX_PLANS = 1024  # kept per layer: a dispatcher may bring another number of rows in every call
+_MAX_PLANS = 1024
 
 logger = logging.getLogger("moekit")
 # All layers of a model run the same plans: one line tells of them.
@@ -56,7 +56,8 @@ class _TritonExperts(PermuteExpertsUnpermute):
         super().__init__(spec, problem)
         self._layer = Layer.of(problem)
         self._planner = Planner(problem, batched=spec.format is ActivationFormat.BATCHED)
-        self._plans: dict[tuple[int, int], StandardPlan | Batched] = {}
+        # Kept: a dispatcher may bring another number of rows in every call.
+        self.plan = functools.lru_cache(_MAX_PLANS)(self._plan)
         self._launches = launches_of(problem)
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
@@ -69,20 +70,15 @@ class _TritonExperts(PermuteExpertsUnpermute):
 
         return main(argv)
 
-    def plan(self, rows: int, top_k: int) -> StandardPlan | Batched:
+    def _plan(self, rows: int, top_k: int) -> StandardPlan | Batched:
         """Return the launch plan for ``rows`` rows (BATCHED: a capacity) of ``top_k`` ids."""
-        plan = self._plans.get((rows, top_k))
-        if plan is None:
-            if len(self._plans) >= _MAX_PLANS:
-                self._plans.clear()
-            plan = self._plans[rows, top_k] = self._planner.plan(rows, top_k)
-            if logger.isEnabledFor(logging.DEBUG):
-                p = self.problem
-                _log_once(
-                    "moekit: %s, %d experts, H=%d, I=%d, %s %s, %d rows of %d ids: %s (%s)",
-                    self.spec.name, p.num_local_experts, p.hidden_size, p.local_intermediate_size,
-                    p.dtype_name, p.quant.name, rows, top_k, plan.describe(), self._planner.source,
-                )  # fmt: skip
+        plan, p = self._planner.plan(rows, top_k), self.problem
+        if logger.isEnabledFor(logging.DEBUG):
+            _log_once(
+                "moekit: %s, %d experts, H=%d, I=%d, %s %s, %d rows of %d ids: %s (%s)",
+                self.spec.name, p.num_local_experts, p.hidden_size, p.local_intermediate_size,
+                p.dtype_name, p.quant.name, rows, top_k, plan.describe(), self._planner.source,
+            )  # fmt: skip
         return plan
 
     def _repeat(

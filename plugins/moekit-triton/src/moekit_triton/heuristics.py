@@ -34,7 +34,7 @@ from .capabilities import (
     tma_possible,
 )
 from .kernels.tiles import CHUNK, DotTile, GemmTile, SortedTile, SpecializedTile, TokenTile
-from .pins import PLAN_VARIABLE, pinned_plan
+from .pins import PLAN_VARIABLE, misfits, pinned_plan
 from .plans import (
     Batched,
     Copied,
@@ -120,36 +120,31 @@ class Planner:
             return self.pinned
         # Tokens spread over all physical experts, so a local one expects rows * top_k / P.
         per_expert = rows * top_k / p.num_physical_experts
+        plan: TilePlan
         if p.batch_invariant:
-            fixed = invariant_plan(p, per_expert)
-            return Batched(fixed.first, fixed.second, fixed.fused) if self._batched else fixed
-        if not self._batched and dots_pay(p, rows, top_k):
+            plan = invariant_plan(p, per_expert)
+        elif not self._batched and dots_pay(p, rows, top_k):
             return dot_products(p, rows, top_k)
-        plan = self.tiles(per_expert, sort=not self._batched and sorting_pays(p, rows, top_k))
+        else:
+            plan = self.tiles(per_expert, sort=not self._batched and sorting_pays(p, rows, top_k))
         if self._batched:
             assert isinstance(plan, Gathered)
             return Batched(plan.first, plan.second, plan.fused)
-        return _for_few(p, plan, rows, top_k) if isinstance(plan, Gathered) else plan
+        if p.batch_invariant or not isinstance(plan, Gathered):
+            return plan
+        return _for_few(p, plan, rows, top_k)
 
     def tiles(self, per_expert: float, *, sort: bool) -> TilePlan:
         """Return the plan by tiles for ``per_expert`` rows. sort: expert-sorted if faster."""
         p = self._problem
         rule = next(rule for rule in RULES if rule.holds(p, per_expert, sort))
-        found = _nearest(self._measured, per_expert)
-        if found is not None and rule.yields(p, per_expert, *found, self._own):
-            _, plan = found
-        else:
-            plan = rule.plan(p, per_expert)
-        if isinstance(plan, Sorted) and not specializable(p):
-            plan = plan.unspecialized()
-        if isinstance(plan, Sorted) and not sort:
-            plan = plan.gathered()
-        if isinstance(plan, Gathered):  # the measured sizes are near these, not equal
-            if not tma_possible(p):
-                first, second = (replace(t, tma=False) for t in (plan.first, plan.second))
-                plan = Gathered(first, second, plan.fused)
-            plan = replace(plan, fused=plan.fused and fusable(p, plan.first.block_n))
-        return plan
+        if self._measured:
+            rows = max(per_expert, 1e-3)
+            near, plan = min(self._measured, key=lambda m: max(m[0] / rows, rows / m[0]))
+            runs = (sort or isinstance(plan, Gathered)) and not any(misfits(plan, p))
+            if runs and rule.yields(p, per_expert, near, plan, self._own):
+                return plan
+        return rule.plan(p, per_expert)
 
     @property
     def source(self) -> str:
@@ -182,8 +177,8 @@ class Rule(NamedTuple):
     """A plan for problems and rows per expert without a measurement.
 
     holds: whether the rule serves a problem, rows per expert and a permission to sort.
-    yields: whether a measured plan counts instead, for a problem and rows per expert; near: the
-    rows per expert that were measured; own: on this device, for this very shape.
+    yields: whether a measured plan that fits counts instead, for a problem and rows per expert;
+    near: the rows per expert that were measured; own: on this device, for this very shape.
     """
 
     holds: Callable[[MoEProblem, float, bool], bool]
@@ -223,21 +218,12 @@ def workspace(layer: Layer, rows: int) -> tuple[BufferSpec, ...]:
     plans: list[TilePlan] = [Gathered(tile, tile, fused) for tile in extremes]
     if not p.batch_invariant and sorting_pays(p, rows, p.top_k):
         plans.append(Copied(SpecializedTile(), SpecializedTile()))
-    specs = _most([plan.workspace(layer, rows, p.top_k) for plan in plans])
-    addends = BufferSpec((_most_addends(p, count) * p.hidden_size,), p.dtype)
-    specs[GEMM_OUT] = max(specs[GEMM_OUT], addends, key=lambda spec: spec.shape[0])
+    each = zip(*(plan.workspace(layer, rows, p.top_k) for plan in plans), strict=True)
+    specs = [max(same, key=lambda spec: spec.shape[0]) for same in each]
+    if operand_bits(p)[1] == 4:
+        addends = BufferSpec((min(count * _MOST_SPLITS, _MOST_ADDENDS) * p.hidden_size,), p.dtype)
+        specs[GEMM_OUT] = max(specs[GEMM_OUT], addends, key=lambda spec: spec.shape[0])
     return tuple(specs)
-
-
-def _most(plans: Sequence[tuple[BufferSpec, ...]]) -> list[BufferSpec]:
-    """Return buffers that serve every plan."""
-    return [max(specs, key=lambda spec: spec.shape[0]) for specs in zip(*plans, strict=True)]
-
-
-def _nearest(measured: Sequence[Measured], per_expert: float) -> Measured | None:
-    """Return what was measured for the nearest number of rows per expert, log scale."""
-    wanted = max(per_expert, 1e-3)
-    return min(measured, key=lambda m: max(m[0] / wanted, wanted / m[0]), default=None)
 
 
 # -- a few tokens -------------------------------------------------------------------------------
@@ -245,17 +231,10 @@ def _nearest(measured: Sequence[Measured], per_expert: float) -> Measured | None
 
 def _for_few(problem: MoEProblem, plan: Gathered, rows: int, top_k: int) -> Gathered:
     count = rows * top_k
-    splits = _splits(problem, count)
     # Few assignments hardly share experts, one token's never do: then sorting gains nothing.
     direct = rows == 1 or 4 * count <= problem.num_local_experts
     kind = Direct if direct and plan.block_m <= 16 else Gathered
-    return kind(plan.first, plan.second, plan.fused, splits)
-
-
-def _most_addends(problem: MoEProblem, count: int) -> int:
-    """Return the most rows of GEMM 2's output for up to ``count`` assignments, where programs share
-    K."""
-    return min(count * _MOST_SPLITS, _MOST_ADDENDS) if operand_bits(problem)[1] == 4 else 0
+    return kind(plan.first, plan.second, plan.fused, _splits(problem, count))
 
 
 def _splits(problem: MoEProblem, count: int) -> int:
@@ -520,8 +499,7 @@ def _ordered(p: MoEProblem, rows: float, plan: TilePlan) -> bool:
 
 
 # The first rule that holds counts. Measured plans count instead: while weights are streamed, those
-# that were too; where token tiles win, plans with them or timed against them; and tiles for 16-bit
-# expert-sorted rows also serve gathered rows, tiles for fp8 blocks do not.
+# that were too; and where token tiles win, plans with them or timed against them.
 RULES = (
     Rule(
         lambda p, rows, sort: streams_weights(p, rows),
@@ -546,6 +524,6 @@ RULES = (
     Rule(
         lambda p, rows, sort: True,
         heuristic,
-        lambda p, rows, near, plan, own: isinstance(plan, Gathered) or p.quant.weight is None,
+        lambda p, rows, near, plan, own: True,
     ),
 )

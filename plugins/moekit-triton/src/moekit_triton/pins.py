@@ -1,4 +1,4 @@
-"""MOEKIT_TRITON_PLAN: one launch plan for every call, in the words of `LaunchPlan.describe`."""
+"""Which plans can compute a problem, and MOEKIT_TRITON_PLAN, which pins one for every call."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def pinned_plan(problem: MoEProblem, *, batched: bool) -> LaunchPlan | None:
             f"{PLAN_VARIABLE}={text!r}: {error}; expected one of {', '.join(KINDS)} with its two "
             f"tiles, as explain and the debug log print them, such as {_EXAMPLES}"
         ) from error
-    if reasons := list(_misfits(plan, problem, batched)):
+    if reasons := list(misfits(plan, problem, batched)):
         raise InvalidInput(
             f"{PLAN_VARIABLE}={text!r} does not fit this problem: {'; '.join(reasons)}; choose a "
             "plan that explain prints for it, or unset the variable"
@@ -50,7 +50,7 @@ def pinned_plan(problem: MoEProblem, *, batched: bool) -> LaunchPlan | None:
     return plan
 
 
-def _misfits(plan: LaunchPlan, p: MoEProblem, batched: bool) -> Iterator[str]:
+def misfits(plan: LaunchPlan, p: MoEProblem, batched: bool = False) -> Iterator[str]:
     """Yield why ``plan`` cannot compute ``p``."""
     packed = operand_bits(p)[1] == 4
     if batched != isinstance(plan, Batched):
@@ -71,7 +71,8 @@ def _misfits(plan: LaunchPlan, p: MoEProblem, batched: bool) -> Iterator[str]:
     if isinstance(plan, Sorted):
         if p.dtype.itemsize != 2 or not tma_possible(p):
             yield f"{plan.kind} needs 16-bit activations and weights that can come through tma"
-        if p.quant.weight is not None and (plan.kind != "copied" or _usual(plan)):
+        tiles = {type(plan.first), type(plan.second)}
+        if p.quant.weight is not None and (plan.kind, tiles) != ("copied", {SpecializedTile}):
             yield f"{p.quant.name} takes expert-sorted rows as copied with specialized tiles alone"
         return
     if plan.fused and not fusable(p, plan.first.block_n):
@@ -80,11 +81,6 @@ def _misfits(plan: LaunchPlan, p: MoEProblem, batched: bool) -> Iterator[str]:
         yield "programs share K (k2, k4) in GEMM 2 with 4-bit weights alone, in the default mode"
     if isinstance(plan, Direct) and plan.block_m > 16:
         yield "direct plans have tiles of 8 or 16 rows"
-
-
-def _usual(plan: Sorted) -> bool:
-    """Return whether a tile is not for `specialized_fp8`."""
-    return {type(plan.first), type(plan.second)} != {SpecializedTile}
 
 
 def _misfits_of_tile(tile: GemmTile | SortedTile, p: MoEProblem) -> Iterator[str]:

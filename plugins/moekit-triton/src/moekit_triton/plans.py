@@ -49,7 +49,6 @@ from .calls import (
 from .capabilities import BLOCKS_M, num_sms
 from .kernels.gemm import grouped_gemm
 from .kernels.gemv import gemv_down, gemv_up
-from .kernels.low_rank import LowRank
 from .kernels.operands import Epilogue, Rows, Scales, SortedLaunch
 from .kernels.sorted_gemm import sorted_gemm
 from .kernels.tiles import (
@@ -66,9 +65,13 @@ from .kernels.token_tiles import list_token_tiles, tile_list_entries
 
 
 class _Plan:
-    """The base of the launch plans: the members of `LaunchPlan`."""
+    """The base of the launch plans: the members of `LaunchPlan`.
+
+    tiles: the types of GEMM 1's and GEMM 2's tiles, which are the first two fields.
+    """
 
     kind: ClassVar[str]
+    tiles: ClassVar[Sequence[Sequence[type[Tile]]]]
 
     def describe(self) -> str:
         """Return for example ``gathered: 16x128x128 w4 s3 | 16x64x128 w4 s5, fused``, which
@@ -87,6 +90,7 @@ class DotProducts(_Plan):
     """Both GEMMs by dot products, one for each assignment: see `kernels.gemv`."""
 
     kind = "dot_products"
+    tiles = ((DotTile,), (DotTile,))
     up: DotTile
     down: DotTile
 
@@ -109,7 +113,7 @@ class DotProducts(_Plan):
         gemv_up(
             call.x, weights["w13"], a_AI, ids, layer.activation, self.up, x_scale=call.x_scale,
             w_scale=weights.get("w13_scale"), bias_LN=weights.get("w13_bias"),
-            low_rank=_low_rank(call, "w13", call.x, call.x_scale, rows, 16),
+            low_rank=call.low_rank("w13", call.x, call.x_scale, rows, 16),
             done_R=down.get("done_R"),
         )  # fmt: skip
         gemv_down(
@@ -135,15 +139,6 @@ def _reduce(rows: Unreduced, call: Call) -> None:
         )  # fmt: skip
 
 
-def _low_rank(
-    call: Call | BatchedCall, name: str, x: Tensor, x_scale: Tensor | None, rows: Rows, block_m: int
-) -> LowRank | None:
-    """Return the deltas of a GEMM's rows, None for a call without adapters."""
-    if not isinstance(call, Call) or call.adapters is None:
-        return None
-    return call.adapters.shrink(name, x, x_scale, call.ids_RK, rows, block_m)
-
-
 class _Operands(NamedTuple):
     """Inputs and outputs of the GEMMs of a plan that gathers rows; h None: fused activation."""
 
@@ -167,6 +162,7 @@ class _TwoGemms(_Plan):
     weights and few rows.
     """
 
+    tiles = ((GemmTile,), (GemmTile,))
     first: GemmTile
     second: GemmTile
     fused: bool
@@ -189,7 +185,7 @@ class _TwoGemms(_Plan):
             kind = "none" if not layer.quantized else "tensor" if layer.static else "group"
             epilogue = Epilogue(layer.activation, kind, o.a_scale)
         out = o.a if o.h is None else o.h
-        low = _low_rank(call, "w13", call.x, call.x_scale, o.first, self.block_m)
+        low = call.low_rank("w13", call.x, call.x_scale, o.first, self.block_m)
         grouped_gemm(
             o.x, w["w13"], out, o.first, self.first, a_scale=o.x_scale,
             w_scale=w.get("w13_scale"), w_offset=w.get("w13_offset"), bias_LN=w.get("w13_bias"),
@@ -206,11 +202,11 @@ class _TwoGemms(_Plan):
         w, o, a_scale = call.weights, operands, operands.a_scale
         if a_scale is not None and o.a.dim() == 3 and not call.layer.static:
             a_scale = a_scale.view(*o.a.shape[:2], -1)
-        low = _low_rank(call, "w2", o.a, a_scale, o.second, self.block_m)
+        low = call.low_rank("w2", o.a, a_scale, o.second, self.block_m)
         grouped_gemm(
             o.a, w["w2"], o.y, o.second, self.second, a_scale=a_scale,
             w_scale=w.get("w2_scale"), w_offset=w.get("w2_offset"), bias_LN=w.get("w2_bias"),
-            weights_RK=call.early_weights if isinstance(call, Call) else None, splits=self.splits,
+            weights_RK=call.early_weights, splits=self.splits,
             low_rank=low,
         )  # fmt: skip
 
@@ -335,6 +331,7 @@ class Sorted(_Plan):
     """GEMM 1 gathers tokens and stores expert-sorted rows; GEMM 2 reads them by descriptors."""
 
     kind = "sorted"
+    tiles = ((GemmTile,), (SortedTile, SpecializedTile))
     first: Any  # GemmTile; OrderedTile where tokens are copied
     second: OrderedTile
 
@@ -342,16 +339,6 @@ class Sorted(_Plan):
     def block_m(self) -> int:
         size: int = self.first.block_m
         return size
-
-    def gathered(self) -> Gathered:
-        """Return the plan that gathers rows with these tiles, of 16 bits."""
-        of_tokens = isinstance(self.first, TokenTile) or isinstance(self.second, TokenTile)
-        plan = self.unspecialized() if of_tokens else self
-        return Gathered(_gemm_tile(plan.first, 128), _gemm_tile(plan.second, 256), True)
-
-    def unspecialized(self) -> Sorted:
-        """Return the plan with the nearest tiles that need no specialized warps."""
-        return Sorted(self.first, _sorted_tile(self.second, 256))
 
     @property
     def by_assignment(self) -> bool:
@@ -405,10 +392,10 @@ class Sorted(_Plan):
 
     def _sort(self, call: Call) -> tuple[SortedAssignments, tuple[Tensor | None, Tensor | None]]:
         """Sort the assignments, and list the token tiles of each GEMM."""
-        tiles = self.first, self.second
-        sizes = dict.fromkeys(tile.tokens for tile in tiles if isinstance(tile, TokenTile))
+        both = self.first, self.second
+        sizes = dict.fromkeys(tile.tokens for tile in both if isinstance(tile, TokenTile))
         if not sizes:
-            counters = SpecializedTile in map(type, tiles)
+            counters = SpecializedTile in map(type, both)
             aligned = sort_assignments(call, self.block_m, rows_A=True, counters=counters)
             return aligned, (None, None)
         entries = _list_entries(call.ids_RK.numel(), call.layer.problem.num_local_experts)
@@ -421,7 +408,7 @@ class Sorted(_Plan):
             list_token_tiles(aligned, own, tokens)
             lists[tokens] = own
         first, second = (
-            lists[tile.tokens] if isinstance(tile, TokenTile) else None for tile in tiles
+            lists[tile.tokens] if isinstance(tile, TokenTile) else None for tile in both
         )
         return aligned, (first, second)
 
@@ -439,7 +426,7 @@ class Sorted(_Plan):
         sorted_gemm(SortedLaunch(
             o.a_SI, call.weights["w2"], o.y_SH, o.aligned, self.second, call.ids_RK.numel(),
             o.num_sms, bias_LN=call.weights.get("w2_bias"), weights_RK=call.early_weights,
-            by_assignment=self.by_assignment, scales=o.second, token_tiles=o.tiles[1],
+            scales=o.second, token_tiles=o.tiles[1],
         ))  # fmt: skip
 
 
@@ -448,37 +435,12 @@ def _list_entries(count: int, experts: int) -> list[int]:
     return [experts] + 2 * [tile_list_entries(count, experts)]
 
 
-def _sorted_tile(tile: GemmTile | OrderedTile, columns: int) -> SortedTile:
-    """Return the nearest tile without specialized warps, whose ``columns`` are 128 with a gate:
-    then registers are too few for persistence."""
-    assert not isinstance(tile, GemmTile)
-    if isinstance(tile, SortedTile):
-        return tile
-    group_m, wide = tile.group_m if isinstance(tile, SpecializedTile) else 8, columns == 256
-    return SortedTile(128, columns, 64, group_m, persistent=wide, halves=not wide)
-
-
-def _gemm_tile(tile: GemmTile | OrderedTile, columns: int) -> GemmTile:
-    """Return the tile that gathers rows as ``tile`` takes them in order."""
-    if isinstance(tile, GemmTile):
-        return tile
-    assert not isinstance(tile, TokenTile)
-    if isinstance(tile, SpecializedTile):
-        return GemmTile(128, columns, 64, tile.group_m, 8, 4, tma=True, halves=tile.halves)
-    sizes = tile.block_m, tile.block_n, tile.block_k, tile.group_m
-    return GemmTile(*sizes, tile.num_warps, tile.num_stages, tma=True, halves=tile.halves)
-
-
 @dataclass(frozen=True)
 class Copied(Sorted):
     """Tokens are copied to expert-sorted rows, quantized if the scheme says so, before GEMM 1."""
 
     kind = "copied"
-
-    def unspecialized(self) -> Copied:
-        """Return the plan with the nearest tiles that need no specialized warps, in two launches
-        after the copy."""
-        return Copied(_sorted_tile(self.first, 128), _sorted_tile(self.second, 256))
+    tiles = ((SortedTile, SpecializedTile, TokenTile),) * 2
 
     def gemm_1(self, call: Call, operands: _SortedOperands) -> None:
         """Copy x, then compute GEMM 2's input."""
@@ -503,6 +465,7 @@ class CopiedAhead(Copied):
     specialized warps."""
 
     kind = "ahead"
+    tiles = ((SpecializedTile,), (SortedTile, SpecializedTile))
 
     def gemm_1(self, call: Call, operands: _SortedOperands) -> None:
         """Compute GEMM 2's input, copying x on the way."""
@@ -519,17 +482,6 @@ KINDS: Mapping[str, type[LaunchPlan]] = {
     for plan in (DotProducts, Direct, Gathered, Sorted, Copied, CopiedAhead, Batched)
 }
 """The plans by the name of their kind."""
-_GEMM, _USUAL = (GemmTile,), (SortedTile, SpecializedTile)
-_TILES: Mapping[str, Sequence[Sequence[type[Tile]]]] = {
-    "dot_products": ((DotTile,), (DotTile,)),
-    "direct": (_GEMM, _GEMM),
-    "gathered": (_GEMM, _GEMM),
-    "batched": (_GEMM, _GEMM),
-    "sorted": (_GEMM, _USUAL),
-    "copied": ((*_USUAL, TokenTile), (*_USUAL, TokenTile)),
-    "ahead": ((SpecializedTile,), _USUAL),
-}
-"""The types of GEMM 1's and GEMM 2's tiles, a plan's first two fields, by kind."""
 
 
 def plan_from_text(text: str) -> LaunchPlan:
@@ -538,14 +490,14 @@ def plan_from_text(text: str) -> LaunchPlan:
     made: Any = KINDS.get(match[1]) if match else None
     if match is None or made is None:
         raise ValueError("not a kind of plan and its two tiles")
-    first, second = (tile_from_text(match[2 + i], _TILES[made.kind][i]) for i in (0, 1))
+    first, second = (tile_from_text(match[2 + i], made.tiles[i]) for i in (0, 1))
     rows = {getattr(tile, "block_m", 0) for tile in (first, second)}
     if len(rows) > 1:
         raise ValueError(f"the tiles have different numbers of rows: {rows}")
-    more = bool(match[4]), int(match[5] or 1)
-    if not issubclass(made, _TwoGemms) and more != (False, 1):
+    more = ()
+    if issubclass(made, _TwoGemms):
+        more = bool(match[4]), int(match[5] or 1)
+    elif match[4] or match[5]:
         raise ValueError(f"plans of kind {made.kind} have nothing after the tiles")
-    plan: LaunchPlan = (
-        made(first, second, *more) if issubclass(made, _TwoGemms) else made(first, second)
-    )
+    plan: LaunchPlan = made(first, second, *more)
     return plan

@@ -174,14 +174,10 @@ def sorted_candidates(problem: MoEProblem, per_expert: float, wide: int) -> list
         found += [SpecializedTile(g, h) for g in (4, 8, 16) for h in (True, False)]
     if problem.quant.weight is not None:
         return found
-    kinds: list[tuple[int, int, int, dict[str, bool]]] = [
-        (rows, warps, stages, kind)
-        for rows, warps, stages in ((128, 8, 4), (128, 8, 3), (64, 4, 4))
-        for kind in ({"halves": rows == 128}, *(() if wide == 2 else ({"persistent": True},)))
-    ]
     found += [
-        SortedTile(rows, 256 // wide, 64, group_m, warps, stages, **kind)
-        for (rows, warps, stages, kind), group_m in itertools.product(kinds, (4, 8, 16))
+        SortedTile(128, 256 // wide, 64, group_m, 8, stages, persistent, halves=not persistent)
+        for stages, group_m, persistent in itertools.product((3, 4), (4, 8, 16), (False, True))
+        if not (persistent and wide == 2)
     ]
     if specializable(problem) and per_expert <= _TOKEN_TILES_MOST:
         found += [TokenTile(n, group_m) for n in (128, 256) for group_m in (1, 4)]
@@ -330,16 +326,12 @@ class Search:
         bisect.insort(found, Timed(us, plan))
 
     def refine(self) -> None:
-        """Time the neighbours of the best gathered tiles, and GEMM 1 that sorts with them."""
-        sorts = self._case.problem.quant.weight is None and ("gemm_2", 128, Sorted) in self.found
+        """Time the neighbours of the best gathered tiles."""
         for (step, _, kind), found in list(self.found.items()):
             if kind is Gathered and found:
                 best: Any = found[0].plan
                 for tile in variations(best.first if step == "gemm_1" else best.second):
                     self.attempt(step, replace(best, first=tile, second=tile))
-        for timed in self.found.get(("gemm_1", 128, Gathered), [])[:_FINALISTS]:
-            if sorts and isinstance(timed.plan, Gathered) and timed.plan.fused:
-                self.attempt("gemm_1", Sorted(timed.plan.first, SpecializedTile()))
 
     def settle(self) -> tuple[TilePlan, Timed, Timed] | None:
         """Return the fastest plan, and its steps as they were timed apart; None if nothing ran."""
@@ -360,7 +352,7 @@ class Search:
             return []
         fastest = min(first[0].us + second[0].us for first, second in groups)
         return [
-            (_with_second(first.plan, second.plan), first, second)
+            (replace(first.plan, second=second.plan.second), first, second)  # type: ignore[arg-type]
             for firsts, seconds in groups
             if firsts[0].us + seconds[0].us < _CLOSE * fastest
             for first, second in itertools.product(firsts[:_FINALISTS], seconds[:_FINALISTS])
@@ -379,11 +371,6 @@ def _tile_is_impossible(error: Exception) -> bool:
     if isinstance(error, triton.TritonError):
         return True
     return type(error) is RuntimeError and "PassManager" in str(error)
-
-
-def _with_second(first: Any, second: TilePlan) -> TilePlan:
-    plan: TilePlan = replace(first, second=second.second)
-    return plan
 
 
 def _key(step: Step, plan: TilePlan) -> Key:

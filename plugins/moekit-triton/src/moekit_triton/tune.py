@@ -67,14 +67,8 @@ def rows_per_expert(problem: MoEProblem, rows: int) -> float:
     return rows * problem.top_k / problem.num_experts
 
 
-def make_case(
-    problem: MoEProblem, rows: int, routings: int, packed: PackedWeights | None = None
-) -> Case:
-    """Make a case with random weights, or those in ``packed``."""
-    return Case.make(problem, packed or _random_packed(problem), rows, routings)
-
-
-def _random_packed(problem: MoEProblem) -> PackedWeights:
+def random_packed(problem: MoEProblem) -> PackedWeights:
+    """Return random weights as the kernels take them, on the problem's device."""
     weights = random_weights(problem, torch.device(problem.device.type))
     return pack_weights("triton", weights, problem)
 
@@ -93,7 +87,7 @@ def _tiny(problem: MoEProblem) -> MoEProblem:
 
 
 def _compile(problem: MoEProblem, wanted: list[Attempt]) -> None:
-    compile_attempts(make_case(problem, _TINY_ROWS, 1), wanted)
+    compile_attempts(Case.make(problem, random_packed(problem), _TINY_ROWS, 1), wanted)
 
 
 def compile_all(
@@ -171,10 +165,10 @@ def _tune(job: Job) -> tuple[str, Plans]:
     if key not in _packed:
         _packed.clear()
         torch.cuda.empty_cache()
-        _packed[key] = _random_packed(problem)
+        _packed[key] = random_packed(problem)
     rows, plans = token_count(problem, job.rows), Plans()
     routings = 8 if rows <= 64 else 3 if rows < 4096 else 2
-    found = fastest_plan(make_case(problem, rows, routings, _packed[key]), rows)
+    found = fastest_plan(Case.make(problem, _packed[key], rows, routings), rows)
     if found is not None:
         plan, first, second = found
         us = [round(first.us, 1), round(second.us, 1)]

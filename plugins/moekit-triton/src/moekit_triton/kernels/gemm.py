@@ -11,20 +11,9 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from moekit_kernels import numerics
 from moekit_kernels.launch import Constants, Launcher, cdiv, wait_then_launch_dependents
-from moekit_kernels.numerics import (
-    INTERPRETED,
-    NO_ACTIVATION,
-    QMAX,
-    SCALE_GROUP,
-    activate,
-    activate_gated,
-    convert,
-    dot,
-    quantize,
-    scale_of,
-    weight_before,
-)
+from moekit_kernels.numerics import NO_ACTIVATION, QMAX, SCALE_GROUP
 from triton.language.extra import cuda
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -166,8 +155,10 @@ def grouped_gemm(
     act, out_scale = epilogue.activation, epilogue.scale
     w_rows, k = w_LNK.shape[-2], a.shape[1]
     n = w_rows // 2 if act.gated else w_rows
-    _check_gemm(a, w_LNK, out, rows, tile, n, weights_RK)
-    assert splits == 1 or (w_LNK.dtype == torch.int16 and plain and rows.kind != "batched")
+    packed = w_LNK.dtype == torch.int16
+    assert w_LNK.shape[1 if packed else 2] == (cdiv(k, CHUNK) if packed else k)
+    assert out.shape[1] == n and w_LNK.is_contiguous() and a.stride(1) == out.stride(1) == 1
+    assert weights_RK is None or rows.top_k == 1 and weights_RK.is_contiguous()
     a_kind, scale_strides = _a_scale_layout(a_scale)
     # Hopper's fp8 tensor cores accumulate with about 14 bits. Where scales change with K, and where
     # it costs nothing, sums per step are added up in fp32; large tiles would wait for it.
@@ -175,9 +166,6 @@ def grouped_gemm(
     scheme = _scheme(
         a_kind, *_weight_layout(w_LNK, w_scale, w_offset), a.dtype == torch.int8, promote
     )
-    if scheme.w_scale == "block" or a_kind == "group":
-        assert SCALE_GROUP % tile.block_k == 0, "a step of K must lie within one scale group"
-    assert epilogue.quantize != "group" or tile.block_n == SCALE_GROUP, "tiles hold whole groups"
     constants = _tile(
         tile.block_n, tile.block_k, tile.tma, tile.halves and rows.kind != "direct",
         tile.wide and plain and n % (2 * tile.block_n) == 0, tile.swapped, splits,
@@ -202,23 +190,6 @@ def grouped_gemm(
                        *(low_rank.form if low_rank else (0, 0, 0, 1))),
         TILE=constants, BLOCK_M=tile.block_m, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
-
-
-def _check_gemm(
-    a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, rows: Rows, tile: GemmTile, n: int,
-    weights_RK: torch.Tensor | None,
-) -> None:  # fmt: skip
-    """Assert what `grouped_gemm` promises about shapes and combinations."""
-    k = a.shape[1]
-    if w.dtype == torch.int16:  # 4 bits
-        assert cdiv(k, CHUNK) == w.shape[1] and tile.block_k == CHUNK and not tile.tma
-    else:
-        assert w.shape[2] == k
-    if weights_RK is not None:
-        assert rows.kind != "batched" and rows.top_k == 1 and weights_RK.is_contiguous()
-    assert not tile.halves or tile.block_m >= 128 or INTERPRETED, "wgmma takes 64 rows"
-    assert out.shape[1] == n and w.is_contiguous()
-    assert a.stride(1) == 1 and out.stride(1) == 1
 
 
 def _weight_layout(
@@ -297,9 +268,9 @@ def _zeros(DTYPE: tl.constexpr, SWAPPED: tl.constexpr, BLOCK_M: tl.constexpr,
 def _plus(acc, a, w, SWAPPED: tl.constexpr):
     """Return acc + a @ w; with swap-AB, acc + (a @ w).T."""
     if SWAPPED:
-        return dot(tl.trans(w), tl.trans(a), acc, "ieee")
+        return numerics.dot(tl.trans(w), tl.trans(a), acc, "ieee")
     else:
-        return dot(a, w, acc, "ieee")
+        return numerics.dot(a, w, acc, "ieee")
 
 
 @triton.jit
@@ -465,37 +436,37 @@ def _compute(
             FINISH.low_addends, TWO,
         )  # fmt: skip
     if GATED:
-        value = activate_gated(value, up_value, alpha, limit, ACTIVATION, FINISH.clamp)
+        value = numerics.activate_gated(value, up_value, alpha, limit, ACTIVATION, FINISH.clamp)
     elif ACTIVATION != "none":
-        value = activate(value, ACTIVATION)
+        value = numerics.activate(value, ACTIVATION)
 
     if pointers.weights is not None:
         weights = pointers.weights + assignment_M
-        weight_M = weight_before(tl.load(weights, mask=row_ok, other=0.0))
+        weight_M = numerics.weight_before(tl.load(weights, mask=row_ok, other=0.0))
         value *= weight_M[:, None]
     if SPLITS > 1:
         out_row = out_row * SPLITS + tl.program_id(1)
     ok = row_ok[:, None] & n_ok[None, :]
     DTYPE: tl.constexpr = pointers.out.dtype.element_ty
     if FINISH.quantize == "none":
-        result = convert(value, DTYPE)
+        result = numerics.convert(value, DTYPE)
     else:
         if FINISH.quantize == "group":
             if not EVEN_N:  # weights past N are masked, or with TMA another expert's
                 value = tl.where(n_ok[None, :], value, 0.0)
-            scale = scale_of(tl.max(tl.abs(value), axis=1, keep_dims=True), FINISH.qmax)
+            scale = numerics.scale_of(tl.max(tl.abs(value), axis=1, keep_dims=True), FINISH.qmax)
             scales = pointers.out_scale + out_row * strides.out_scale + block_n
             tl.store(scales[:, None], scale, mask=row_ok[:, None])
         else:
             scale = tl.load(pointers.out_scale + tl.zeros((1, 1), tl.int32))
-        result = quantize(value, scale, FINISH.qmax, DTYPE)
+        result = numerics.quantize(value, scale, FINISH.qmax, DTYPE)
     out_ptrs = pointers.out + out_row[:, None] * strides.out + offs_n[None, :]
     tl.store(out_ptrs, result, mask=ok)
     if WIDE:
         value = up_value
         if pointers.weights is not None:
             value *= weight_M[:, None]
-        tl.store(out_ptrs + BLOCK_N, convert(value, DTYPE), mask=ok)
+        tl.store(out_ptrs + BLOCK_N, numerics.convert(value, DTYPE), mask=ok)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton
 from moekit_kernels.align import SortedAssignments
 from moekit_kernels.numerics import SCALE_GROUP, Activation
 
-from .tiles import OrderedTile
+from .tiles import OrderedTile, SortedTile
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,7 @@ class SortedLaunch(NamedTuple):
     num_assignments: the entry of padding rows in ``aligned.assignments_S``.
     num_sms: programs of a persistent or specialized tile.
     weights_RK: fp32 router weights, contiguous; each row is multiplied by `weight_before` of its
-        weight. Without activation, and by assignment or specialized.
-    by_assignment: rows of the output are assignments; there are none for padding.
+        weight. Without activation.
     x_RK: (R, K): copied to ``a_SK`` on the way, as `copy_rows` does; specialized 16 bits only.
     token_tiles: the list of `list_token_tiles` for a token tile.
     """
@@ -96,7 +95,6 @@ class SortedLaunch(NamedTuple):
     bias_LN: torch.Tensor | None = None
     weights_RK: torch.Tensor | None = None
     activation: Activation | None = None
-    by_assignment: bool = False
     scales: Scales | None = None
     x_RK: torch.Tensor | None = None
     token_tiles: torch.Tensor | None = None
@@ -105,6 +103,12 @@ class SortedLaunch(NamedTuple):
     def gated(self) -> bool:
         """Return whether w holds gate and up, and the result is activation(gate) * up."""
         return self.activation is not None and self.activation.gated
+
+    @property
+    def by_assignment(self) -> bool:
+        """Return whether rows of the output are assignments: of GEMM 2 without specialized
+        warps. There are none for padding."""
+        return self.activation is None and isinstance(self.tile, SortedTile)
 
     def sizes(self) -> tuple[int, int, int, int]:
         """Check shapes and layouts, and return L, the rows of w, N and K."""

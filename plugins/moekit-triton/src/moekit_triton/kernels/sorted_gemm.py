@@ -16,16 +16,9 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from moekit_kernels import numerics
 from moekit_kernels.launch import Constants, Launcher, wait_then_launch_dependents
-from moekit_kernels.numerics import (
-    NO_ACTIVATION,
-    Activation,
-    activate,
-    activate_gated,
-    convert,
-    dot,
-    weight_before,
-)
+from moekit_kernels.numerics import NO_ACTIVATION, Activation
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .operands import SortedLaunch
@@ -66,15 +59,14 @@ def sorted_gemm(g: SortedLaunch) -> None:
     """Compute out[s] = activation(a[s] @ w[expert of s].T + bias) for the sorted rows s.
 
     Padding rows become undefined, or do not exist with ``by_assignment``. Specialized tiles support
-    no bias, no activation but silu with a gate, and no ``by_assignment``.
+    no bias, and no activation but silu with a gate.
     """
-    tile, usual = g.tile, isinstance(g.tile, SortedTile)
-    assert g.weights_RK is None or (g.activation is None and g.by_assignment == usual)
-    assert g.weights_RK is None or g.weights_RK.is_contiguous()
+    tile = g.tile
+    assert g.weights_RK is None or g.activation is None and g.weights_RK.is_contiguous()
     if not isinstance(tile, SortedTile):
         act = g.activation or Activation("silu")
         assert act.name == "silu" and act.gated and act.limit is None
-        assert g.bias_LN is None and not g.by_assignment
+        assert g.bias_LN is None
         # These modules need the Gluon of newer versions of triton.
         if isinstance(tile, TokenTile):
             assert g.x_RK is None and g.token_tiles is not None
@@ -91,7 +83,6 @@ def sorted_gemm(g: SortedLaunch) -> None:
     a_SK, out, aligned, activation = g.a_SK, g.out, g.aligned, g.activation or NO_ACTIVATION
     capacity = aligned.capacity
     assert a_SK.is_contiguous() and out.stride(1) == 1 and aligned.block_m == tile.block_m
-    assert not (tile.halves and tile.persistent), "persistent tiles have one size"
     tiles = capacity // tile.block_m * triton.cdiv(n, tile.block_n)
     a_box, half_box, w_box = (
         [rows, tile.block_k] for rows in (tile.block_m, tile.block_m // 2, tile.block_n)
@@ -126,9 +117,9 @@ def _compute(
     # Past K both tiles are zero; past N weights are another expert's, and sums are not stored.
     for step in range(0, tl.cdiv(K, BLOCK_K)):
         a_tile = a.load([row0, step * BLOCK_K])
-        acc = dot(a_tile, w.load([w_row, step * BLOCK_K]).T, acc, "ieee")
+        acc = numerics.dot(a_tile, w.load([w_row, step * BLOCK_K]).T, acc, "ieee")
         if TILE.gated:
-            up = dot(a_tile, w.load([w_row + N, step * BLOCK_K]).T, up, "ieee")
+            up = numerics.dot(a_tile, w.load([w_row + N, step * BLOCK_K]).T, up, "ieee")
 
     cols = col0 + tl.arange(0, BLOCK_N)
     ok = (cols < N)[None, :]
@@ -139,18 +130,18 @@ def _compute(
         if TILE.bias:
             bias_ptrs = pointers.bias + w_row + N + tl.arange(0, BLOCK_N)
             up += tl.load(bias_ptrs, mask=cols < N, other=0.0)[None, :]
-        acc = activate_gated(acc, up, alpha, limit, ACTIVATION, TILE.clamp)
+        acc = numerics.activate_gated(acc, up, alpha, limit, ACTIVATION, TILE.clamp)
     elif ACTIVATION != "none":
-        acc = activate(acc, ACTIVATION)
+        acc = numerics.activate(acc, ACTIVATION)
     rows = row0 + tl.arange(0, BLOCK_M)
     if TILE.by_assignment:
         rows = tl.load(pointers.assignments + rows)
         ok = ok & (rows < padding)[:, None]
         if pointers.weights is not None:
             weights = tl.load(pointers.weights + rows, mask=rows < padding, other=0.0)
-            acc *= weight_before(weights)[:, None]
+            acc *= numerics.weight_before(weights)[:, None]
     out_ptrs = pointers.out + rows[:, None].to(tl.int64) * out_stride + cols[None, :]
-    tl.store(out_ptrs, convert(acc, pointers.out.dtype.element_ty), mask=ok)
+    tl.store(out_ptrs, numerics.convert(acc, pointers.out.dtype.element_ty), mask=ok)
 
 
 @triton.jit

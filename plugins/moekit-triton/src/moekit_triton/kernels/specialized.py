@@ -29,40 +29,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
+from . import warps
 from .operands import SortedLaunch
 from .tiles import SpecializedTile
-from .warps import (
-    BLOCK_M,
-    COLUMNS,
-    COPIED,
-    OF_BLOCKS,
-    ROWS,
-    STAGES,
-    UNIT,
-    UNITS,
-    WIDE,
-    apply_weight_before,
-    async_load,
-    clear,
-    commit_message,
-    copy_unit,
-    descriptor,
-    halves_of,
-    load_acquire,
-    messages,
-    multiply,
-    next_slot,
-    position,
-    reinterpret,
-    renamed,
-    ring_barriers,
-    schedule,
-    silu_mul,
-    store_tile,
-    tile_info,
-    wait_message,
-    zeros,
-)
+from .warps import BLOCK_M, COLUMNS, COPIED, OF_BLOCKS, ROWS, STAGES, UNIT, UNITS, WIDE, descriptor
 
 STEP = gl.constexpr(64)  # of K
 _COPIERS = gl.constexpr(3)
@@ -101,36 +71,31 @@ def _consume(
     out, sorted_ptr, num_rows_ptr, weights_ptr = results
     N, K, padding, group_m = sizes
     a_s, w_s, buffers = memory
-    full, empty = barriers
-    half_blocks = reinterpret(a_s, a_s.dtype, [2 * STAGES, ROWS, STEP], a_s.layout)
+    half_blocks = warps.reinterpret(a_s, a_s.dtype, [2 * STAGES, ROWS, STEP], a_s.layout)
     row_blocks = gl.load(num_rows_ptr) // (2 * ROWS)
     col_blocks = gl.cdiv(N, OUT)
     steps = gl.cdiv(K, STEP)
-    slot = 0
-    phase = 0
-    count = 0
-    tile, halves = wait_message(mail, count)
+    slot, phase, count = 0, 0, 0
+    tile, halves = warps.wait_message(mail, count)
     while tile < row_blocks * col_blocks:
-        block_m, col = position(tile, row_blocks, col_blocks, group_m, OUT)
+        block_m, col = warps.position(tile, row_blocks, col_blocks, group_m, OUT)
         row = (2 * block_m + WHICH) * ROWS
         if halves > WHICH:
-            acc, slot, phase = multiply(WHICH, zeros(), (half_blocks, w_s), barriers, slot, phase,
-                                        steps)  # fmt: skip
+            acc, slot, phase = warps.multiply(
+                WHICH, warps.zeros(), (half_blocks, w_s), barriers, slot, phase, steps
+            )
             if GATED:
-                gate, up = halves_of(acc)
-                store_tile(silu_mul(gate, up), buffers, WHICH, out, row, col, 1)
+                gate, up = warps.halves_of(acc)
+                warps.store_tile(warps.silu_mul(gate, up), buffers, WHICH, out, row, col, 1)
             else:
-                acc = apply_weight_before(acc, weights_ptr, sorted_ptr, row, padding)
-                left, right = halves_of(acc)
-                store_tile(left, buffers, WHICH, out, row, col, 1)
-                store_tile(right, buffers, WHICH, out, row, col + WIDE // 2, 1)
-        else:  # release the stages unread
-            for _ in range(steps):
-                mbarrier.wait(full.index(slot), phase)
-                mbarrier.arrive(empty.index(slot), count=1)
-                slot, phase = next_slot(slot, phase)
+                acc = warps.apply_weight_before(acc, weights_ptr, sorted_ptr, row, padding)
+                left, right = warps.halves_of(acc)
+                warps.store_tile(left, buffers, WHICH, out, row, col, 1)
+                warps.store_tile(right, buffers, WHICH, out, row, col + WIDE // 2, 1)
+        else:
+            slot, phase = warps.skip(barriers, slot, phase, steps)
         count += 1
-        tile, halves = wait_message(mail, count)
+        tile, halves = warps.wait_message(mail, count)
     tma.store_wait(0)
 
 
@@ -141,7 +106,7 @@ def _copy_first(blocks, rows, num_rows_ptr, counters_ptr):
     first = gl.atomic_add(counters_ptr + 1, each, sem="relaxed")
     units = gl.load(num_rows_ptr) // UNIT
     for unit in range(first, gl.minimum(first + each, units)):
-        copy_unit(unit, units * UNIT, counters_ptr + OF_BLOCKS, rows, UNIT, 2048, 4)
+        warps.copy_unit(unit, units * UNIT, counters_ptr + OF_BLOCKS, rows, UNIT, 2048, 4)
 
 
 @gluon.jit
@@ -149,11 +114,8 @@ def _copy_ahead(rows, num_rows_ptr, counters_ptr, COPY: gl.constexpr):
     """Copy units until there are no more."""
     if COPY:
         units = gl.load(num_rows_ptr) // UNIT
-        next_unit = gl.atomic_add(counters_ptr + 1, 1, sem="relaxed")
-        while next_unit < units:
-            unit = next_unit + 0
-            next_unit = gl.atomic_add(counters_ptr + 1, 1, sem="relaxed")
-            copy_unit(unit, units * UNIT, counters_ptr + OF_BLOCKS, rows, 1, 1024, 1)
+        copied_ptr = counters_ptr + OF_BLOCKS
+        warps.copy_units(units, units * UNIT, counters_ptr + 1, copied_ptr, rows)
         ended = gl.atomic_add(counters_ptr + 2, 1, sem="acq_rel")
         if ended == _COPIERS * gl.num_programs(0) - 1:  # the last copier: no unit is taken any more
             gl.store(counters_ptr + 1, 0)
@@ -181,46 +143,45 @@ def _load(
     tiles = row_blocks * col_blocks
     steps = gl.cdiv(K, STEP)
     look_ahead = gl.minimum(steps, STAGES) - 1
-    slot = 0
-    phase = 1
-    count = 0
+    slot, phase, count = 0, 1, 0
     tile = gl.program_id(0)
-    block_m, col, expert, halves = tile_info(tile, row_blocks, col_blocks, group_m, experts_ptr,
-                                         sorted_ptr, padding, OUT, HALVES)  # fmt: skip
+    block_m, col, expert, halves = warps.tile_info(
+        tile, row_blocks, col_blocks, group_m, experts_ptr, sorted_ptr, padding, OUT, HALVES
+    )
     w_row = expert * (2 * N if GATED else N) + col
     while tile < tiles:
-        commit_message(mail, count, (tile, halves))
+        warps.commit_message(mail, count, (tile, halves))
         count += 1
-        following = renamed((tile, block_m, w_row, halves))
+        following = warps.renamed((tile, block_m, w_row, halves))
         if COPY:
             copied = 0
             while copied < COPIED:
-                copied = load_acquire(counters_ptr + OF_BLOCKS + block_m)
+                copied = warps.load_acquire(counters_ptr + OF_BLOCKS + block_m)
         for step in range(steps):
             mbarrier.wait(empty.index(slot), phase)
             bar = full.index(slot)
             mbarrier.expect(bar, BYTES)
             k = step * STEP
-            async_load(a, [block_m * 2 * ROWS, k], bar, a_s.index(slot))
+            warps.async_load(a, [block_m * 2 * ROWS, k], bar, a_s.index(slot))
             if GATED:
                 gate = w_boxes.index(2 * slot)
                 up = w_boxes.index(2 * slot + 1)
-                async_load(w, [w_row, k], bar, gate)
-                async_load(w, [w_row + N, k], bar, up)
+                warps.async_load(w, [w_row, k], bar, gate)
+                warps.async_load(w, [w_row + N, k], bar, up)
             else:
-                async_load(w, [w_row, k], bar, w_boxes.index(slot))
-            slot, phase = next_slot(slot, phase)
+                warps.async_load(w, [w_row, k], bar, w_boxes.index(slot))
+            slot, phase = warps.next_slot(slot, phase)
             if step == look_ahead:
-                next_tile = schedule(tile, tiles, counters_ptr, HALVES or COPY)
+                next_tile = warps.schedule(tile, tiles, counters_ptr, HALVES or COPY)
                 if COPY and next_tile == tiles - 1 + gl.num_programs(0):
-                    clear(counters_ptr + OF_BLOCKS, row_blocks)  # no program waits any more
-                next_m, next_col, next_expert, next_halves = tile_info(
+                    warps.clear(counters_ptr + OF_BLOCKS, row_blocks)  # no program waits any more
+                next_m, next_col, next_expert, next_halves = warps.tile_info(
                     next_tile, row_blocks, col_blocks, group_m, experts_ptr, sorted_ptr, padding,
                     OUT, HALVES)  # fmt: skip
                 next_row = next_expert * (2 * N if GATED else N) + next_col
                 following = (next_tile, next_m, next_row, next_halves)
-        tile, block_m, w_row, halves = renamed(following)
-    commit_message(mail, count, (tile, halves))
+        tile, block_m, w_row, halves = warps.renamed(following)
+    warps.commit_message(mail, count, (tile, halves))
 
 
 @gluon.jit(do_not_specialize=["padding", "group_m"])
@@ -235,11 +196,11 @@ def _gemm(
     a_s = gl.allocate_shared_memory(a.dtype, [STAGES, 2 * ROWS, STEP], a.layout)
     w_s = gl.allocate_shared_memory(w.dtype, [STAGES, WIDE, STEP], w.layout)
     buffers = gl.allocate_shared_memory(out.dtype, [2] + out.block_shape, out.layout)
-    barriers = ring_barriers(1)
-    mail = messages(2)
+    barriers = warps.ring_barriers(1)
+    mail = warps.messages(2)
     fence_async_shared()
     if GATED:
-        w_boxes = reinterpret(w_s, w.dtype, [2 * STAGES, WIDE // 2, STEP], w.layout)
+        w_boxes = warps.reinterpret(w_s, w.dtype, [2 * STAGES, WIDE // 2, STEP], w.layout)
     else:
         w_boxes = w_s
     rows = (x_ptr, a_ptr, sorted_ptr, padding, top_k, K, x_stride)

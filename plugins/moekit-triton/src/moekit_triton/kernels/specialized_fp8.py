@@ -24,31 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from . import warps
 from .operands import SortedLaunch
 from .tiles import SpecializedTile
-from .warps import (
-    BLOCK_M,
-    COLUMNS,
-    ROWS,
-    STAGES,
-    WIDE,
-    add_scaled,
-    apply_weight_before,
-    async_load,
-    commit_message,
-    descriptor,
-    halves_of,
-    messages,
-    next_slot,
-    rcp,
-    renamed,
-    ring_barriers,
-    schedule,
-    silu_divisor,
-    store_tile,
-    tile_info,
-    wait_message,
-)
+from .warps import BLOCK_M, COLUMNS, ROWS, STAGES, WIDE, descriptor
 
 _BOX = gl.constexpr(COLUMNS // 2)  # weight rows of a product
 _STEP = gl.constexpr(SCALE_GROUP)  # of K
@@ -81,9 +60,9 @@ def specialized_fp8_gemm(g: SortedLaunch) -> None:
 @gluon.jit
 def _silu_mul(gate0, gate1, up0, up1):
     """Return silu(gate) * up of two pieces."""
-    below0 = silu_divisor(gate0)
-    below1 = silu_divisor(gate1)
-    inverse = rcp(below0 * below1)
+    below0 = warps.silu_divisor(gate0)
+    below1 = warps.silu_divisor(gate1)
+    inverse = warps.rcp(below0 * below1)
     return gate0 * up0 * (inverse * below1), gate1 * up1 * (inverse * below0)
 
 
@@ -109,7 +88,7 @@ def _scales(a_scales, w_scales, a_at, w_at, v_at):
 @gluon.jit
 def _scales_at(WHICH: gl.constexpr, mail, count, N, steps, GATED: gl.constexpr):
     """Return the offsets of a tile's first scales: of its rows of a and of both weight boxes."""
-    block_m, col, expert, _ = wait_message(mail, count)
+    block_m, col, expert, _ = warps.wait_message(mail, count)
     blocks = gl.cdiv(2 * N if GATED else N, _STEP)
     block = col // _STEP
     if GATED:
@@ -138,14 +117,12 @@ def _consume(
     local = gl.arange(0, ROWS, gl.SliceLayout(1, _LAYOUT))
     a_scales = a_scale_ptr + local
     w_scales = w_scale_ptr + local * 0
-    slot = 0
-    phase = 0
-    count = 0
+    slot, phase, count = 0, 0, 0
     a_at, w_at, v_at = _scales_at(WHICH, mail, count, N, steps, GATED)
     a_scale, w_scale, v_scale = _scales(a_scales, w_scales, a_at, w_at, v_at)
     w_factor = a_scale * w_scale
     v_factor = a_scale * v_scale
-    block_m, col, _, halves = wait_message(mail, count)
+    block_m, col, _, halves = warps.wait_message(mail, count)
     while halves > 0:
         row = (2 * block_m + WHICH) * ROWS
         count += 1
@@ -165,46 +142,46 @@ def _consume(
                     v_at += 1
                     a_scale, w_scale, v_scale = _scales(a_scales, w_scales, a_at, w_at, v_at)
                 product = warpgroup_mma_wait(0, deps=(product,))
-                acc0 = add_scaled(acc0, product, w_factor)
+                acc0 = warps.add_scaled(acc0, product, w_factor)
                 mbarrier.wait(full.index(2 * slot + 1), phase)
                 product = _product(a, w_s.index(2 * slot + 1))
                 product = warpgroup_mma_wait(0, deps=(product,))
                 mbarrier.arrive(empty.index(slot), count=1)
-                acc1 = add_scaled(acc1, product, v_factor)
+                acc1 = warps.add_scaled(acc1, product, v_factor)
                 w_factor = _times(a_scale, w_scale)
                 v_factor = _times(a_scale, v_scale)
-                slot, phase = next_slot(slot, phase)
+                slot, phase = warps.next_slot(slot, phase)
             if GATED:
-                gate0, gate1 = halves_of(acc0)
-                up0, up1 = halves_of(acc1)
+                gate0, gate1 = warps.halves_of(acc0)
+                up0, up1 = warps.halves_of(acc1)
                 y0, y1 = _silu_mul(gate0, gate1, up0, up1)
                 amax = gl.maximum(gl.max(gl.abs(y0), axis=1), gl.max(gl.abs(y1), axis=1))
                 amax = gl.maximum(amax, _TINY)
                 inverse = gl.expand_dims(gl.fdiv(gl.full_like(amax, _QMAX), amax), 1)
                 scales = out_scale_ptr + (col // _STEP) * capacity + row
                 gl.store(scales + gl.arange(0, ROWS, amax.type.layout), amax * (1 / _QMAX))
-                store_tile(y0 * inverse, buffers, 2 * WHICH, out, row, col, 2)
-                store_tile(y1 * inverse, buffers, 2 * WHICH + 1, out, row, col + _PIECE, 2)
+                warps.store_tile(y0 * inverse, buffers, 2 * WHICH, out, row, col, 2)
+                warps.store_tile(y1 * inverse, buffers, 2 * WHICH + 1, out, row, col + _PIECE, 2)
             else:
-                acc0 = apply_weight_before(acc0, weights_ptr, sorted_ptr, row, padding)
-                acc1 = apply_weight_before(acc1, weights_ptr, sorted_ptr, row, padding)
-                y0, y1 = halves_of(acc0)
-                store_tile(y0, buffers, 2 * WHICH, out, row, col, 2)
-                store_tile(y1, buffers, 2 * WHICH + 1, out, row, col + _PIECE, 2)
-                y0, y1 = halves_of(acc1)
-                store_tile(y0, buffers, 2 * WHICH, out, row, col + 2 * _PIECE, 2)
-                store_tile(y1, buffers, 2 * WHICH + 1, out, row, col + 3 * _PIECE, 2)
+                acc0 = warps.apply_weight_before(acc0, weights_ptr, sorted_ptr, row, padding)
+                acc1 = warps.apply_weight_before(acc1, weights_ptr, sorted_ptr, row, padding)
+                y0, y1 = warps.halves_of(acc0)
+                warps.store_tile(y0, buffers, 2 * WHICH, out, row, col, 2)
+                warps.store_tile(y1, buffers, 2 * WHICH + 1, out, row, col + _PIECE, 2)
+                y0, y1 = warps.halves_of(acc1)
+                warps.store_tile(y0, buffers, 2 * WHICH, out, row, col + 2 * _PIECE, 2)
+                warps.store_tile(y1, buffers, 2 * WHICH + 1, out, row, col + 3 * _PIECE, 2)
         else:
             for _ in range(steps):
                 mbarrier.wait(full.index(2 * slot), phase)
                 mbarrier.wait(full.index(2 * slot + 1), phase)
                 mbarrier.arrive(empty.index(slot), count=1)
-                slot, phase = next_slot(slot, phase)
+                slot, phase = warps.next_slot(slot, phase)
             a_at, w_at, v_at = _scales_at(WHICH, mail, count, N, steps, GATED)
             a_scale, w_scale, v_scale = _scales(a_scales, w_scales, a_at, w_at, v_at)
             w_factor = a_scale * w_scale
             v_factor = a_scale * v_scale
-        block_m, col, _, halves = wait_message(mail, count)
+        block_m, col, _, halves = warps.wait_message(mail, count)
     tma.store_wait(0)
 
 
@@ -216,11 +193,12 @@ def _commit_tile(
     """Commit a tile's block, column, expert and halves (0 past the last tile). Return its block,
     weight row and halves."""
     OUT: gl.constexpr = WIDE // 2 if GATED else WIDE
-    block_m, col, expert, halves = tile_info(tile, row_blocks, col_blocks, group_m, experts_ptr,
-                                         sorted_ptr, padding, OUT, HALVES)  # fmt: skip
+    block_m, col, expert, halves = warps.tile_info(
+        tile, row_blocks, col_blocks, group_m, experts_ptr, sorted_ptr, padding, OUT, HALVES
+    )
     expert = gl.maximum(expert, 0)  # -1 without any rows
     halves = gl.where(tile < row_blocks * col_blocks, halves, 0)
-    commit_message(mail, count, (block_m, col, expert, halves))
+    warps.commit_message(mail, count, (block_m, col, expert, halves))
     return block_m, expert * (2 * N if GATED else N) + col, halves
 
 
@@ -242,16 +220,14 @@ def _load(operands, sizes, memory, barriers, mail, GATED: gl.constexpr, HALVES: 
     tiles = row_blocks * col_blocks
     steps = gl.cdiv(K, _STEP)
     look_ahead = gl.minimum(steps, STAGES) - 1
-    slot = 0
-    phase = 1
-    count = 0
+    slot, phase, count = 0, 1, 0
     tile = gl.program_id(0)
     block_m, w_row, halves = _commit_tile(
         mail, count, tile, row_blocks, col_blocks, group_m, experts_ptr, sorted_ptr,
         padding, N, GATED, HALVES)  # fmt: skip
     while tile < tiles:
         count += 1
-        following = renamed((tile, block_m, w_row, halves))
+        following = warps.renamed((tile, block_m, w_row, halves))
         a_row = block_m * 2 * ROWS
         both = halves == 2
         for step in range(steps):
@@ -261,20 +237,20 @@ def _load(operands, sizes, memory, barriers, mail, GATED: gl.constexpr, HALVES: 
             k = step * _STEP
             mbarrier.expect(first, (2 * ROWS + _BOX) * _STEP, pred=both)
             mbarrier.expect(first, (ROWS + _BOX) * _STEP, pred=halves < 2)
-            async_load(a, [a_row, k], first, a_s.index(2 * slot))
-            async_load(
+            warps.async_load(a, [a_row, k], first, a_s.index(2 * slot))
+            warps.async_load(
                 a, [a_row + ROWS, k], first, a_s.index(2 * slot + 1), pred=both)  # fmt: skip
-            async_load(w, [w_row, k], first, w_s.index(2 * slot))
+            warps.async_load(w, [w_row, k], first, w_s.index(2 * slot))
             mbarrier.expect(second, _BOX * _STEP)
             v_row = w_row + (N if GATED else _BOX)
-            async_load(w, [v_row, k], second, w_s.index(2 * slot + 1))
-            slot, phase = next_slot(slot, phase)
+            warps.async_load(w, [v_row, k], second, w_s.index(2 * slot + 1))
+            slot, phase = warps.next_slot(slot, phase)
             if step == look_ahead:
-                next_tile = schedule(tile, tiles, counters_ptr, HALVES)
+                next_tile = warps.schedule(tile, tiles, counters_ptr, HALVES)
                 following = (next_tile,) + _commit_tile(
                     mail, count, next_tile, row_blocks, col_blocks, group_m, experts_ptr,
                     sorted_ptr, padding, N, GATED, HALVES)  # fmt: skip
-        tile, block_m, w_row, halves = renamed(following)
+        tile, block_m, w_row, halves = warps.renamed(following)
 
 
 @gluon.jit(do_not_specialize=["capacity", "padding", "group_m"])
@@ -288,8 +264,8 @@ def _gemm(
     a_s = gl.allocate_shared_memory(a.dtype, [2 * STAGES, ROWS, _STEP], a.layout)
     w_s = gl.allocate_shared_memory(w.dtype, [2 * STAGES, _BOX, _STEP], w.layout)
     buffers = gl.allocate_shared_memory(out.dtype, [4] + out.block_shape, out.layout)
-    barriers = ring_barriers(2)
-    mail = messages(4)
+    barriers = warps.ring_barriers(2)
+    mail = warps.messages(4)
     fence_async_shared()
     results = (out, out_scale_ptr, a_scale_ptr, w_scale_ptr, sorted_ptr, weights_ptr)
     sizes = (N, K, capacity, padding)

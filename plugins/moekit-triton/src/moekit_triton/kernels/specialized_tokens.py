@@ -27,28 +27,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from . import warps
 from .operands import SortedLaunch
 from .order import tile_at
 from .specialized import STEP
 from .tiles import TokenTile
 from .token_tiles import MOST_PIECES, PIECE, REST, most_tiles
-from .warps import (
-    STAGES,
-    apply_weight_before,
-    async_load,
-    commit_message,
-    descriptor,
-    halves_of,
-    messages,
-    next_slot,
-    reinterpret,
-    renamed,
-    ring_barriers,
-    schedule,
-    silu_mul,
-    store_tile,
-    wait_message,
-)
+from .warps import STAGES, descriptor
 
 _BOX = gl.constexpr(64)  # tokens of a load
 _ROW = gl.constexpr(128)  # bytes of a row in a step
@@ -134,7 +119,7 @@ def _multiply(
         # its slot from one step to the next.)
         last = (slot + STAGES - 1) % STAGES
         mbarrier.arrive(empty.index(last), count=1, pred=step > 0)
-        slot, phase = next_slot(slot, phase)
+        slot, phase = warps.next_slot(slot, phase)
     last = (slot + STAGES - 1) % STAGES
     if REST == 0:
         acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -152,7 +137,7 @@ def _gate(x):
     rows: gl.constexpr = x.shape[0]
     tokens: gl.constexpr = x.shape[1]
     gate, up = x.reshape([rows // 16, 2, 8, tokens]).permute([0, 2, 3, 1]).split()
-    return silu_mul(gate.reshape([rows // 2, tokens]), up.reshape([rows // 2, tokens]))
+    return warps.silu_mul(gate.reshape([rows // 2, tokens]), up.reshape([rows // 2, tokens]))
 
 
 @gluon.jit
@@ -160,7 +145,7 @@ def _store(WHICH: gl.constexpr, acc, results, count, row, end, col, GATED: gl.co
     """Store the results of the tokens below sorted row ``end`` in parts, each through the next of
     this warp group's buffers."""
     if acc.shape[1] > _PART:
-        left, right = halves_of(acc)
+        left, right = warps.halves_of(acc)
         count = _store(WHICH, left, results, count, row, end, col, GATED)
         if row + acc.shape[1] // 2 < end:
             count = _store(WHICH, right, results, count, row + acc.shape[1] // 2, end, col, GATED)
@@ -170,8 +155,8 @@ def _store(WHICH: gl.constexpr, acc, results, count, row, end, col, GATED: gl.co
         if GATED:
             acc = _gate(acc)
         else:
-            acc = apply_weight_before(acc, weights_ptr, sorted_ptr, row, padding, 1)
-        store_tile(acc, buffers, WHICH * BUFFERS + count % BUFFERS, out, row, col, BUFFERS, 1)
+            acc = warps.apply_weight_before(acc, weights_ptr, sorted_ptr, row, padding, 1)
+        warps.store_tile(acc, buffers, WHICH * BUFFERS + count % BUFFERS, out, row, col, BUFFERS, 1)
         count += 1
     return count
 
@@ -230,13 +215,13 @@ def _consume(
     steps = gl.cdiv(K, STEP)
     state = (0, 0, 0)  # slot, phase, number of parts stored
     taken = 0
-    row, col, _, pieces = wait_message(mail, taken)
+    row, col, _, pieces = warps.wait_message(mail, taken)
     while pieces > 0:
         col += WHICH * (w_s.shape[1] // 2 if GATED else w_s.shape[1])
         given = (results, (row, col, pieces, steps), memory, barriers)
         state = _on_least_tokens(_tile, WHICH, GATED, pieces, given, state, TOKENS, REST, TOKENS)
         taken += 1
-        row, col, _, pieces = wait_message(mail, taken)
+        row, col, _, pieces = warps.wait_message(mail, taken)
     tma.store_wait(0)
 
 
@@ -256,9 +241,9 @@ def _load_tokens(tokens, row, k, pieces, bar, slot, MORE_BYTES: gl.constexpr):
     mbarrier.expect(bar, MORE_BYTES + (BOXES * _BOX + REST) * _ROW, pred=more)
     for box in gl.static_range(BOXES):
         x_box = x_boxes.index(BOXES * slot + box)
-        async_load(a, [row + box * _BOX, k], bar, x_box, pred=box < boxes)
+        warps.async_load(a, [row + box * _BOX, k], bar, x_box, pred=box < boxes)
     last = row + BOXES * _BOX
-    async_load(rest, [last, k], bar, rest_s.index(slot), pred=more)
+    warps.async_load(rest, [last, k], bar, rest_s.index(slot), pred=more)
 
 
 @gluon.jit
@@ -272,7 +257,7 @@ def _commit_tile(mail, count, list_of, tile, N, OUT: gl.constexpr, GATED: gl.con
     row = gl.where(inside, gl.load(tiles_ptr + 1 + 2 * row_tile), 0)
     word = gl.where(inside, gl.load(tiles_ptr + 2 + 2 * row_tile), 0)
     expert, pieces = word // MOST_PIECES, word % MOST_PIECES
-    commit_message(mail, count, (row, col_tile * OUT, expert, pieces))
+    warps.commit_message(mail, count, (row, col_tile * OUT, expert, pieces))
     return row, expert * (2 * N if GATED else N) + col_tile * OUT, pieces
 
 
@@ -299,29 +284,27 @@ def _load_tiles(
     list_of = (tiles_ptr, row_tiles, col_tiles, group_m)
     steps = gl.cdiv(K, STEP)
     look_ahead = gl.minimum(steps, STAGES) - 1
-    slot = 0
-    phase = 1
-    count = 0
+    slot, phase, count = 0, 1, 0
     tile = gl.program_id(0)
     row, w_row, pieces = _commit_tile(mail, count, list_of, tile, N, OUT, GATED)
     while tile < tiles:
         count += 1
-        following = renamed((tile, row, w_row, pieces))
+        following = warps.renamed((tile, row, w_row, pieces))
         for step in range(steps):
             mbarrier.wait(empty.index(slot), phase)
             bar = full.index(slot)
             k = step * STEP
             _load_tokens(tokens, row, k, pieces, bar, slot, WEIGHTS * _ROW)
             if GATED:  # the descriptor's first dimension is of 8 rows (`alternating`)
-                async_load(w, [w_row // 8, 0, 0, k], bar, w_boxes.index(slot))
+                warps.async_load(w, [w_row // 8, 0, 0, k], bar, w_boxes.index(slot))
             else:
-                async_load(w, [w_row, k], bar, w_boxes.index(slot))
-            slot, phase = next_slot(slot, phase)
+                warps.async_load(w, [w_row, k], bar, w_boxes.index(slot))
+            slot, phase = warps.next_slot(slot, phase)
             if step == look_ahead:
-                next_tile = schedule(tile, tiles, counters_ptr, True)
+                next_tile = warps.schedule(tile, tiles, counters_ptr, True)
                 following = (next_tile,) + _commit_tile(mail, count, list_of, next_tile, N, OUT,
                                                         GATED)  # fmt: skip
-        tile, row, w_row, pieces = renamed(following)
+        tile, row, w_row, pieces = warps.renamed(following)
 
 
 @gluon.jit(do_not_specialize=["padding", "group_m"])
@@ -336,11 +319,11 @@ def _gemm(
     x_s = gl.allocate_shared_memory(a.dtype, [STAGES, TOKENS, STEP], a.layout)
     rest_s = gl.allocate_shared_memory(a.dtype, [STAGES] + rest.block_shape, rest.layout)
     # Weights by halves, as consumers multiply them; tokens by boxes, as they are loaded.
-    w_s = reinterpret(w_boxes, w.dtype, [2 * STAGES, WEIGHTS // 2, STEP], a.layout)
-    x_boxes = reinterpret(x_s, a.dtype, [TOKENS // _BOX * STAGES, _BOX, STEP], a.layout)
+    w_s = warps.reinterpret(w_boxes, w.dtype, [2 * STAGES, WEIGHTS // 2, STEP], a.layout)
+    x_boxes = warps.reinterpret(x_s, a.dtype, [TOKENS // _BOX * STAGES, _BOX, STEP], a.layout)
     buffers = gl.allocate_shared_memory(out.dtype, [BUFFERS] + out.block_shape, out.layout)
-    barriers = ring_barriers(1)
-    mail = messages(4)
+    barriers = warps.ring_barriers(1)
+    mail = warps.messages(4)
     fence_async_shared()
     results = (out, sorted_ptr, weights_ptr, padding, buffers)
     memory = (w_s, x_s, rest_s)

@@ -33,38 +33,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from . import warps
 from .tiles import SpecializedTile
 from .training_gemm import CompactRows, Epilogue
-from .warps import (
-    BLOCK_M,
-    COLUMNS,
-    COPIED,
-    ROWS,
-    STAGES,
-    UNITS,
-    WIDE,
-    async_load,
-    async_store,
-    commit_message,
-    copy_unit,
-    descriptor,
-    halves_of,
-    load_acquire,
-    messages,
-    multiply,
-    next_slot,
-    position,
-    reinterpret,
-    release_before,
-    renamed,
-    ring_barriers,
-    sigmoid,
-    silu_mul,
-    start_product,
-    store_tile,
-    wait_message,
-    zeros,
-)
+from .warps import BLOCK_M, COLUMNS, COPIED, ROWS, STAGES, UNITS, WIDE, descriptor
 
 STEP = gl.constexpr(64)  # of K, or of rows in outer products
 _CHUNK = gl.constexpr(64)  # columns of an epilogue that reads memory
@@ -168,10 +140,10 @@ def _multiply_partial(WHICH: gl.constexpr, memory, barriers, slot, phase, rows):
     _clear_rows(memory[0], 2 * slot + WHICH, 1, rows)
     _clear_rows(memory[1], slot, WIDE // 64, rows)
     fence_async_shared()
-    acc = start_product(WHICH, memory, slot, zeros(), True)
+    acc = warps.start_product(WHICH, memory, slot, warps.zeros(), True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    slot, phase = next_slot(slot, phase)
-    release_before(barriers, slot, True)
+    slot, phase = warps.next_slot(slot, phase)
+    warps.release_before(barriers, slot, True)
     return acc, slot, phase
 
 
@@ -182,7 +154,7 @@ def _clear_rows(memory, index, PANELS: gl.constexpr, rows):
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     # Panels of 64 columns lie one after another; swizzling moves nothing to another row.
-    panels = reinterpret(memory, memory.dtype, [memory.shape[0] * PANELS, STEP, 64], plain)
+    panels = warps.reinterpret(memory, memory.dtype, [memory.shape[0] * PANELS, STEP, 64], plain)
     exists = gl.arange(0, STEP, gl.SliceLayout(1, layout))[:, None] < rows
     for panel in gl.static_range(PANELS):
         part = panels.index(index * PANELS + panel)
@@ -194,10 +166,9 @@ def _consume(WHICH: gl.constexpr, results, N, K, memory, barriers, mail, KIND: g
     """Compute half the rows of every tile, if any of them exists."""
     OUTER: gl.constexpr = KIND == "outer" or KIND == "add"
     out, gate_out, up_out, out_ptr, pair_ptr, order_ptr, weights_ptr, partials_ptr = results
-    full, empty = barriers
     buffers = memory[2]
     slot, phase, count = 0, 0, 0
-    row, col, length = wait_message(mail, count)
+    row, col, length = warps.wait_message(mail, count)
     while length >= 0:
         row += WHICH * ROWS
         rows, steps, partial = length - WHICH * ROWS, gl.cdiv(K, STEP), 0
@@ -209,40 +180,40 @@ def _consume(WHICH: gl.constexpr, results, N, K, memory, barriers, mail, KIND: g
                 row_R = gl.arange(0, ROWS, gl.SliceLayout(1, _LAYOUT))
                 assignment_R = gl.load(order_ptr + row + row_R, mask=row_R < rows, other=0)
                 weight_R = gl.load(weights_ptr + assignment_R, mask=row_R < rows, other=0.0)
-            acc = zeros()
+            acc = warps.zeros()
             if OUTER:
                 if partial != 0:
                     acc, slot, phase = _multiply_partial(WHICH, memory, barriers, slot, phase,
                                                          partial)  # fmt: skip
                     steps -= 1
-            acc, slot, phase = multiply(WHICH, acc, memory, barriers, slot, phase, steps, OUTER)
+            acc, slot, phase = warps.multiply(
+                WHICH, acc, memory, barriers, slot, phase, steps, OUTER
+            )
             if KIND == "pull":
                 slot, phase = _pull(WHICH, acc, weight_R, results, row, col, rows, N, memory,
                                     barriers, slot, phase)  # fmt: skip
             elif KIND == "add":
                 slot, phase = _add(WHICH, acc, out, row, col, memory, barriers, slot, phase)
             elif KIND == "outer":
-                boxes = halves_of(acc) if out.block_shape[1] == WIDE // 2 else _chunks(acc)
+                boxes = warps.halves_of(acc) if out.block_shape[1] == WIDE // 2 else _chunks(acc)
                 for n in gl.static_range(len(boxes)):
                     at = col + n * out.block_shape[1]
-                    store_tile(boxes[n], buffers, WHICH, out, row, at, 1)
+                    warps.store_tile(boxes[n], buffers, WHICH, out, row, at, 1)
             elif KIND == "activation":
-                gate, up = halves_of(acc)
+                gate, up = warps.halves_of(acc)
                 _store(WHICH, gate, gate_out, pair_ptr, row, col, 2 * N, N, rows, buffers)
-                a = silu_mul(gate, up)
+                a = warps.silu_mul(gate, up)
                 _store(WHICH, up, up_out, pair_ptr + N, row, col, 2 * N, N, rows, buffers)
                 _store(WHICH, a, out, out_ptr, row, col, N, N, rows, buffers)
             else:
-                left, right = halves_of(acc)
+                left, right = warps.halves_of(acc)
                 _store(WHICH, left, out, out_ptr, row, col, N, N, rows, buffers)
                 _store(WHICH, right, out, out_ptr, row, col + WIDE // 2, N, N, rows, buffers)
-        else:  # release the stages unread
-            for _ in range(steps + _CHUNKS if KIND == "pull" else steps):
-                mbarrier.wait(full.index(slot), phase)
-                mbarrier.arrive(empty.index(slot), count=1)
-                slot, phase = next_slot(slot, phase)
+        else:
+            stages = steps + _CHUNKS if KIND == "pull" else steps
+            slot, phase = warps.skip(barriers, slot, phase, stages)
         count += 1
-        row, col, length = wait_message(mail, count)
+        row, col, length = warps.wait_message(mail, count)
     tma.store_wait(0)
 
 
@@ -250,9 +221,9 @@ def _consume(WHICH: gl.constexpr, results, N, K, memory, barriers, mail, KIND: g
 def _store(WHICH: gl.constexpr, x, out, ptr, row, col, stride, N, rows, buffers):
     """Store x at (row, col) of the tensor at ptr, which ``out`` describes."""
     if rows >= ROWS:
-        store_tile(x, buffers, WHICH, out, row, col, 1)
+        warps.store_tile(x, buffers, WHICH, out, row, col, 1)
     else:  # half of x at a time, because registers do not hold more addresses
-        left, right = halves_of(x)
+        left, right = warps.halves_of(x)
         _store_rows(left, ptr, row, col, stride, N, rows)
         _store_rows(right, ptr, row, col + x.shape[1] // 2, stride, N, rows)
 
@@ -269,8 +240,8 @@ def _store_rows(x, ptr, row, col, stride, N, rows):
 @gluon.jit
 def _chunks(acc):
     """Return the columns of acc in four parts; moves no register."""
-    left, right = halves_of(acc)
-    return halves_of(left) + halves_of(right)
+    left, right = warps.halves_of(acc)
+    return warps.halves_of(left) + warps.halves_of(right)
 
 
 @gluon.jit
@@ -279,7 +250,8 @@ def _part(memory, tensor, slot, place):
     describes."""
     EACH: gl.constexpr = STEP * WIDE * 16 // (ROWS * _CHUNK * tensor.dtype.primitive_bitwidth)
     shape: gl.constexpr = [EACH * STAGES, ROWS, _CHUNK]
-    return reinterpret(memory[1], tensor.dtype, shape, tensor.layout).index(EACH * slot + place)
+    parts = warps.reinterpret(memory[1], tensor.dtype, shape, tensor.layout)
+    return parts.index(EACH * slot + place)
 
 
 @gluon.jit
@@ -292,13 +264,13 @@ def _add(WHICH: gl.constexpr, acc, out, row, col, memory, barriers, slot, phase)
         added = gl.convert_layout(chunks[chunk], _LAYOUT, assert_trivial=True)
         total = part.load(_LAYOUT).to(gl.float32) + added
         tma.store_wait(0)
-        release_before(barriers, slot, chunk > 0)
+        warps.release_before(barriers, slot, chunk > 0)
         part.store(total.to(out.dtype))
         fence_async_shared()
-        async_store(out, [row, col + chunk * _CHUNK], part)
-        slot, phase = next_slot(slot, phase)
+        warps.async_store(out, [row, col + chunk * _CHUNK], part)
+        slot, phase = warps.next_slot(slot, phase)
     tma.store_wait(0)
-    release_before(barriers, slot, True)
+    warps.release_before(barriers, slot, True)
     return slot, phase
 
 
@@ -321,7 +293,7 @@ def _pull(
         gate = gate_s.load(_LAYOUT).to(gl.float32)
         up = up_s.load(_LAYOUT).to(gl.float32)
         q = gl.convert_layout(chunks[chunk], _LAYOUT, assert_trivial=True)
-        share = sigmoid(gate)
+        share = warps.sigmoid(gate)
         act = gate * share
         sum_R += gl.sum(q * act * up, axis=1)
         pulled = q * weight
@@ -329,25 +301,25 @@ def _pull(
         dup = pulled * act
         pa = weight * act * up
         tma.store_wait(0)
-        release_before(barriers, slot, chunk > 0)
+        warps.release_before(barriers, slot, chunk > 0)
         if rows >= ROWS:
             gate_s.store(dgate.to(dgate_out.dtype))
             up_s.store(dup.to(dgate_out.dtype))
             if out is not None:
                 pa_s.store(pa.to(dgate_out.dtype))
             fence_async_shared()
-            async_store(dgate_out, [row, at], gate_s)
-            async_store(dup_out, [row, at], up_s)
+            warps.async_store(dgate_out, [row, at], gate_s)
+            warps.async_store(dup_out, [row, at], up_s)
             if out is not None:
-                async_store(out, [row, at], pa_s)
+                warps.async_store(out, [row, at], pa_s)
         else:
             _store_rows(dgate, dh_ptr, row, at, 2 * N, N, rows)
             _store_rows(dup, dh_ptr + N, row, at, 2 * N, N, rows)
             if out is not None:
                 _store_rows(pa, out_ptr, row, at, N, N, rows)
-        slot, phase = next_slot(slot, phase)
+        slot, phase = warps.next_slot(slot, phase)
     tma.store_wait(0)
-    release_before(barriers, slot, True)
+    warps.release_before(barriers, slot, True)
     if partials_ptr is not None:
         row_R = gl.arange(0, ROWS, gl.SliceLayout(1, _LAYOUT))
         ptrs = partials_ptr + (row + row_R).to(gl.int64) * gl.cdiv(N, WIDE) + col // WIDE
@@ -372,7 +344,7 @@ def _tile(tile, tiles, row_blocks, sizes, blocks, ACROSS: gl.constexpr, KIND: gl
     if OUTER:
         expert = tile // (row_blocks * col_blocks)
         tile = tile % (row_blocks * col_blocks)
-    block_m, col = position(tile, row_blocks, col_blocks, group_m, OUT)
+    block_m, col = warps.position(tile, row_blocks, col_blocks, group_m, OUT)
     if OUTER:
         b_at = gl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
         length = gl.load(ends_ptr + expert) - b_at
@@ -416,16 +388,16 @@ def _load(operands, sizes, blocks, memory, barriers, mail, COPY: gl.constexpr, K
     else:
         row, col, length, a_at, b_at = tile, tile, tile, tile, tile
     while tile < tiles:
-        commit_message(mail, count, (row, col, length))
+        warps.commit_message(mail, count, (row, col, length))
         count += 1
         if COPY and not OUTER:
             for block in range(row // (2 * ROWS), gl.cdiv(row + length, 2 * ROWS)):
                 copied = 0
                 while copied < COPIED:
-                    copied = load_acquire(counter_ptr + 2 + block)
+                    copied = warps.load_acquire(counter_ptr + 2 + block)
         steps = gl.maximum(gl.cdiv(length, STEP), 1) if OUTER else gl.cdiv(K, STEP)
         look_ahead = gl.minimum(steps, STAGES) - 1
-        following = renamed((tile, row, col, length, a_at, b_at))
+        following = warps.renamed((tile, row, col, length, a_at, b_at))
         for step in range(steps):
             mbarrier.wait(empty.index(slot), phase)
             bar = full.index(slot)
@@ -433,20 +405,20 @@ def _load(operands, sizes, blocks, memory, barriers, mail, COPY: gl.constexpr, K
             k = step * STEP
             if OUTER:
                 k = b_at + (step + steps - 1) % steps * STEP
-                async_load(a, [k, a_at], bar, a_s.index(2 * slot))
-                async_load(a, [k, a_at + ROWS], bar, a_s.index(2 * slot + 1))
-                async_load(b, [k, col], bar, b_s.index(slot))
+                warps.async_load(a, [k, a_at], bar, a_s.index(2 * slot))
+                warps.async_load(a, [k, a_at + ROWS], bar, a_s.index(2 * slot + 1))
+                warps.async_load(b, [k, col], bar, b_s.index(slot))
             else:
-                async_load(a, [a_at, k], bar, a_s.index(2 * slot))
-                async_load(a, [a_at + ROWS, k], bar, a_s.index(2 * slot + 1))
+                warps.async_load(a, [a_at, k], bar, a_s.index(2 * slot))
+                warps.async_load(a, [a_at + ROWS, k], bar, a_s.index(2 * slot + 1))
                 if KIND == "activation":
-                    w_s = reinterpret(b_s, b.dtype, [2 * STAGES, WIDE // 2, STEP], b.layout)
-                    async_load(b, [b_at, k], bar, w_s.index(2 * slot))
-                    async_load(b, [b_at + N, k], bar, w_s.index(2 * slot + 1))
+                    w_s = warps.reinterpret(b_s, b.dtype, [2 * STAGES, WIDE // 2, STEP], b.layout)
+                    warps.async_load(b, [b_at, k], bar, w_s.index(2 * slot))
+                    warps.async_load(b, [b_at + N, k], bar, w_s.index(2 * slot + 1))
                 else:
                     at = [b_at, k] if ACROSS else [b_at + k, col]
-                    async_load(b, at, bar, b_s.index(slot))
-            slot, phase = next_slot(slot, phase)
+                    warps.async_load(b, at, bar, b_s.index(slot))
+            slot, phase = warps.next_slot(slot, phase)
             if step == look_ahead:
                 next_tile = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
                 following = (next_tile,) + _tile(next_tile, tiles, row_blocks, sizes, blocks,
@@ -458,12 +430,12 @@ def _load(operands, sizes, blocks, memory, barriers, mail, COPY: gl.constexpr, K
                 mbarrier.expect(bar, READ)
                 for which in gl.static_range(2):
                     at = [row + which * ROWS, col + chunk * _CHUNK]
-                    async_load(first, at, bar, _part(memory, first, slot, which))
+                    warps.async_load(first, at, bar, _part(memory, first, slot, which))
                     if second is not None:
-                        async_load(second, at, bar, _part(memory, first, slot, 2 + which))
-                slot, phase = next_slot(slot, phase)
-        tile, row, col, length, a_at, b_at = renamed(following)
-    commit_message(mail, count, (0, 0, -1))
+                        warps.async_load(second, at, bar, _part(memory, first, slot, 2 + which))
+                slot, phase = warps.next_slot(slot, phase)
+        tile, row, col, length, a_at, b_at = warps.renamed(following)
+    warps.commit_message(mail, count, (0, 0, -1))
 
 
 # -- the copying warps --------------------------------------------------------------------------
@@ -475,11 +447,7 @@ def _copy(rows, experts, ends_ptr, counter_ptr, COPY: gl.constexpr):
     if COPY:
         end = gl.load(ends_ptr + experts - 1)
         units = gl.cdiv(end, 2 * ROWS) * UNITS
-        next_unit = gl.atomic_add(counter_ptr + 1, 1, sem="relaxed")
-        while next_unit < units:
-            unit = next_unit + 0
-            next_unit = gl.atomic_add(counter_ptr + 1, 1, sem="relaxed")
-            copy_unit(unit, end, counter_ptr + 2, rows, 1, 1024, 1)
+        warps.copy_units(units, end, counter_ptr + 1, counter_ptr + 2, rows)
 
 
 # -- the kernel ---------------------------------------------------------------------------------
@@ -503,8 +471,8 @@ def _products(
         buffers = gl.allocate_shared_memory(out.dtype, [2, ROWS, out.block_shape[1]], out.layout)
     else:
         buffers = a_s  # not used
-    barriers = ring_barriers(1)
-    mail = messages(3)
+    barriers = warps.ring_barriers(1)
+    mail = warps.messages(3)
     fence_async_shared()
     memory = (a_s, b_s, buffers)
     results = (out, gate_out, up_out, out_ptr, pair_ptr, order_ptr, weights_ptr, partials_ptr)

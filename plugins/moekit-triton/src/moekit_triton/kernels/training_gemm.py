@@ -21,16 +21,9 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from moekit_kernels import numerics
 from moekit_kernels.launch import Constants, Launcher, cdiv, wait_then_launch_dependents
-from moekit_kernels.numerics import (
-    NO_ACTIVATION,
-    Activation,
-    activate,
-    activate_gated,
-    convert,
-    dot,
-    weight_before,
-)
+from moekit_kernels.numerics import NO_ACTIVATION, Activation
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .derivatives import pull_gated, pull_plain
@@ -296,10 +289,10 @@ def _rows(
         else:
             a_tile = tl.load(a_ptrs, mask=(step * BLOCK_K + k < K)[None, :], other=0.0)
         w_tile = _weights(w, expert, w_ptrs, step, col0, col_N, N, K, FORM)
-        acc = dot(a_tile, w_tile, acc, "ieee")
+        acc = numerics.dot(a_tile, w_tile, acc, "ieee")
         if TWO:
             w_tile = _weights(w, expert, up_ptrs, step, col0 + N, col_N, N, K, FORM)
-            up = dot(a_tile, w_tile, up, "ieee")
+            up = numerics.dot(a_tile, w_tile, up, "ieee")
         a_ptrs += BLOCK_K
         if not FORM.tma:
             w_ptrs += BLOCK_K * strides.k
@@ -336,16 +329,16 @@ def _rows(
                 up += tl.load(bias_ptrs + N, mask=col_N < N, other=0.0).to(tl.float32)[None, :]
         if KIND == "activation":
             h_ptrs = pointers.h + row_M1 * strides.h + col_N[None, :]
-            tl.store(h_ptrs, convert(acc, pointers.h.dtype.element_ty), mask=ok)
+            tl.store(h_ptrs, numerics.convert(acc, pointers.h.dtype.element_ty), mask=ok)
             if GATED:
-                tl.store(h_ptrs + N, convert(up, pointers.h.dtype.element_ty), mask=ok)
-                acc = activate_gated(acc, up, alpha, limit, ACTIVATION, CLAMP)
+                tl.store(h_ptrs + N, numerics.convert(up, pointers.h.dtype.element_ty), mask=ok)
+                acc = numerics.activate_gated(acc, up, alpha, limit, ACTIVATION, CLAMP)
             else:
-                acc = activate(acc, ACTIVATION)
+                acc = numerics.activate(acc, ACTIVATION)
         elif KIND == "early":
-            acc *= weight_before(weight_M1)
+            acc *= numerics.weight_before(weight_M1)
         out_ptrs = pointers.out + row_M1 * strides.out + col_N[None, :]
-        tl.store(out_ptrs, convert(acc, pointers.out.dtype.element_ty), mask=ok)
+        tl.store(out_ptrs, numerics.convert(acc, pointers.out.dtype.element_ty), mask=ok)
 
 
 @triton.jit
@@ -372,12 +365,12 @@ def _pull(q, weight_M1, row_M, ok_M, col0, pointers, strides, N, alpha, limit, F
         a, dgate = pull_plain(gate, weight_M1 * q, ACTIVATION)
     if pointers.dh is not None:
         dh_ptrs = pointers.dh + row_M1 * strides.dh + col
-        tl.store(dh_ptrs, convert(dgate, pointers.dh.dtype.element_ty), mask=ok)
+        tl.store(dh_ptrs, numerics.convert(dgate, pointers.dh.dtype.element_ty), mask=ok)
         if FORM.gated:
-            tl.store(dh_ptrs + N, convert(dup, pointers.dh.dtype.element_ty), mask=ok)
+            tl.store(dh_ptrs + N, numerics.convert(dup, pointers.dh.dtype.element_ty), mask=ok)
     if pointers.out is not None:
         out_ptrs = pointers.out + row_M1 * strides.out + col
-        tl.store(out_ptrs, convert(weight_M1 * a, pointers.out.dtype.element_ty), mask=ok)
+        tl.store(out_ptrs, numerics.convert(weight_M1 * a, pointers.out.dtype.element_ty), mask=ok)
     return tl.sum(tl.where(ok, q * a, 0.0), axis=1)
 
 
@@ -415,7 +408,7 @@ def _outer(
             a_ok, b_ok = a_ok & (m < M)[None, :], b_ok & (n < N)[None, :]
         a = tl.load(a_ptr + a_row[:, None] * a_stride + m[None, :], mask=a_ok, other=0.0)
         b = tl.load(b_ptr + b_row[:, None] * b_stride + n[None, :], mask=b_ok, other=0.0)
-        acc = dot(a.T, b, acc, "ieee")
+        acc = numerics.dot(a.T, b, acc, "ieee")
     out_ptr += expert.to(tl.int64) * out_strides[0]
     n0 = block_n * BLOCK_N
     left, right = _halves(acc)
@@ -432,7 +425,7 @@ def _store_outer(acc, out_ptr, m, n0, M, N, strides, ADD: tl.constexpr):
     out_ptrs += n[None, :].to(tl.int64) * strides[2]
     if ADD:
         acc += tl.load(out_ptrs, mask=ok, other=0.0).to(tl.float32)
-    tl.store(out_ptrs, convert(acc, out_ptr.dtype.element_ty), mask=ok)
+    tl.store(out_ptrs, numerics.convert(acc, out_ptr.dtype.element_ty), mask=ok)
 
 
 _launch_rows, _launch_outer = map(Launcher, (_rows, _outer))

@@ -231,6 +231,16 @@ def copy_unit(
 
 
 @gluon.jit
+def copy_units(units, end, taken_ptr, copied_ptr, rows):
+    """Copy units by one warp until the counter of taken units says that there are no more."""
+    next_unit = gl.atomic_add(taken_ptr, 1, sem="relaxed")
+    while next_unit < units:
+        unit = next_unit + 0
+        next_unit = gl.atomic_add(taken_ptr, 1, sem="relaxed")
+        copy_unit(unit, end, copied_ptr, rows, 1, 1024, 1)
+
+
+@gluon.jit
 def zeros():
     """Return the sums of a consumer group (ROWS, WIDE) before the first product."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
@@ -270,6 +280,16 @@ def release_before(barriers, slot, pred):
     """Release the stage before slot. (triton 3.6 does not carry a name that keeps a step's slot to
     the next step.)"""
     mbarrier.arrive(barriers[1].index((slot + STAGES - 1) % STAGES), count=1, pred=pred)
+
+
+@gluon.jit
+def skip(barriers, slot, phase, steps):
+    """Release the next stages unread."""
+    for _ in range(steps):
+        mbarrier.wait(barriers[0].index(slot), phase)
+        mbarrier.arrive(barriers[1].index(slot), count=1)
+        slot, phase = next_slot(slot, phase)
+    return slot, phase
 
 
 @gluon.jit
