@@ -265,3 +265,23 @@ def test_sizes_grow_with_rows_and_cover_the_buffers():
         pairs = 10000 * p.top_k
         # permuted x or GEMM 2's rows, and GEMM 1's, at the least
         assert sizes[-1] > pairs * (p.hidden_size + 2 * p.intermediate_size) * 2
+
+
+# -- the fused kernel -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["none", "fp8_block"])
+def test_dropped_weights_are_freed(scheme):
+    """Neither the layer nor the window, which other layers share, keeps what a call was given."""
+    sizes = dict(hidden_size=256, intermediate_size=128, dtype=torch.bfloat16, quant=scheme)
+    p = problem(**sizes)
+    backends = flashinfer_registry.registry()
+    kernel = moekit.compose(p, "standin_mega", backends=backends, workspace=Workspace())
+    case, packed = make_case(p, 5), kernel.pack(random_weights(p))
+    kernel(case.x, packed, case.routing)
+    dropped = [weakref.ref(tensor) for tensor in packed.experts.values()]
+    del packed
+    gc.collect()
+    assert not [ref for ref in dropped if ref() is not None]
+    assert not kernel.experts.lease.value.runner._validated_weights
+    kernel.destroy()
