@@ -78,36 +78,29 @@ def unchecked_rank_fails(r: Rank) -> None:
         _check_next(r, (round_, "after"))
 
 
-def experts_fail(r: Rank, what: str = "apply") -> None:
-    """Let one rank's experts raise: every rank raises a MoekitError, and other calls are right.
+def fails_after_dispatch(r: Rank) -> None:
+    """Let one rank raise while its tokens are in flight: all raise, and other calls are right.
 
     One of them is in flight at that time, one is the next.
-
-    what: the name of the method that raises.
     """
-    works = getattr(r.kernel.experts, what)
 
-    def broken(*args: object, **more: object) -> None:
-        raise InvalidInput("experts that fail on purpose")
+    def broken() -> None:
+        raise InvalidInput("shared experts that fail on purpose")
 
     for round_ in range(4):  # more often than a library has buffers
         culprit = _culprit(r, round_)
         mine = r.alone or r.rank == culprit
         (case, _), (other, right) = (r.case(Call((5, 3)), (round_, n)) for n in range(2))
         flying = r.kernel.start(other.x, r.packed, other.routing)
-        failing = r.kernel.start(case.x, r.packed, case.routing)
+        meanwhile = broken if mine else None
+        failing = r.kernel.start(case.x, r.packed, case.routing, meanwhile=meanwhile)
         flying.run()
-        if mine:
-            setattr(r.kernel.experts, what, broken)
         try:
             failing.run()
         except MoekitError as error:
             r.expect(mine or f"rank {culprit} failed" in str(error), str(error))
         else:
-            raise AssertionError(
-                f"rank {r.rank} got no error although rank {culprit}'s experts fail"
-            )
-        setattr(r.kernel.experts, what, works)
+            raise AssertionError(f"rank {r.rank} got no error although rank {culprit} fails")
         r.compare(flying.result(), right, "the call in flight while another failed")
         _check_next(r, (round_, "after"))
 
