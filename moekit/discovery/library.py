@@ -7,15 +7,20 @@ texts only: importing a library in order to look at it is slow and may end the p
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
+import inspect
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from moekit.contract.specs import find_module
 from moekit.errors import BackendBroken, InvalidInput
+from moekit.untrusted.code import Fault, contained
 
 _CLAUSE = re.compile(r"(>=|<)(\d+(?:\.\d+)*)")
 _VERSION_LINE = re.compile(
@@ -90,6 +95,12 @@ class VendorLibrary:
         except importlib.metadata.PackageNotFoundError:
             return ""
 
+    def describe(self, problem: object = None) -> str:
+        """Return the library's version and folder, as a spec's ``describe``, or "" without one."""
+        folder = self.folder()
+        version = self.version() or "of unknown version"
+        return f"{self.distribution} {version} in {folder}" if folder is not None else ""
+
     def unsupported(self) -> list[str]:
         """Return why the library that was found cannot be used; empty if it can, or is missing.
 
@@ -113,6 +124,44 @@ class VendorLibrary:
                 f"{folder} holds no {self.file}: install a build for CUDA ({self.install_hint})"
             ]
         return []
+
+    def load(self, name: str, calls: Mapping[str, str]) -> Any:
+        """Import and return a module of the library, if it offers what the plugin calls.
+
+        Raises BackendBroken if the import raises anything, or `check` finds a fault.
+
+        Args:
+            name: The module's full name.
+            calls: As in `check`.
+        """
+        try:
+            with contained():
+                module = importlib.import_module(name)
+        except Fault as fault:
+            what = self.describe() or self.distribution
+            raise BackendBroken(
+                f"{what}: {name} does not load: {fault} ({self.install_hint})"
+            ) from fault.__cause__
+        self.check(module, calls)
+        return module
+
+    def check(self, module: Any, calls: Mapping[str, str], what: str = "") -> None:
+        """Raise BackendBroken unless a module offers what the plugin calls.
+
+        Args:
+            calls: For each function or class, the number of positional arguments and the names of
+                the others, separated by spaces; "" for an attribute. For a method named by its
+                class the number includes self. Functions that tell no signature may take anything.
+            what: Which copy it is, if it is not the one that `describe` finds.
+        """
+        faults = [
+            f"{name} {why}" for name, of in calls.items() if (why := _refusal(module, name, of))
+        ]
+        if faults:
+            what = what or self.describe() or self.distribution
+            raise BackendBroken(
+                f"{what} is not as expected: {'; '.join(faults)} ({self.install_hint})"
+            )
 
     def operator(self, name: str, arguments: str) -> Any:
         """Load `file` without its package, and return an operator of torch that it registers.
@@ -143,6 +192,26 @@ class VendorLibrary:
     @property
     def _module(self) -> str:
         return self.module or self.distribution.replace("-", "_")
+
+
+def _refusal(module: Any, name: str, passed: str) -> str:
+    """Return why a call of ``name`` fails, or an empty string."""
+    try:
+        found = attrgetter(name)(module)
+    except AttributeError:
+        return "is missing"
+    if not passed:
+        return ""
+    count, *names = passed.split()
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError):  # a compiled function
+        return ""
+    try:
+        signature.bind(*[None] * int(count), **dict.fromkeys(names))
+    except TypeError as error:
+        return f"cannot be called: {error}"
+    return ""
 
 
 def version_in_range(version: str, versions: str) -> bool:

@@ -19,6 +19,7 @@ from moekit_deepep.dispatcher import Transfer  # noqa: E402
 
 from moekit import MoEProblem, ParallelConfig, Routing
 from moekit.errors import GroupMismatch  # noqa: E402
+from moekit.runtime import farewell  # noqa: E402
 from moekit.testing.distributed import RankPool  # noqa: E402
 
 NAMES = ("deepep_ht_standin", "deepep_ll_standin", "deepep_elastic_standin")
@@ -190,11 +191,8 @@ def test_two_hosts_are_refused(pool, name):
 
 def unresponsive_rank(rank, ranks):
     """Rank 1 does not free its buffers: rank 0 leaves its own, rather than hang, and waits once."""
+    made = [dispatcher_of(name, problem_of(rank)) for name in NAMES]
     before, buffers._FAREWELL_SECONDS = buffers._FAREWELL_SECONDS, 2.0
-    try:
-        made = [dispatcher_of(name, problem_of(rank)) for name in NAMES]
-    finally:
-        buffers._FAREWELL_SECONDS = before
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -205,9 +203,10 @@ def unresponsive_rank(rank, ranks):
             dispatcher.destroy()
     spent = time.monotonic() - begin
     dist.barrier()
+    buffers._FAREWELL_SECONDS = before
     buffers.logger.removeHandler(handler)
     left = len(deepep_standin._Base.live)
-    for state in (buffers._shared._held, buffers._connected, buffers._unresponsive):
+    for state in (buffers._shared._held, buffers._connected, farewell._lost):
         state.clear()
     deepep_standin._Base.live.clear()
     deepep_standin.Buffer._nvshmem.clear()
