@@ -75,8 +75,8 @@ __all__ = [
     "Routing", "SharedBuffers", "TableFiles", "TrainableAdapterExperts", "TrainableDispatcher",
     "TrainableExperts", "Transfers", "Unreduced", "VendorLibrary", "Wanted", "Workspace",
     "apply_activation", "check_writable", "dequantize", "device_file", "exchange",
-    "farewell", "gpu_fault", "has_backend", "hookimpl", "importable", "int4", "local_ids", "nearest",
-    "partition", "peer_timeout", "quant", "quantize", "quantize_for_transfer", "reason_of", "registry",
-    "replace_file", "resolve", "round_up", "settle", "size_distance", "summary", "switch",
-    "unpack_int4", "weight_and_reduce",
+    "farewell", "gpu_fault", "has_backend", "hookimpl", "importable", "int4", "local_ids",
+    "nearest", "partition", "peer_timeout", "quant", "quantize", "quantize_for_transfer",
+    "reason_of", "registry", "replace_file", "resolve", "round_up", "settle", "size_distance",
+    "summary", "switch", "unpack_int4", "weight_and_reduce",
 ]  # fmt: skip

@@ -5,7 +5,7 @@ import sys
 import pytest
 import standin
 import torch
-from moekit_deepgemm import gemms, library, moekit_experts
+from moekit_deepgemm import gemms, library, mega, moekit_experts
 from moekit_deepgemm.plan import make_plan
 
 import moekit
@@ -140,9 +140,18 @@ def test_a_library_is_judged_by_what_it_offers(monkeypatch):
     monkeypatch.delattr(standin, "m_grouped_fp8_gemm_nt_masked")
     monkeypatch.setattr(standin, "m_grouped_fp8_fp4_gemm_nt_masked", other, raising=False)
     assert gemms.Gemms()._masked is other
-    monkeypatch.delattr(standin, "m_grouped_bf16_gemm_nt_contiguous")
-    with pytest.raises(BackendBroken, match="lacks m_grouped_bf16_gemm_nt_contiguous"):
+    monkeypatch.setattr(standin, "m_grouped_bf16_gemm_nt_masked", lambda a, b, d: None)
+    with pytest.raises(BackendBroken, match="nt_masked cannot be called: too many.*sgl-deep-gemm"):
         gemms.Gemms()
+    monkeypatch.delattr(standin, "m_grouped_bf16_gemm_nt_contiguous")
+    with pytest.raises(BackendBroken, match="m_grouped_bf16_gemm_nt_contiguous is missing"):
+        gemms.Gemms()
+
+
+def test_a_library_without_whole_layers(monkeypatch):
+    monkeypatch.setattr(library, "load", lambda: standin)
+    with pytest.raises(BackendBroken, match="sm90_mega_moe is missing; fp8_mega_moe is missing"):
+        mega.Memory(None, standin.problem("sm90"))
 
 
 def test_a_failing_compiler_is_a_clear_error(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
+import sys
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from rank_pools import rank_pool
 
 import moekit
 from moekit import MoEProblem, ParallelConfig, Routing
-from moekit.errors import BackendError, InvalidInput
+from moekit.errors import BackendBroken, BackendError, InvalidInput
 from moekit.runtime.workspace import Workspace
 from moekit.testing import assert_close, cases
 from moekit.testing.cases import make_case, random_weights
@@ -238,6 +239,31 @@ def declared() -> list[SpecifierSet]:
 
 
 # -- the library's modules --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "flashinfer.comm.trtllm_alltoall does not load: ModuleNotFoundError"),
+        ("raise RuntimeError('no driver')", "does not load: RuntimeError: no driver"),
+        ("def moe_comm(): ...", "moe_prepare is missing; moe_comm cannot be called: too many"),
+    ],
+)
+def test_a_library_is_judged_by_what_it_offers(monkeypatch, tmp_path, text, said):
+    folder = tmp_path / "flashinfer" / "comm"
+    folder.mkdir(parents=True)
+    for package in (folder.parent, folder):
+        (package / "__init__.py").touch()
+    if text is not None:
+        (folder / "trtllm_alltoall.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.split(".")[0] == "flashinfer"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(BackendBroken, match=f"{said}.*pip install 'moekit-flashinfer.library"):
+        calls = {"moe_prepare": "10", "moe_comm": "9"}
+        library._compiled("comm.trtllm_alltoall", calls, "comm", "gen_comm_alltoall_module")
+    for name in [name for name in sys.modules if name.split(".")[0] == "flashinfer"]:
+        del sys.modules[name]
 
 
 def test_compilation_is_reported(caplog):

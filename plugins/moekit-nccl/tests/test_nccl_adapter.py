@@ -13,10 +13,10 @@ if torch.cuda.is_available():
     pytest.skip("the library itself is tested", allow_module_level=True)
 
 import nccl_standin  # noqa: E402
-from moekit_nccl import buffers  # noqa: E402
+from moekit_nccl import buffers, library  # noqa: E402
 
 from moekit import MoEProblem, ParallelConfig, Routing
-from moekit.errors import BackendError  # noqa: E402
+from moekit.errors import BackendBroken, BackendError  # noqa: E402
 from moekit.runtime import farewell  # noqa: E402
 
 NAMES = ("nccl_ht_standin", "nccl_ll_standin")
@@ -278,3 +278,14 @@ def failed_device(rank, ranks):
 def test_a_failed_device_leaves_the_library_alone(pool):
     for alive, said in pool.run(failed_device):
         assert alive and len(said) == 1 and "its GPU has failed" in said[0]
+
+
+# -- the library ----------------------------------------------------------------------------------
+
+
+def test_a_library_is_judged_by_what_it_offers(monkeypatch):
+    monkeypatch.setattr(nccl_standin.Group, "create", classmethod(lambda cls, comm: None))
+    monkeypatch.delattr(nccl_standin._ep, "GroupConfig")
+    says = r"Group.create cannot be called: too many.*GroupConfig is missing.*nccl-extensions\[cu13"
+    with pytest.raises(BackendBroken, match=says):
+        library.LIBRARY.check(nccl_standin._ep, library.CALLS)

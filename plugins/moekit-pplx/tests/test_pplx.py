@@ -362,7 +362,13 @@ def test_a_library_that_does_not_load(monkeypatch):
     with pytest.raises(BackendBroken, match="does not load"):
         PplxDispatcher.library()
     broken.ops._ops.all_to_all_intranode_create = math.sqrt
-    assert PplxDispatcher.library() is object
+    with pytest.raises(BackendBroken, match="AllToAll.intranode is missing.*pplx-kernels"):
+        PplxDispatcher.library()
+    broken.AllToAll = pplx_standin.AllToAll
+    assert PplxDispatcher.library() is pplx_standin.AllToAll
+    monkeypatch.setitem(sys.modules, "pplx_kernels", None)
+    with pytest.raises(BackendBroken, match="pplx_kernels does not load: .*pplx-kernels"):
+        PplxDispatcher.library()
 
 
 def test_rounds_and_rows_follow_max_tokens(pool):

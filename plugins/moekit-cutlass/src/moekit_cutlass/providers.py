@@ -8,7 +8,6 @@ compiles everything that later calls need. torch's and vLLM's kernels come compi
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import threading
 from abc import ABC, abstractmethod
@@ -267,25 +266,31 @@ def run_compiled(key: tuple[object, ...], call: Callable[[], T]) -> T:
 _LEAST_ALLOCATION = 512  # the granularity of torch's allocator, in bytes
 
 
+_CONFIG = (
+    "tile_m tile_n pingpong cluster_m cluster_n max_swizzle_size is_dynamic_persistent "
+    "device_capacity"
+)
+_LISTS = "activation cu_seqlens_m A_idx tuned config"
+_QUACK = {
+    "GemmConfig": f"0 {_CONFIG}",
+    "gemm_act": f"2 {_LISTS} store_preact preact_out postact_out concat_layout",
+    "gemm_dact": f"3 {_LISTS} dx_out postact_out colvec_scale colvec_reduce dynamic_scheduler",
+    "gemm": "9 pingpong is_dynamic_persistent max_swizzle_size add_to_output concat_layout "
+    "cu_seqlens_m cu_seqlens_k A_idx",
+}
+
+
 @functools.cache
 def quack_entry(module: str, name: str) -> Callable[..., Any]:
     """Return a function of quack, or raise BackendBroken."""
-    try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    except Exception as error:  # CuTe DSL fails in many ways if its parts do not match
-        raise BackendBroken(
-            f"quack does not import: {type(error).__name__}: {error}; "
-            "pip install 'moekit-cutlass[quack]', or set MOEKIT_CUTLASS_PROVIDER=torch"
-        ) from error
+    found: Callable[..., Any] = getattr(library.QUACK[0].load(module, {name: _QUACK[name]}), name)
     return found
 
 
 @functools.cache
 def quack_config(tile: Tile) -> Any:
     """Return one object per tile, as quack caches by identity."""
-    from quack.gemm_config import GemmConfig
-
-    return GemmConfig(
+    return quack_entry("quack.gemm_config", "GemmConfig")(
         tile_m=tile.m, tile_n=tile.n, pingpong=tile.pingpong,
         cluster_m=tile.cluster[0], cluster_n=tile.cluster[1], max_swizzle_size=tile.swizzle,
         is_dynamic_persistent=tile.dynamic, device_capacity=9,

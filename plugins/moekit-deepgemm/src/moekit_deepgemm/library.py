@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -100,9 +101,24 @@ def load() -> ModuleType:
 
 def used() -> str:
     """Return the version and folder of the DeepGEMM that `load` takes, or an empty string."""
-    found = (place for place in candidates() if not _fault(place))
-    texts = (f"{place.distribution} {place.version()} in {place.folder()}" for place in found)
-    return next(texts, "")
+    return next((place.describe() for place in candidates() if not _fault(place)), "")
+
+
+def failed(error: RuntimeError) -> BackendBroken:
+    """Return the error to raise for one of the library, which compiles kernels in its calls."""
+    return BackendBroken(
+        f"{used() or 'DeepGEMM'} failed: {error}; it compiles its kernels with CUDA's nvcc "
+        f"({OLDEST_NVCC} or later, found: {nvcc() or 'none'}): set CUDA_HOME or "
+        "DG_JIT_NVCC_COMPILER, and DG_JIT_CACHE_DIR to a folder that can be written"
+    )
+
+
+def check(module: ModuleType, calls: Mapping[str, str]) -> None:
+    """Raise BackendBroken unless the loaded module offers ``calls``: wheels of one version differ.
+
+    calls: as in `VendorLibrary.check`.
+    """
+    _INSTALLED.check(module, calls, used() or f"DeepGEMM in {module.__file__}")
 
 
 def _fork_or(place: VendorLibrary) -> VendorLibrary:

@@ -29,7 +29,10 @@ from moekit.plugin import (
     round_up,
 )
 
+from . import library
+
 logger = logging.getLogger("moekit")
+library.LIBRARY.check(ep, library.CALLS)
 BYTE = torch.float8_e4m3fn  # quantized rows travel in this dtype: the library forwards no int8
 _COMPILING_SECONDS = 30.0  # ranks wait this long inside a kernel for other ranks that compile it
 # How long a rank waits for the other ranks before it leaves buffers to the end of the process.
