@@ -5,7 +5,7 @@ import sys
 import pytest
 import standin
 import torch
-from moekit_deepgemm import gemms, library, mega, moekit_experts
+from moekit_deepgemm import gemms, kernels, library, mega, moekit_experts
 from moekit_deepgemm.plan import make_plan
 
 import moekit
@@ -188,7 +188,7 @@ def test_reasons():
     plain = [standin.problem("sm90", hidden_size=h, quant="none") for h in (320, 328)]
     assert [*map(spec.padding, plain)] == ["", "hidden size 328 padded to 384"]
     assert "padded to 384" in spec.padding(standin.problem("sm90", hidden_size=320))
-    assert "packed four in an int32" in reasons(device="sm100")
+    assert "runs on cuda==9.0" in reasons(device="sm100")
     assert "float16 is not supported" in reasons(dtype=torch.float16)
     if not library.candidates():
         assert reasons() == (
@@ -257,6 +257,18 @@ def test_quantized_slabs(device, monkeypatch, scales, slab):
     reference.apply(expected, rows, reference_packed, ())
     error = (y[used].float() - expected[:, 0].float()).norm() / expected.float().norm()
     assert error < 4e-2
+
+
+def test_rows_are_quantized_as_moekit_does(device):
+    """To the same bits: the quotient, not the product with a reciprocal."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 64, 512, device=device).bfloat16()
+    q, scale = torch.empty_like(x, dtype=FP8), x.new_empty((2, 4, 64), dtype=torch.float32)
+    counts = torch.full((2,), 64, dtype=torch.int32, device=device)
+    kernels.stage_slabs(x, None, counts, q, scale)
+    right, right_scale = quantize(x, GROUPS)
+    assert torch.equal(scale.transpose(1, 2), right_scale)
+    assert torch.equal(q.view(torch.uint8), right.view(torch.uint8))
 
 
 def test_capturing_an_unknown_size_is_refused(monkeypatch):

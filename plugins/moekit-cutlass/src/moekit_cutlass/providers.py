@@ -97,20 +97,15 @@ class Provider(ABC):
         self.problem, self.dtype = problem, problem.dtype
 
     @abstractmethod
-    def first(
-        self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
-    ) -> Tensor:
-        """Run GEMM 1 from x (S, H) to (S, N), whose rows from the last offset on are undefined.
+    def gemm(
+        self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None,
+        *, first: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Run a GEMM from x (S, K) to (S, N), whose rows from the last offset on are undefined.
 
-        x is (R, H) if it `gathers`, and the result (S, I) if it `activates`. out: The result's
-        tensor, unless it `allocates`. scales: For e4m3 operands.
+        first: It is GEMM 1: x is (R, H) if it `gathers`, and the result (S, I) if it `activates`.
+        out: The result's tensor, unless it `allocates`. scales: For e4m3 operands.
         """
-
-    def second(
-        self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
-    ) -> Tensor:
-        """GEMM 2: like `first`, from activations (S, I) to (S, H). Never gathers or activates."""
-        return self.first(x, w_LNK, groups, out, scales)
 
 
 class Torch(Provider):
@@ -124,9 +119,10 @@ class Torch(Provider):
         super().__init__(problem)
         self.dtype = torch.bfloat16
 
-    def first(
-        self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
-    ) -> Tensor:
+    def gemm(
+        self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None,
+        *, first: bool = False,
+    ) -> Tensor:  # fmt: skip
         ends_L = groups.offsets_L1[1:]
         if scales is None:
             return F.grouped_mm(x, w_LNK.mT, offs=ends_L)
@@ -155,9 +151,10 @@ class Vllm(Provider):
         self._w4a8 = problem.quant.name == W4A8
         self._op = vllm_operator("cutlass_w4a8_moe_mm" if self._w4a8 else "cutlass_moe_mm")
 
-    def first(
-        self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
-    ) -> Tensor:
+    def gemm(
+        self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None,
+        *, first: bool = False,
+    ) -> Tensor:  # fmt: skip
         assert out is not None and scales is not None
         (rows, k), (L, n, _), device = x.shape, w_LNK.shape, x.device
         swap = self._w4a8 or rows <= self.SWAP_ROWS
@@ -222,30 +219,23 @@ class Quack(Provider):
         if self.plan.first.dynamic or self.plan.second.dynamic:
             self.scratch = 2 * _LEAST_ALLOCATION  # the counters
 
-    def first(
-        self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
-    ) -> Tensor:
-        rows = groups.rows_S if self.gathers else None
-        return self._run(x, w_LNK, groups, out, self.plan.first, self._activation, rows)
-
-    def second(
-        self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
-    ) -> Tensor:
-        return self._run(x, w_LNK, groups, out, self.plan.second)
-
-    def _run(
-        self, a: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, tile: Tile,
-        activation: str | None = None, rows_S: Tensor | None = None,
+    def gemm(
+        self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None,
+        *, first: bool = False,
     ) -> Tensor:  # fmt: skip
         assert out is not None
+        tile, activation = self.plan.second, None
+        if first:
+            tile, activation = self.plan.first, self._activation
+        rows_S = groups.rows_S if first and self.gathers else None
         halves = ("B",) if activation is not None and self.problem.activation.gated else None
         call = functools.partial(
             self._gemm,
-            a, w_LNK.mT, activation=activation, store_preact=False, postact_out=out,
+            x, w_LNK.mT, activation=activation, store_preact=False, postact_out=out,
             cu_seqlens_m=groups.offsets_L1, A_idx=rows_S, tuned=False,
             config=quack_config(tile), concat_layout=halves,
         )  # fmt: skip
-        run_compiled((a.dtype, tile, activation, rows_S is None, halves), call)
+        run_compiled((x.dtype, tile, activation, rows_S is None, halves), call)
         return out
 
 
