@@ -126,42 +126,31 @@ class VendorLibrary:
         return []
 
     def load(self, name: str, calls: Mapping[str, str]) -> Any:
-        """Import and return a module of the library, if it offers what the plugin calls.
+        """Import and return the module of this full name, after a `check`.
 
-        Raises BackendBroken if the import raises anything, or `check` finds a fault.
-
-        Args:
-            name: The module's full name.
-            calls: As in `check`.
+        Raises BackendBroken if the import raises anything, or the check fails.
         """
         try:
             with contained():
                 module = importlib.import_module(name)
         except Fault as fault:
-            what = self.describe() or self.distribution
-            raise BackendBroken(
-                f"{what}: {name} does not load: {fault} ({self.install_hint})"
-            ) from fault.__cause__
+            raise self._broken(f"{name} does not load: {fault}") from fault.__cause__
         self.check(module, calls)
         return module
 
-    def check(self, module: Any, calls: Mapping[str, str], what: str = "") -> None:
+    def check(self, module: Any, calls: Mapping[str, str]) -> None:
         """Raise BackendBroken unless a module offers what the plugin calls.
 
-        Args:
-            calls: For each function or class, the number of positional arguments and the names of
-                the others, separated by spaces; "" for an attribute. For a method named by its
-                class the number includes self. Functions that tell no signature may take anything.
-            what: Which copy it is, if it is not the one that `describe` finds.
+        calls: For each function or class, the number of positional arguments and the names of the
+            others, separated by spaces; "" for other attributes. A method that is named by its
+            class counts self. Functions that tell no signature may take anything.
         """
-        faults = [
-            f"{name} {why}" for name, of in calls.items() if (why := _refusal(module, name, of))
-        ]
-        if faults:
-            what = what or self.describe() or self.distribution
-            raise BackendBroken(
-                f"{what} is not as expected: {'; '.join(faults)} ({self.install_hint})"
-            )
+        if faults := [why for name in calls if (why := _refusal(module, name, calls[name]))]:
+            raise self._broken("; ".join(faults))
+
+    def _broken(self, why: str) -> BackendBroken:
+        what = self.describe() or self.distribution
+        return BackendBroken(f"{what} cannot be used: {why} ({self.install_hint})")
 
     def operator(self, name: str, arguments: str) -> Any:
         """Load `file` without its package, and return an operator of torch that it registers.
@@ -196,21 +185,18 @@ class VendorLibrary:
 
 def _refusal(module: Any, name: str, passed: str) -> str:
     """Return why a call of ``name`` fails, or an empty string."""
+    count, *names = passed.split() or ["0"]
     try:
         found = attrgetter(name)(module)
+        signature = inspect.signature(found) if passed else inspect.Signature()
     except AttributeError:
-        return "is missing"
-    if not passed:
-        return ""
-    count, *names = passed.split()
-    try:
-        signature = inspect.signature(found)
+        return f"{name} is missing"
     except (TypeError, ValueError):  # a compiled function
         return ""
     try:
         signature.bind(*[None] * int(count), **dict.fromkeys(names))
     except TypeError as error:
-        return f"cannot be called: {error}"
+        return f"{name} cannot be called: {error}"
     return ""
 
 

@@ -17,11 +17,7 @@ _lost: WeakSet[dist.ProcessGroup] = WeakSet()  # no later call waits for their r
 def farewell(group: dist.ProcessGroup, what: str, fault: str = "", timeout: float = 20.0) -> str:
     """Return why some rank does not free ``what`` now, or "" if all do. Collective.
 
-    Libraries that wait for every rank must not be asked to free it otherwise.
-
-    Args:
-        fault: why this rank does not, or "".
-        timeout: seconds to wait for the other ranks.
+    fault: why this rank does not, or "". timeout: seconds to wait for the other ranks.
     """
     if group in _lost:
         return "a rank did not answer before"
@@ -38,12 +34,7 @@ def farewell(group: dist.ProcessGroup, what: str, fault: str = "", timeout: floa
 
 
 def gpu_fault(last: torch.cuda.Stream | None, timeout: float = 20.0) -> str:
-    """Return why the GPU does not finish what was launched, or "". A kernel may wait for a rank.
-
-    Args:
-        last: the stream of the last launch, waited for beside the current one.
-        timeout: seconds to wait for the GPU.
-    """
+    """Return why the GPU does not end the work of the current stream and of ``last`` in time."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return ""
     now, end = torch.cuda.current_stream(), time.monotonic() + timeout

@@ -127,9 +127,12 @@ def test_a_library_that_offers_what_is_called(offered):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("raise SystemExit('no driver')", "acme_library does not load: SystemExit: no driver"),
+        (
+            "raise SystemExit('no driver')",
+            "cannot be used: acme_library does not load: SystemExit: no driver",
+        ),
         ("import absent_module_of_acme", "No module named 'absent_module_of_acme'"),
-        ("def other(): ...", "is not as expected: gemm is missing; Buffer.send is missing"),
+        ("def other(): ...", "cannot be used: gemm is missing; Buffer.send is missing"),
         ("def gemm(a): ...", "gemm cannot be called: too many positional arguments"),
         ("def gemm(a, b, out): ...", "gemm cannot be called: got an unexpected keyword argument"),
         ("def gemm(a, b, out, scale, n): ...", "missing a required argument: 'n'"),

@@ -9,7 +9,7 @@ from moekit_deepgemm import gemms, kernels, library, mega, moekit_experts
 from moekit_deepgemm.plan import make_plan
 
 import moekit
-from moekit.contract import Dispatched
+from moekit.contract import Dispatched, PackedWeights
 from moekit.errors import BackendBroken, InvalidInput
 from moekit.problem import quant
 from moekit.problem.quantize import quantize
@@ -161,14 +161,15 @@ def test_a_failing_compiler_is_a_clear_error(monkeypatch):
     monkeypatch.setattr(library, "load", lambda: standin)
     monkeypatch.setattr(standin, "m_grouped_bf16_gemm_nt_masked", fails)
     with pytest.raises(BackendBroken, match="NVCC compilation failed.*CUDA_HOME"):
-        gemms.Gemms().masked(*[None] * 7)
+        gemms.Gemms().masked(None, None, PackedWeights("deepgemm", {"w2": None}), "w2", *[None] * 3)
 
 
 def test_alignment_setting_is_given_back(monkeypatch):
     monkeypatch.setattr(library, "load", lambda: standin)
     a, w, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((64, 64), (2, 32, 64), (64, 32)))
     ends = torch.zeros(2, dtype=torch.int32)
-    gemms.Gemms().contiguous(a, None, w, None, out, ends, 64, 64)
+    packed = PackedWeights("deepgemm", {"w2": w})
+    gemms.Gemms().contiguous(a, None, packed, "w2", out, ends, 64, 64)
     assert standin.get_mk_alignment_for_contiguous_layout() == 128
 
 

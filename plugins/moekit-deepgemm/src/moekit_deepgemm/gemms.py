@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from moekit.plugin import PackedWeights
+
 from . import library
 
 # The library keeps a setting and its compiled kernels per process, without a lock.
@@ -39,10 +41,11 @@ class Gemms:
         self._masked = getattr(self._module, masked)
 
     def contiguous(
-        self, a: Tensor, scale: Tensor | None, w: Tensor, w_scale: Tensor | None, out: Tensor,
+        self, a: Tensor, scale: Tensor | None, weights: PackedWeights, name: str, out: Tensor,
         ends_L: Tensor, block_m: int, expected_m: int | None,
     ) -> None:  # fmt: skip
         """Multiply rows from ends_L[l - 1], rounded up to block_m, to ends_L[l] by expert l."""
+        w, w_scale = weights[name], weights.get(f"{name}_scale")
         options = {"use_psum_layout": True, "expected_m_for_psum_layout": expected_m}
         with self._errors(), self._alignment(block_m):
             if scale is None:
@@ -53,10 +56,11 @@ class Gemms:
                 )
 
     def masked(
-        self, a: Tensor, scale: Tensor | None, w: Tensor, w_scale: Tensor | None, out: Tensor,
+        self, a: Tensor, scale: Tensor | None, weights: PackedWeights, name: str, out: Tensor,
         counts_L: Tensor, expected_m: int,
     ) -> None:  # fmt: skip
         """Multiply the first counts_L[l] (int32) rows of expert l; C is a multiple of 128."""
+        w, w_scale = weights[name], weights.get(f"{name}_scale")
         with self._errors():
             if scale is None:
                 self._module.m_grouped_bf16_gemm_nt_masked(a, w, out, counts_L, expected_m)

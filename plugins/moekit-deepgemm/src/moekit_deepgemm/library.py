@@ -61,8 +61,8 @@ def unsupported() -> list[str]:
 
 def unsupported_mega() -> list[str]:
     """Return why no DeepGEMM of this machine has a whole layer for Hopper."""
-    found = [place for place in candidates() if not _fault(place)]
-    if found and found[0].distribution != _OF_SGLANG.distribution:
+    place = _place()
+    if place is not None and place.distribution != _OF_SGLANG.distribution:
         return [f"{used()} has no layer for Hopper, and sglang's fork has one ({INSTALL_HINT})"]
     return unsupported()
 
@@ -81,7 +81,7 @@ def nvcc() -> str | None:
 def load() -> ModuleType:
     """Import the library and return its module. Raises BackendBroken if there is no supported
     library, or it does not load."""
-    place = next((place for place in candidates() if not _fault(place)), None)
+    place = _place()
     if place is None:
         why = "; ".join(unsupported()) or "deep_gemm is not installed"
         raise BackendBroken(f"{why} ({INSTALL_HINT}, or set {PATH_VARIABLE} to its folder)")
@@ -101,7 +101,8 @@ def load() -> ModuleType:
 
 def used() -> str:
     """Return the version and folder of the DeepGEMM that `load` takes, or an empty string."""
-    return next((place.describe() for place in candidates() if not _fault(place)), "")
+    place = _place()
+    return "" if place is None else place.describe()
 
 
 def failed(error: RuntimeError) -> BackendBroken:
@@ -118,7 +119,11 @@ def check(module: ModuleType, calls: Mapping[str, str]) -> None:
 
     calls: as in `VendorLibrary.check`.
     """
-    _INSTALLED.check(module, calls, used() or f"DeepGEMM in {module.__file__}")
+    (_place() or _INSTALLED).check(module, calls)
+
+
+def _place() -> VendorLibrary | None:
+    return next((place for place in candidates() if not _fault(place)), None)
 
 
 def _fork_or(place: VendorLibrary) -> VendorLibrary:
