@@ -56,6 +56,7 @@ from moekit.problem.quant import WIRE_SCHEMES
 from moekit.problem.quantize import dequantize, quantize, unpack_int4
 from moekit.runtime.agreement import Agreement, Transfers, exchange, peer_timeout
 from moekit.runtime.environment import ProcessVariables
+from moekit.runtime.farewell import farewell, gpu_fault
 from moekit.runtime.group import has_backend, resolve
 from moekit.runtime.rows import quantize_for_transfer
 from moekit.runtime.workspace import Located, Workspace, settle
@@ -74,8 +75,8 @@ __all__ = [
     "Routing", "SharedBuffers", "TableFiles", "TrainableAdapterExperts", "TrainableDispatcher",
     "TrainableExperts", "Transfers", "Unreduced", "VendorLibrary", "Wanted", "Workspace",
     "apply_activation", "check_writable", "dequantize", "device_file", "exchange",
-    "has_backend", "hookimpl", "importable", "int4", "local_ids", "nearest", "partition",
-    "peer_timeout", "quant", "quantize", "quantize_for_transfer", "reason_of", "registry",
-    "replace_file", "resolve", "round_up", "settle", "size_distance", "summary", "switch",
-    "unpack_int4", "weight_and_reduce",
+    "farewell", "gpu_fault", "has_backend", "hookimpl", "importable", "int4", "local_ids",
+    "nearest", "partition", "peer_timeout", "quant", "quantize", "quantize_for_transfer",
+    "reason_of", "registry", "replace_file", "resolve", "round_up", "settle", "size_distance",
+    "summary", "switch", "unpack_int4", "weight_and_reduce",
 ]  # fmt: skip

@@ -37,7 +37,7 @@ from moekit_kernels.align import SortedAssignments, align
 from torch import Tensor
 
 import moekit
-from moekit.plugin import Dispatched, Workspace, dequantize, quant, quantize
+from moekit.plugin import Dispatched, PackedWeights, Workspace, dequantize, quant, quantize
 from moekit.testing import relative_error
 
 
@@ -78,10 +78,12 @@ def probe_one(scheme: str, block_m: int) -> None:
     a, scale, a_fp32 = operand_of(scheme, (rows, K) if block_m else (L, 256, K))
     out = torch.full((rows, N), 7.0, device=DEVICE, dtype=torch.bfloat16)
     numbers = torch.tensor(ends if block_m else counts, dtype=torch.int32, device=DEVICE)
+    named = {"w": w} if w_scale is None else {"w": w, "w_scale": w_scale}
+    packed = PackedWeights("deepgemm", named)
     if block_m:
-        Gemms().contiguous(a, scale, w, w_scale, out, numbers, block_m, block_m)
+        Gemms().contiguous(a, scale, packed, "w", out, numbers, block_m, block_m)
     else:
-        Gemms().masked(a, scale, w, w_scale, out.view(L, 256, N), numbers, 64)
+        Gemms().masked(a, scale, packed, "w", out.view(L, 256, N), numbers, 64)
     a_fp32 = a_fp32.view(rows, K)
     worst = max(
         relative_error(out[s:e], a_fp32[s:e] @ w_fp32[expert].T)

@@ -64,16 +64,6 @@ class FusedKernel(PrepareAndFinalize, PermuteExpertsUnpermute):
     ) -> None:
         PrepareAndFinalize.__init__(self, spec, problem, group)
 
-    def stage(
-        self, x_TH: Tensor, weights: PackedWeights, routing: Routing, workspace: Sequence[Tensor]
-    ) -> None:
-        """Do the work that may fail on one rank alone. moekit calls this before `run`.
-
-        The arguments are the ones of `run`. No rank may wait for another here. A checked kernel
-        calls `run` after this has succeeded on all ranks; otherwise all ranks raise, and can call
-        again.
-        """
-
     @abstractmethod
     def run(
         self,

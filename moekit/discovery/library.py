@@ -7,15 +7,20 @@ texts only: importing a library in order to look at it is slow and may end the p
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
+import inspect
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from moekit.contract.specs import find_module
 from moekit.errors import BackendBroken, InvalidInput
+from moekit.untrusted.code import Fault, contained
 
 _CLAUSE = re.compile(r"(>=|<)(\d+(?:\.\d+)*)")
 _VERSION_LINE = re.compile(
@@ -90,6 +95,12 @@ class VendorLibrary:
         except importlib.metadata.PackageNotFoundError:
             return ""
 
+    def describe(self, problem: object = None) -> str:
+        """Return the library's version and folder, as a spec's ``describe``, or "" without one."""
+        folder = self.folder()
+        version = self.version() or "of unknown version"
+        return f"{self.distribution} {version} in {folder}" if folder is not None else ""
+
     def unsupported(self) -> list[str]:
         """Return why the library that was found cannot be used; empty if it can, or is missing.
 
@@ -113,6 +124,33 @@ class VendorLibrary:
                 f"{folder} holds no {self.file}: install a build for CUDA ({self.install_hint})"
             ]
         return []
+
+    def load(self, name: str, calls: Mapping[str, str]) -> Any:
+        """Import and return the module of this full name, after a `check`.
+
+        Raises BackendBroken if the import raises anything, or the check fails.
+        """
+        try:
+            with contained():
+                module = importlib.import_module(name)
+        except Fault as fault:
+            raise self._broken(f"{name} does not load: {fault}") from fault.__cause__
+        self.check(module, calls)
+        return module
+
+    def check(self, module: Any, calls: Mapping[str, str]) -> None:
+        """Raise BackendBroken unless a module offers what the plugin calls.
+
+        calls: For each function or class, the number of positional arguments and the names of the
+            others, separated by spaces; "" for other attributes. A method that is named by its
+            class counts self. Functions that tell no signature may take anything.
+        """
+        if faults := [why for name in calls if (why := _refusal(module, name, calls[name]))]:
+            raise self._broken("; ".join(faults))
+
+    def _broken(self, why: str) -> BackendBroken:
+        what = self.describe() or self.distribution
+        return BackendBroken(f"{what} cannot be used: {why} ({self.install_hint})")
 
     def operator(self, name: str, arguments: str) -> Any:
         """Load `file` without its package, and return an operator of torch that it registers.
@@ -143,6 +181,23 @@ class VendorLibrary:
     @property
     def _module(self) -> str:
         return self.module or self.distribution.replace("-", "_")
+
+
+def _refusal(module: Any, name: str, passed: str) -> str:
+    """Return why a call of ``name`` fails, or an empty string."""
+    count, *names = passed.split() or ["0"]
+    try:
+        found = attrgetter(name)(module)
+        signature = inspect.signature(found) if passed else inspect.Signature()
+    except AttributeError:
+        return f"{name} is missing"
+    except (TypeError, ValueError):  # a compiled function
+        return ""
+    try:
+        signature.bind(*[None] * int(count), **dict.fromkeys(names))
+    except TypeError as error:
+        return f"{name} cannot be called: {error}"
+    return ""
 
 
 def version_in_range(version: str, versions: str) -> bool:

@@ -31,13 +31,13 @@ class Observer:
     sent: the dispatch is launched.
     resumed: the call goes on after `ended`, and begins to wait for the tokens.
     arrived: the tokens are here; the experts follow.
-    staged: a fused kernel is ready to run; only `run` follows.
+    ready: a fused kernel has its scratch; only `run` follows.
     computed: the experts are launched; the combine follows.
     combining: the combine is launched.
     ended: the call has ended, or its part that dispatches, also if it failed.
     """
 
-    arranged = sent = resumed = arrived = staged = computed = combining = ended = staticmethod(bool)
+    arranged = sent = resumed = arrived = ready = computed = combining = ended = staticmethod(bool)
 
     def failed(self, error: BaseException) -> None:
         """Take note that ``error`` ends the call, unless this observer has raised it."""

@@ -111,7 +111,7 @@ class _Checked(_InTurn):
         super().resumed()
         self._enter()
 
-    def staged(self) -> None:  # type: ignore[override]
+    def ready(self) -> None:  # type: ignore[override]
         self._agree("run the fused kernel of")
 
     def computed(self) -> None:  # type: ignore[override]

@@ -412,8 +412,8 @@ class DispatcherConformance(DispatcherBase):
     # -- errors -----------------------------------------------------------------------------------
 
     def test_failure_after_dispatch(self, world: int) -> None:
-        """One rank's experts raise: all ranks raise and name it, and other calls work."""
-        self._check(world, rank_failures.experts_fail)
+        """One rank fails after `prepare`: all ranks raise and name it, and other calls work."""
+        self._check(world, rank_failures.fails_after_dispatch)
 
     def test_failure_without_checks(self, several: int) -> None:
         """One rank fails before `prepare`, then two: `abort` makes the others raise and name it."""

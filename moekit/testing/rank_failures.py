@@ -78,35 +78,29 @@ def unchecked_rank_fails(r: Rank) -> None:
         _check_next(r, (round_, "after"))
 
 
-def experts_fail(r: Rank) -> None:
-    """Let one rank's experts raise, or a fused kernel before it runs: every rank raises.
+def fails_after_dispatch(r: Rank) -> None:
+    """Let one rank raise while its tokens are in flight: all raise, and other calls are right.
 
-    The error is a MoekitError, and other calls are right: one in flight at that time, and the next.
+    One of them is in flight at that time, one is the next.
     """
-    what = "stage" if r.spec.fused else "apply"
-    works = getattr(r.kernel.experts, what)
 
-    def broken(*args: object, **more: object) -> None:
-        raise InvalidInput("experts that fail on purpose")
+    def broken() -> None:
+        raise InvalidInput("shared experts that fail on purpose")
 
     for round_ in range(4):  # more often than a library has buffers
         culprit = _culprit(r, round_)
         mine = r.alone or r.rank == culprit
         (case, _), (other, right) = (r.case(Call((5, 3)), (round_, n)) for n in range(2))
         flying = r.kernel.start(other.x, r.packed, other.routing)
-        failing = r.kernel.start(case.x, r.packed, case.routing)
+        meanwhile = broken if mine else None
+        failing = r.kernel.start(case.x, r.packed, case.routing, meanwhile=meanwhile)
         flying.run()
-        if mine:
-            setattr(r.kernel.experts, what, broken)
         try:
             failing.run()
         except MoekitError as error:
             r.expect(mine or f"rank {culprit} failed" in str(error), str(error))
         else:
-            raise AssertionError(
-                f"rank {r.rank} got no error although rank {culprit}'s experts fail"
-            )
-        setattr(r.kernel.experts, what, works)
+            raise AssertionError(f"rank {r.rank} got no error although rank {culprit} fails")
         r.compare(flying.result(), right, "the call in flight while another failed")
         _check_next(r, (round_, "after"))
 
@@ -126,15 +120,27 @@ def resolves(r: Rank) -> None:
     )
     last = r.rank == r.world_size - 1
     other = r.problem.replace(intermediate_size=2 * r.problem.intermediate_size)
-    try:
-        r.compose(other if last else r.problem)
-    except GroupMismatch:
-        _check_next(r, "after")
-        return
-    raise AssertionError(
+    assert _refuses(r, other if last else r.problem), (
         f"rank {r.rank}: ranks compose for different layers, and get no GroupMismatch: call "
         "moekit.plugin.resolve(problem, group) in the constructor"
     )
+    _check_next(r, "after")
+
+
+def group_mismatch(r: Rank, other: MoEProblem) -> None:
+    """Assert that every rank refuses ``other``, whose number of ranks is not the group's."""
+    size = other.parallel.ep_size
+    mine = replace(other.parallel, ep_rank=r.rank % size)
+    refused = _refuses(r, other.replace(parallel=mine))
+    assert refused, f"a group of {r.world_size} ranks was taken for {size}"
+
+
+def _refuses(r: Rank, problem: MoEProblem) -> bool:
+    try:
+        r.compose(problem)
+    except GroupMismatch:
+        return True
+    return False
 
 
 def after_some(r: Rank, problem: MoEProblem, sequence: Sequence[Call]) -> None:

@@ -95,3 +95,53 @@ def test_a_file_that_the_folder_must_hold(package, monkeypatch):
     assert f"{package} holds no ops.so: install a build for CUDA" in reason
     (package / "ops.so").touch()
     assert library.unsupported() == []
+
+
+@pytest.fixture
+def offered(package, monkeypatch):
+    """The module of a library that says what it is given."""
+    monkeypatch.syspath_prepend(str(package.parent))
+    monkeypatch.delitem(sys.modules, "acme_library", raising=False)
+    (package.parent / "acme_library-1.4.dist-info").mkdir()
+
+    def write(text):
+        (package / "__init__.py").write_text(text)
+        return package
+
+    yield write
+    sys.modules.pop("acme_library", None)
+
+
+def test_a_library_that_offers_what_is_called(offered):
+    folder = offered(
+        "from math import hypot\n"
+        "def gemm(a, b, *, out, scale=None): ...\n"
+        "class Buffer:\n    def __init__(self, group, **more): ...\n    def send(self, x): ...\n"
+        "kinds = 3\n"
+    )
+    calls = {"gemm": "2 out", "Buffer": "1 bytes", "Buffer.send": "2", "kinds": "", "hypot": "9"}
+    assert ACME.load("acme_library", calls).kinds == 3
+    assert ACME.describe() == f"acme-library 1.4 in {folder}"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "raise SystemExit('no driver')",
+            "cannot be used: acme_library does not load: SystemExit: no driver",
+        ),
+        ("import absent_module_of_acme", "No module named 'absent_module_of_acme'"),
+        ("def other(): ...", "cannot be used: gemm is missing; Buffer.send is missing"),
+        ("def gemm(a): ...", "gemm cannot be called: too many positional arguments"),
+        ("def gemm(a, b, out): ...", "gemm cannot be called: got an unexpected keyword argument"),
+        ("def gemm(a, b, out, scale, n): ...", "missing a required argument: 'n'"),
+    ],
+)
+def test_a_library_that_is_other_than_expected(offered, text, said):
+    folder = offered(text)
+    with pytest.raises(BackendBroken) as caught:
+        ACME.load("acme_library", {"gemm": "2 out scale", "Buffer.send": "2"})
+    assert said in str(caught.value)
+    assert str(caught.value).startswith(f"acme-library 1.4 in {folder}")
+    assert str(caught.value).endswith("(pip install 'acme-library>=1.2,<2')")

@@ -52,12 +52,14 @@ def test_a_machine_without_faults(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_backends(only: Callable[..., Fakes], capsys: pytest.CaptureFixture[str]) -> None:
     fakes = only("good", "needy", "elsewhere")
-    fakes.install("good", offers("good", more=", schemes=frozenset({'none', 'fp8_block'})"))
+    more = ", schemes=frozenset({'none', 'fp8_block'}), describe=lambda p: 'acme 3 in /opt/acme'"
+    fakes.install("good", offers("good", more=more))
     fakes.install("needy", offers("needy", more=NEEDY))
     fakes.install("elsewhere", offers("elsewhere", more=", devices=('cuda==1.0',)"))
     code, found = examined(capsys)
     assert code == 0
-    assert found["good"] == ("ok", "serves schemes: fp8_block, none (good-dist 1.0)")
+    detail = "serves schemes: fp8_block, none; acme 3 in /opt/acme (good-dist 1.0)"
+    assert found["good"] == ("ok", detail)
     state, text = found["needy"]
     assert state == "no" and "no_such_lib" in text and "pip install no-such-lib" in text
     assert found["elsewhere"][0] == "no" and "cuda==1.0" in found["elsewhere"][1]

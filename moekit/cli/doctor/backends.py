@@ -88,14 +88,16 @@ def _device(seconds: float) -> tuple[DeviceSpec, str]:
 def _try_backend(spec: BackendSpec, device: DeviceSpec) -> tuple[str, str]:
     """Load a backend if it could do some problem here.
 
-    Returns its state, and the schemes that it serves or the reasons why not.
+    Returns its state, the schemes that it serves or the reasons why not, and which library it uses
+    for them, if its description is the same for all.
     """
-    served, reasons = [], dict[str, None]()
+    served, reasons, described = [], dict[str, None](), set[str]()
     for problem in _problems(spec, device):
         why_not = spec.unsupported(problem)
         reasons.update(dict.fromkeys(why_not))
         if not why_not:
             served.append(problem.quant.name)
+            described.add(spec.description(problem))
     if failed := [reason for reason in reasons if reason.startswith(CHECK_FAILED)]:
         return "bad", "; ".join(failed)
     if not served:
@@ -104,13 +106,12 @@ def _try_backend(spec: BackendSpec, device: DeviceSpec) -> tuple[str, str]:
         spec.load()
     except MoekitError as error:
         return "bad", message(error)
-    if isinstance(spec, DispatcherSpec):
-        return "ok", "loads"
+    detail = "loads" if isinstance(spec, DispatcherSpec) else f"serves schemes: {', '.join(served)}"
     if len(served) == len(SCHEMES):
-        return "ok", "serves every scheme"
-    refused = ", ".join(sorted(spec.schemes - set(served)))
-    detail = f"serves schemes: {', '.join(served)}"
-    return "ok", detail + (f"; refuses {refused}" if refused else "")
+        detail = "serves every scheme"
+    elif refused := ", ".join(sorted(spec.schemes - set(served))):
+        detail += f"; refuses {refused}"
+    return "ok", "; ".join(filter(None, [detail, described.pop() if len(described) == 1 else ""]))
 
 
 def _problems(spec: BackendSpec, device: DeviceSpec) -> Iterator[MoEProblem]:

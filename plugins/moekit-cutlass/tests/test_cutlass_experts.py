@@ -1,13 +1,11 @@
 """The experts with stand-ins for the libraries, through moekit.compose, on the CPU."""
 
-import sys
 from dataclasses import replace
-from types import ModuleType
 
 import cutlass_standins
 import pytest
 import torch
-from moekit_cutlass import w4a8
+from moekit_cutlass import providers, w4a8
 from moekit_cutlass.providers import Quack, QuackPlan, Tile, bands, quack_config
 
 import moekit
@@ -123,10 +121,8 @@ def test_quack(dispatcher, experts, gather, activation, monkeypatch):
 
 
 def test_quack_is_told_of_a_tile(monkeypatch):
-    module = ModuleType("quack.gemm_config")
-    module.GemmConfig = lambda **given: given
-    monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
-    monkeypatch.setitem(sys.modules, "quack.gemm_config", module)
+    made = {("quack.gemm_config", "GemmConfig"): lambda **given: given}
+    monkeypatch.setattr(providers, "quack_entry", lambda *names: made[names])
     for dynamic in (False, True):
         tile = Tile(64, 256, False, (1, 2), 4, dynamic)
         assert quack_config.__wrapped__(tile) == {

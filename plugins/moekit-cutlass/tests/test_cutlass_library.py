@@ -4,9 +4,10 @@ import sys
 
 import pytest
 import torch
-from moekit_cutlass import library, moekit_experts
+from moekit_cutlass import library, moekit_experts, providers
 
 import moekit
+from moekit.errors import BackendBroken
 
 
 def test_versions(monkeypatch):
@@ -80,3 +81,32 @@ def test_forced_provider(monkeypatch, forced, scheme, usable, reason):
     )
     found, (why_not,) = library.providers_for(problem)
     assert found == usable and reason in why_not
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def gemm_act(A, B, **more): ...", ""),
+        (
+            "raise ImportError('libcute is missing')",
+            "quack.gemm_interface does not load: ImportError",
+        ),
+        ("def gemm_dact(A, B): ...", "gemm_act is missing"),
+        ("def gemm_act(A, B, activation): ...", "gemm_act cannot be called: got an unexpected"),
+    ],
+)
+def test_quack_is_judged_by_what_it_offers(monkeypatch, tmp_path, text, said):
+    (tmp_path / "quack").mkdir()
+    (tmp_path / "quack" / "__init__.py").touch()
+    (tmp_path / "quack" / "gemm_interface.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("quack", "quack.gemm_interface"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    find = providers.quack_entry.__wrapped__
+    if not said:
+        assert find("quack.gemm_interface", "gemm_act").__name__ == "gemm_act"
+    else:
+        with pytest.raises(BackendBroken, match=f"{said}.*moekit-cutlass.quack.*PROVIDER=torch"):
+            find("quack.gemm_interface", "gemm_act")
+    for name in ("quack", "quack.gemm_interface"):
+        sys.modules.pop(name, None)

@@ -14,11 +14,13 @@ if torch.cuda.is_available():
     pytest.skip("the library itself is tested", allow_module_level=True)
 
 import deepep_standin  # noqa: E402
+import moekit_deepep  # noqa: E402
 from moekit_deepep import buffers  # noqa: E402
 from moekit_deepep.dispatcher import Transfer  # noqa: E402
 
 from moekit import MoEProblem, ParallelConfig, Routing
-from moekit.errors import GroupMismatch  # noqa: E402
+from moekit.errors import BackendBroken, GroupMismatch  # noqa: E402
+from moekit.runtime import farewell  # noqa: E402
 from moekit.testing.distributed import RankPool  # noqa: E402
 
 NAMES = ("deepep_ht_standin", "deepep_ll_standin", "deepep_elastic_standin")
@@ -190,11 +192,8 @@ def test_two_hosts_are_refused(pool, name):
 
 def unresponsive_rank(rank, ranks):
     """Rank 1 does not free its buffers: rank 0 leaves its own, rather than hang, and waits once."""
+    made = [dispatcher_of(name, problem_of(rank)) for name in NAMES]
     before, buffers._FAREWELL_SECONDS = buffers._FAREWELL_SECONDS, 2.0
-    try:
-        made = [dispatcher_of(name, problem_of(rank)) for name in NAMES]
-    finally:
-        buffers._FAREWELL_SECONDS = before
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -205,9 +204,10 @@ def unresponsive_rank(rank, ranks):
             dispatcher.destroy()
     spent = time.monotonic() - begin
     dist.barrier()
+    buffers._FAREWELL_SECONDS = before
     buffers.logger.removeHandler(handler)
     left = len(deepep_standin._Base.live)
-    for state in (buffers._shared._held, buffers._connected, buffers._unresponsive):
+    for state in (buffers._shared._held, buffers._connected, farewell._lost):
         state.clear()
     deepep_standin._Base.live.clear()
     deepep_standin.Buffer._nvshmem.clear()
@@ -258,3 +258,37 @@ def pairs_and_all(rank, ranks):
 def test_nvshmem_connects_one_set_of_ranks():
     with RankPool(4, timeout=120) as four:
         four.run(pairs_and_all)
+
+
+# -- the library ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "lacking", "says"),
+    [
+        (NAMES[0], "Buffer.get_dispatch_layout", "Buffer.get_dispatch_layout is missing"),
+        (NAMES[1], "Buffer.low_latency_combine", "Buffer.low_latency_combine is missing"),
+        (NAMES[2], "ElasticBuffer", "ElasticBuffer is missing; ElasticBuffer.dispatch is missing"),
+    ],
+)
+def test_a_library_is_judged_by_what_it_offers(monkeypatch, name, lacking, says):
+    """Before any rank waits for another."""
+    owner, _, attribute = lacking.rpartition(".")
+    owner = getattr(buffers.deep_ep, owner) if owner else buffers.deep_ep
+    monkeypatch.delattr(owner, attribute)
+    with pytest.raises(BackendBroken, match=f"{says}.*pip install 'sgl-deep-ep"):
+        dispatcher_of(name, problem_of(0))
+
+
+@pytest.mark.parametrize(
+    ("dist_info", "says"),
+    [("sgl_deep_ep-0.1.2", "sgl-deep-ep 0.1.2 in"), ("deep_ep-1.2.1+a8bfc50", "deep_ep 1.2.1+a8bf"),
+     ("other-1.0", "deep_ep of unknown version in")],
+)  # fmt: skip
+def test_the_copy_is_named_as_pip_knows_it(monkeypatch, tmp_path, dist_info, says):
+    folder = tmp_path / "deep_ep"
+    folder.mkdir()
+    (tmp_path / f"{dist_info}.dist-info").mkdir()
+    monkeypatch.setattr("moekit.discovery.library._package_folder", lambda name: folder)
+    spec, *_ = moekit_deepep.moekit_dispatchers()
+    assert spec.description(problem_of(0)).startswith(says)

@@ -5,11 +5,11 @@ import sys
 import pytest
 import standin
 import torch
-from moekit_deepgemm import gemms, library, moekit_experts
+from moekit_deepgemm import gemms, kernels, library, mega, moekit_experts
 from moekit_deepgemm.plan import make_plan
 
 import moekit
-from moekit.contract import Dispatched
+from moekit.contract import Dispatched, PackedWeights
 from moekit.errors import BackendBroken, InvalidInput
 from moekit.problem import quant
 from moekit.problem.quantize import quantize
@@ -140,9 +140,18 @@ def test_a_library_is_judged_by_what_it_offers(monkeypatch):
     monkeypatch.delattr(standin, "m_grouped_fp8_gemm_nt_masked")
     monkeypatch.setattr(standin, "m_grouped_fp8_fp4_gemm_nt_masked", other, raising=False)
     assert gemms.Gemms()._masked is other
-    monkeypatch.delattr(standin, "m_grouped_bf16_gemm_nt_contiguous")
-    with pytest.raises(BackendBroken, match="lacks m_grouped_bf16_gemm_nt_contiguous"):
+    monkeypatch.setattr(standin, "m_grouped_bf16_gemm_nt_masked", lambda a, b, d: None)
+    with pytest.raises(BackendBroken, match="nt_masked cannot be called: too many.*sgl-deep-gemm"):
         gemms.Gemms()
+    monkeypatch.delattr(standin, "m_grouped_bf16_gemm_nt_contiguous")
+    with pytest.raises(BackendBroken, match="m_grouped_bf16_gemm_nt_contiguous is missing"):
+        gemms.Gemms()
+
+
+def test_a_library_without_whole_layers(monkeypatch):
+    monkeypatch.setattr(library, "load", lambda: standin)
+    with pytest.raises(BackendBroken, match="sm90_mega_moe is missing; fp8_mega_moe is missing"):
+        mega.Memory(None, standin.problem("sm90"))
 
 
 def test_a_failing_compiler_is_a_clear_error(monkeypatch):
@@ -152,14 +161,15 @@ def test_a_failing_compiler_is_a_clear_error(monkeypatch):
     monkeypatch.setattr(library, "load", lambda: standin)
     monkeypatch.setattr(standin, "m_grouped_bf16_gemm_nt_masked", fails)
     with pytest.raises(BackendBroken, match="NVCC compilation failed.*CUDA_HOME"):
-        gemms.Gemms().masked(*[None] * 7)
+        gemms.Gemms().masked(None, None, PackedWeights("deepgemm", {"w2": None}), "w2", *[None] * 3)
 
 
 def test_alignment_setting_is_given_back(monkeypatch):
     monkeypatch.setattr(library, "load", lambda: standin)
     a, w, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((64, 64), (2, 32, 64), (64, 32)))
     ends = torch.zeros(2, dtype=torch.int32)
-    gemms.Gemms().contiguous(a, None, w, None, out, ends, 64, 64)
+    packed = PackedWeights("deepgemm", {"w2": w})
+    gemms.Gemms().contiguous(a, None, packed, "w2", out, ends, 64, 64)
     assert standin.get_mk_alignment_for_contiguous_layout() == 128
 
 
@@ -179,7 +189,7 @@ def test_reasons():
     plain = [standin.problem("sm90", hidden_size=h, quant="none") for h in (320, 328)]
     assert [*map(spec.padding, plain)] == ["", "hidden size 328 padded to 384"]
     assert "padded to 384" in spec.padding(standin.problem("sm90", hidden_size=320))
-    assert "packed four in an int32" in reasons(device="sm100")
+    assert "runs on cuda==9.0" in reasons(device="sm100")
     assert "float16 is not supported" in reasons(dtype=torch.float16)
     if not library.candidates():
         assert reasons() == (
@@ -248,6 +258,18 @@ def test_quantized_slabs(device, monkeypatch, scales, slab):
     reference.apply(expected, rows, reference_packed, ())
     error = (y[used].float() - expected[:, 0].float()).norm() / expected.float().norm()
     assert error < 4e-2
+
+
+def test_rows_are_quantized_as_moekit_does(device):
+    """To the same bits: the quotient, not the product with a reciprocal."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 64, 512, device=device).bfloat16()
+    q, scale = torch.empty_like(x, dtype=FP8), x.new_empty((2, 4, 64), dtype=torch.float32)
+    counts = torch.full((2,), 64, dtype=torch.int32, device=device)
+    kernels.stage_slabs(x, None, counts, q, scale)
+    right, right_scale = quantize(x, GROUPS)
+    assert torch.equal(scale.transpose(1, 2), right_scale)
+    assert torch.equal(q.view(torch.uint8), right.view(torch.uint8))
 
 
 def test_capturing_an_unknown_size_is_refused(monkeypatch):

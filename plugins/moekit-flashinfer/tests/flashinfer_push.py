@@ -7,6 +7,7 @@ not follow one whose event is left, and results go through an inbox that each ca
 from __future__ import annotations
 
 import enum
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,12 +95,15 @@ class _Runner:
     def __init__(self, pipe: Sm90PushPipe, weights: Any) -> None:
         assert type(weights) is self.bundle, "weights of the other layer"
         weights.values()
-        self.pipe, self.weights, self._round_event = pipe, weights, None
+        self.pipe, self.weights, self._round_event = pipe, None, None
+        self._bound_weights, self._validated_weights = None, dict[int, Any]()
         self._inbox = pipe.combine_t
+        self.bind_weights(weights)
 
     def bind_weights(self, weights: Any) -> None:
         assert type(weights) is self.bundle
-        self.weights = weights
+        self._validated_weights[id(weights)] = weakref.ref(weights)
+        self.weights = self._bound_weights = weights
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor, *, output: Tensor) -> Tensor:
         pipe, T = self.pipe, len(x)

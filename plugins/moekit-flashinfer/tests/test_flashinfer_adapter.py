@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
+import sys
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from rank_pools import rank_pool
 
 import moekit
 from moekit import MoEProblem, ParallelConfig, Routing
-from moekit.errors import BackendError, InvalidInput
+from moekit.errors import BackendBroken, BackendError, InvalidInput
 from moekit.runtime.workspace import Workspace
 from moekit.testing import assert_close, cases
 from moekit.testing.cases import make_case, random_weights
@@ -240,6 +241,31 @@ def declared() -> list[SpecifierSet]:
 # -- the library's modules --------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "flashinfer.comm.trtllm_alltoall does not load: ModuleNotFoundError"),
+        ("raise RuntimeError('no driver')", "does not load: RuntimeError: no driver"),
+        ("def moe_comm(): ...", "moe_prepare is missing; moe_comm cannot be called: too many"),
+    ],
+)
+def test_a_library_is_judged_by_what_it_offers(monkeypatch, tmp_path, text, said):
+    folder = tmp_path / "flashinfer" / "comm"
+    folder.mkdir(parents=True)
+    for package in (folder.parent, folder):
+        (package / "__init__.py").touch()
+    if text is not None:
+        (folder / "trtllm_alltoall.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.split(".")[0] == "flashinfer"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(BackendBroken, match=f"{said}.*pip install 'moekit-flashinfer.library"):
+        calls = {"moe_prepare": "10", "moe_comm": "9"}
+        library._compiled("comm.trtllm_alltoall", calls, "comm", "gen_comm_alltoall_module")
+    for name in [name for name in sys.modules if name.split(".")[0] == "flashinfer"]:
+        del sys.modules[name]
+
+
 def test_compilation_is_reported(caplog):
     spec = SimpleNamespace(name="fused_moe_90", is_compiled=False, sources=["a.cu", "b.cu"])
     with caplog.at_level(logging.WARNING), library.compiling(lambda: spec):
@@ -265,3 +291,23 @@ def test_sizes_grow_with_rows_and_cover_the_buffers():
         pairs = 10000 * p.top_k
         # permuted x or GEMM 2's rows, and GEMM 1's, at the least
         assert sizes[-1] > pairs * (p.hidden_size + 2 * p.intermediate_size) * 2
+
+
+# -- the fused kernel -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["none", "fp8_block"])
+def test_dropped_weights_are_freed(scheme):
+    """Neither the layer nor the window, which other layers share, keeps what a call was given."""
+    sizes = dict(hidden_size=256, intermediate_size=128, dtype=torch.bfloat16, quant=scheme)
+    p = problem(**sizes)
+    backends = flashinfer_registry.registry()
+    kernel = moekit.compose(p, "standin_mega", backends=backends, workspace=Workspace())
+    case, packed = make_case(p, 5), kernel.pack(random_weights(p))
+    kernel(case.x, packed, case.routing)
+    dropped = [weakref.ref(tensor) for tensor in packed.experts.values()]
+    del packed
+    gc.collect()
+    assert not [ref for ref in dropped if ref() is not None]
+    assert not kernel.experts.lease.value.runner._validated_weights
+    kernel.destroy()

@@ -473,6 +473,7 @@ _ep = _module(
         "GroupConfig", "Layout", "LayoutInfo", "PassDir", "Tensor", "ZeroCopyMode",
         "get_lib_version",
     ),
+    Handle=HighThroughputHandle,
 )  # fmt: skip
 _module("nccl", core=_core, ep=_ep)
 

@@ -13,10 +13,11 @@ if torch.cuda.is_available():
     pytest.skip("the library itself is tested", allow_module_level=True)
 
 import nccl_standin  # noqa: E402
-from moekit_nccl import buffers  # noqa: E402
+from moekit_nccl import buffers, library  # noqa: E402
 
 from moekit import MoEProblem, ParallelConfig, Routing
-from moekit.errors import BackendError  # noqa: E402
+from moekit.errors import BackendBroken, BackendError  # noqa: E402
+from moekit.runtime import farewell  # noqa: E402
 
 NAMES = ("nccl_ht_standin", "nccl_ll_standin")
 E, K, H = 16, 3, 128
@@ -220,6 +221,14 @@ def test_hosts_without_a_network_for_kernels(pool, name):
     assert pool.run(refused, name) == [0, 0]
 
 
+def forget():
+    """Forget what was left, and that a rank did not answer."""
+    shared = (buffers._shared, buffers._connections)
+    kept = [state for each in shared for state in (each._held, each._leases)]
+    for state in (*kept, buffers._left, farewell._lost):
+        state.clear()
+
+
 def unresponsive_rank(rank, ranks, name):
     """Rank 1 does not free its buffers: rank 0 leaves its own, rather than hang."""
     dispatcher = dispatcher_of(name, problem_of(rank))
@@ -234,10 +243,7 @@ def unresponsive_rank(rank, ranks, name):
     buffers._FAREWELL_SECONDS = before
     buffers.logger.removeHandler(handler)
     left = len(nccl_standin.live)
-    for state in (buffers._shared._held, buffers._connections._held, buffers._left):
-        state.clear()
-    for state in (buffers._connections._leases, buffers._shared._leases):
-        state.clear()
+    forget()
     nccl_standin.live.clear()
     return said, left
 
@@ -254,7 +260,7 @@ def failed_device(rank, ranks):
     dispatcher = dispatcher_of("nccl_ht_standin", problem_of(rank))
     held = dispatcher.lease.value
     if rank == 1:
-        object.__setattr__(held, "_fault", lambda: "its GPU has failed: unspecified launch failure")
+        before, buffers.gpu_fault = buffers.gpu_fault, lambda *_: "its GPU has failed: launch"
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -262,9 +268,9 @@ def failed_device(rank, ranks):
     dispatcher.destroy()
     buffers.logger.removeHandler(handler)
     alive = held.library in nccl_standin.live and held.connection.comm in nccl_standin.live
-    buffers._left.clear()
-    buffers._connections._held.clear()
-    buffers._connections._leases.clear()
+    if rank == 1:
+        buffers.gpu_fault = before
+    forget()
     nccl_standin.live.clear()
     return alive, said
 
@@ -272,3 +278,14 @@ def failed_device(rank, ranks):
 def test_a_failed_device_leaves_the_library_alone(pool):
     for alive, said in pool.run(failed_device):
         assert alive and len(said) == 1 and "its GPU has failed" in said[0]
+
+
+# -- the library ----------------------------------------------------------------------------------
+
+
+def test_a_library_is_judged_by_what_it_offers(monkeypatch):
+    monkeypatch.setattr(nccl_standin.Group, "create", classmethod(lambda cls, comm: None))
+    monkeypatch.delattr(nccl_standin._ep, "GroupConfig")
+    says = r"Group.create cannot be called: too many.*GroupConfig is missing.*nccl-extensions\[cu13"
+    with pytest.raises(BackendBroken, match=says):
+        library.LIBRARY.check(nccl_standin._ep, library.CALLS)

@@ -273,6 +273,26 @@ def test_buffers_are_shared_counted_and_freed(pool):
         assert seen == [(1, 0), (2, 0), (3, 0), (3, 0), (3, 2), (3, 3)]
 
 
+def out_of_memory(rank, world):
+    dispatcher = dispatcher_on(rank, world)
+    x, routing = tokens_on(rank, 9, dispatcher.problem)
+    identity(dispatcher, x, routing)
+    calls = dispatcher.lease.value.calls
+    for _ in range(3):
+        with mock.patch.object(torch, "empty", side_effect=torch.OutOfMemoryError):
+            with pytest.raises(torch.OutOfMemoryError):
+                dispatcher.prepare(x, routing, None)
+    assert_identity(identity(dispatcher, x, routing), x, routing)
+    seen = len(calls.all), calls.in_flight
+    dispatcher.destroy()
+    return seen
+
+
+def test_a_call_without_memory_takes_no_lane(pool):
+    """Each lane holds gigabytes."""
+    assert pool.run(out_of_memory) == [(1, 0)] * 2
+
+
 @pytest.mark.parametrize(("tokens", "megabytes"), [(1, 11), (16, 182), (128, 1454), (1024, 11633)])
 def test_lane_has_the_size_that_was_recorded(tokens, megabytes):
     """Recorded on 4 H200 with pplx-kernels."""
@@ -362,7 +382,13 @@ def test_a_library_that_does_not_load(monkeypatch):
     with pytest.raises(BackendBroken, match="does not load"):
         PplxDispatcher.library()
     broken.ops._ops.all_to_all_intranode_create = math.sqrt
-    assert PplxDispatcher.library() is object
+    with pytest.raises(BackendBroken, match="AllToAll.intranode is missing.*pplx-kernels"):
+        PplxDispatcher.library()
+    broken.AllToAll = pplx_standin.AllToAll
+    assert PplxDispatcher.library() is pplx_standin.AllToAll
+    monkeypatch.setitem(sys.modules, "pplx_kernels", None)
+    with pytest.raises(BackendBroken, match="pplx_kernels does not load: .*pplx-kernels"):
+        PplxDispatcher.library()
 
 
 def test_rounds_and_rows_follow_max_tokens(pool):

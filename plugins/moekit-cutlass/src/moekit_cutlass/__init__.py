@@ -14,7 +14,7 @@ folder of an unpacked `vllm` package; without it an installed vllm is used.
 
 from moekit.plugin import ACTIVATIONS, ActivationFormat, ExpertsSpec, MoEProblem, hookimpl
 
-from .library import FUSED, W4A8, missing, providers_for
+from .library import FUSED, QUACK, VLLM, W4A8, missing, providers_for
 
 _SCHEMES = ("none", "fp8_tensor", "fp8_tensor_static", "fp8_channel_token")
 
@@ -45,6 +45,12 @@ def _check_training(problem: MoEProblem, usable: list[str], why_not: list[str]) 
     return reasons
 
 
+def _describe(problem: MoEProblem) -> str:
+    """Return the libraries that may serve a problem, with their versions and folders."""
+    copies = {"quack": QUACK[0].describe, "vllm": VLLM.describe}
+    return ", ".join(copies.get(name, lambda: "torch")() for name in providers_for(problem)[0])
+
+
 def _multiples(problem: MoEProblem) -> tuple[int, int]:
     if problem.quant.name == W4A8:
         return 256, 256  # the weight layout of cutlass_w4a8_moe_mm
@@ -70,6 +76,7 @@ def _spec(name: str, target: str, format: ActivationFormat) -> ExpertsSpec:
         install_hint="pip install 'triton>=3.6' moekit-kernels",
         priority=5,
         check=_check,
+        describe=_describe,
         multiples=_multiples,
         reduces=standard,
         graph_safe=True,

@@ -157,14 +157,15 @@ class _CutlassExperts(PermuteExpertsUnpermute):
             )  # fmt: skip
         a = rows(first, inner, self._a_dtype)
         if provider.activates:
-            provider.first(x, weights["w13"], groups, a, None)
+            provider.gemm(x, weights["w13"], groups, a, None, first=True)
         else:
-            h = provider.first(x, weights["w13"], groups, result(second, N), scales("w13"))
+            out = result(second, N)
+            h = provider.gemm(x, weights["w13"], groups, out, scales("w13"), first=True)
             if (bias := weights.get("w13_bias")) is not None:
                 add_bias(h, bias, groups)
             self._activate(h, a, scale_S, weights, groups)
-            del h
-        return provider.second(a, weights["w2"], groups, result(second, H), scales("w2"))
+            del h, out
+        return provider.gemm(a, weights["w2"], groups, result(second, H), scales("w2"))
 
     def _activate(
         self, h_SN: Tensor, a_SI: Tensor, scale_S: Tensor, weights: PackedWeights, groups: Groups

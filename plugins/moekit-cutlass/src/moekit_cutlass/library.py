@@ -16,9 +16,12 @@ PROVIDER_VARIABLE = "MOEKIT_CUTLASS_PROVIDER"
 
 QUACK_HINT = "pip install 'moekit-cutlass[quack]'"
 QUACK = (
-    VendorLibrary(distribution="quack-kernels", versions=">=0.6.5,<0.7", module="quack"),
+    VendorLibrary(
+        distribution="quack-kernels", versions=">=0.6.5,<0.7", module="quack",
+        install_hint=f"{QUACK_HINT}, or set {PROVIDER_VARIABLE}=torch",
+    ),
     VendorLibrary(distribution="nvidia-cutlass-dsl", versions=">=4.7.1,<4.9", module="cutlass"),
-)
+)  # fmt: skip
 VLLM = VendorLibrary(
     distribution="vllm",
     versions=">=0.33,<0.34",

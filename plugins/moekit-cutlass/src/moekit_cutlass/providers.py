@@ -8,7 +8,6 @@ compiles everything that later calls need. torch's and vLLM's kernels come compi
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import threading
 from abc import ABC, abstractmethod
@@ -98,20 +97,15 @@ class Provider(ABC):
         self.problem, self.dtype = problem, problem.dtype
 
     @abstractmethod
-    def first(
-        self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
-    ) -> Tensor:
-        """Run GEMM 1 from x (S, H) to (S, N), whose rows from the last offset on are undefined.
+    def gemm(
+        self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None,
+        *, first: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Run a GEMM from x (S, K) to (S, N), whose rows from the last offset on are undefined.
 
-        x is (R, H) if it `gathers`, and the result (S, I) if it `activates`. out: The result's
-        tensor, unless it `allocates`. scales: For e4m3 operands.
+        first: It is GEMM 1: x is (R, H) if it `gathers`, and the result (S, I) if it `activates`.
+        out: The result's tensor, unless it `allocates`. scales: For e4m3 operands.
         """
-
-    def second(
-        self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
-    ) -> Tensor:
-        """GEMM 2: like `first`, from activations (S, I) to (S, H). Never gathers or activates."""
-        return self.first(x, w_LNK, groups, out, scales)
 
 
 class Torch(Provider):
@@ -125,9 +119,10 @@ class Torch(Provider):
         super().__init__(problem)
         self.dtype = torch.bfloat16
 
-    def first(
-        self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
-    ) -> Tensor:
+    def gemm(
+        self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None,
+        *, first: bool = False,
+    ) -> Tensor:  # fmt: skip
         ends_L = groups.offsets_L1[1:]
         if scales is None:
             return F.grouped_mm(x, w_LNK.mT, offs=ends_L)
@@ -156,9 +151,10 @@ class Vllm(Provider):
         self._w4a8 = problem.quant.name == W4A8
         self._op = vllm_operator("cutlass_w4a8_moe_mm" if self._w4a8 else "cutlass_moe_mm")
 
-    def first(
-        self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
-    ) -> Tensor:
+    def gemm(
+        self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None,
+        *, first: bool = False,
+    ) -> Tensor:  # fmt: skip
         assert out is not None and scales is not None
         (rows, k), (L, n, _), device = x.shape, w_LNK.shape, x.device
         swap = self._w4a8 or rows <= self.SWAP_ROWS
@@ -223,30 +219,23 @@ class Quack(Provider):
         if self.plan.first.dynamic or self.plan.second.dynamic:
             self.scratch = 2 * _LEAST_ALLOCATION  # the counters
 
-    def first(
-        self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
-    ) -> Tensor:
-        rows = groups.rows_S if self.gathers else None
-        return self._run(x, w_LNK, groups, out, self.plan.first, self._activation, rows)
-
-    def second(
-        self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None
-    ) -> Tensor:
-        return self._run(x, w_LNK, groups, out, self.plan.second)
-
-    def _run(
-        self, a: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, tile: Tile,
-        activation: str | None = None, rows_S: Tensor | None = None,
+    def gemm(
+        self, x: Tensor, w_LNK: Tensor, groups: Groups, out: Tensor | None, scales: Scales | None,
+        *, first: bool = False,
     ) -> Tensor:  # fmt: skip
         assert out is not None
+        tile, activation = self.plan.second, None
+        if first:
+            tile, activation = self.plan.first, self._activation
+        rows_S = groups.rows_S if first and self.gathers else None
         halves = ("B",) if activation is not None and self.problem.activation.gated else None
         call = functools.partial(
             self._gemm,
-            a, w_LNK.mT, activation=activation, store_preact=False, postact_out=out,
+            x, w_LNK.mT, activation=activation, store_preact=False, postact_out=out,
             cu_seqlens_m=groups.offsets_L1, A_idx=rows_S, tuned=False,
             config=quack_config(tile), concat_layout=halves,
         )  # fmt: skip
-        run_compiled((a.dtype, tile, activation, rows_S is None, halves), call)
+        run_compiled((x.dtype, tile, activation, rows_S is None, halves), call)
         return out
 
 
@@ -267,25 +256,31 @@ def run_compiled(key: tuple[object, ...], call: Callable[[], T]) -> T:
 _LEAST_ALLOCATION = 512  # the granularity of torch's allocator, in bytes
 
 
+_CONFIG = (
+    "tile_m tile_n pingpong cluster_m cluster_n max_swizzle_size is_dynamic_persistent "
+    "device_capacity"
+)
+_LISTS = "activation cu_seqlens_m A_idx tuned config"
+_QUACK = {
+    "GemmConfig": f"0 {_CONFIG}",
+    "gemm_act": f"2 {_LISTS} store_preact preact_out postact_out concat_layout",
+    "gemm_dact": f"3 {_LISTS} dx_out postact_out colvec_scale colvec_reduce dynamic_scheduler",
+    "gemm": "9 pingpong is_dynamic_persistent max_swizzle_size add_to_output concat_layout "
+    "cu_seqlens_m cu_seqlens_k A_idx",
+}
+
+
 @functools.cache
 def quack_entry(module: str, name: str) -> Callable[..., Any]:
     """Return a function of quack, or raise BackendBroken."""
-    try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    except Exception as error:  # CuTe DSL fails in many ways if its parts do not match
-        raise BackendBroken(
-            f"quack does not import: {type(error).__name__}: {error}; "
-            "pip install 'moekit-cutlass[quack]', or set MOEKIT_CUTLASS_PROVIDER=torch"
-        ) from error
+    found: Callable[..., Any] = getattr(library.QUACK[0].load(module, {name: _QUACK[name]}), name)
     return found
 
 
 @functools.cache
 def quack_config(tile: Tile) -> Any:
     """Return one object per tile, as quack caches by identity."""
-    from quack.gemm_config import GemmConfig
-
-    return GemmConfig(
+    return quack_entry("quack.gemm_config", "GemmConfig")(
         tile_m=tile.m, tile_n=tile.n, pingpong=tile.pingpong,
         cluster_m=tile.cluster[0], cluster_n=tile.cluster[1], max_swizzle_size=tile.swizzle,
         is_dynamic_persistent=tile.dynamic, device_capacity=9,

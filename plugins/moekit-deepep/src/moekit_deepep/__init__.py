@@ -28,11 +28,18 @@ _INSTALL_HINT = (
     "for torch 2.14: pip install 'sgl-deep-ep>=0.1.2,<0.2'; for others build it from source: "
     "pip install --no-build-isolation git+https://github.com/deepseek-ai/DeepEP"
 )
-_DEEP_EP = VendorLibrary(distribution="deep_ep", versions=">=1", install_hint=_INSTALL_HINT)
+_FROM_SOURCE = VendorLibrary(distribution="deep_ep", versions=">=1", install_hint=_INSTALL_HINT)
+# The wheel of sglang's fork has version numbers that upstream's never had.
+_WHEEL = replace(_FROM_SOURCE, distribution="sgl-deep-ep", versions=">=0.1,<1", module="deep_ep")
+
+
+def library() -> VendorLibrary:
+    """Return the DeepEP that is installed: the wheel of sglang's fork, or one built from source."""
+    return _WHEEL if _WHEEL.version() and not _WHEEL.unsupported() else _FROM_SOURCE
 
 
 def _describe(problem: MoEProblem) -> str:
-    return f"deep_ep {_DEEP_EP.version() or 'of unknown version'} in {_DEEP_EP.folder()}"
+    return library().describe()
 
 
 def _check(problem: MoEProblem, most_local_experts: int, multiple: int) -> list[str]:

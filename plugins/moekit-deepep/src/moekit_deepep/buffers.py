@@ -14,8 +14,8 @@ import deep_ep
 import torch
 import torch.distributed as dist
 
-from moekit.errors import GroupMismatch, PeerFailed
-from moekit.plugin import Agreement, Lease, ProcessVariables, SharedBuffers
+from moekit.errors import GroupMismatch
+from moekit.plugin import Lease, ProcessVariables, SharedBuffers, farewell
 
 logger = logging.getLogger("moekit")
 
@@ -41,7 +41,6 @@ class Held:
     buffer: Any
     nbytes: int
     group: dist.ProcessGroup
-    farewell: Agreement
     uncounted: set[str] = field(default_factory=set)
 
 
@@ -52,37 +51,21 @@ def _lease(
 
     def hold() -> Held:
         buffer, nbytes = make()
-        return Held(buffer, nbytes, group, Agreement(group, _FAREWELL_SECONDS))
+        return Held(buffer, nbytes, group)
 
     return _shared.lease((group, kind), hold)
 
 
 def _free(held: Held) -> None:
     """Destroy a buffer if all ranks do, as the library waits on the GPU for every rank."""
-    if why := _missing(held):
+    if why := farewell(held.group, "its DeepEP buffers", timeout=_FAREWELL_SECONDS):
         logger.warning("DeepEP's buffers are left to the end of the process: %s", why)
         return
     held.buffer.destroy()
     _connected.pop(held.buffer, None)
 
 
-def _missing(held: Held) -> str:
-    """Return why some rank does not free its part, or an empty string."""
-    if held.group in _unresponsive:
-        return "a rank did not answer before"
-    try:
-        dist.get_process_group_ranks(held.group)
-        held.farewell.agree("free its DeepEP buffers")
-    except PeerFailed as error:
-        _unresponsive.add(held.group)
-        return str(error)
-    except (KeyError, ValueError):
-        return "the process group was destroyed first; destroy kernels before their group"
-    return ""
-
-
 _shared: SharedBuffers[Held] = SharedBuffers(_free)
-_unresponsive: set[dist.ProcessGroup] = set()
 # The ranks that each low-latency buffer connects over NVSHMEM, and those that threads are about to
 # connect.
 _connected: dict[Any, list[int]] = {}

@@ -25,7 +25,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import deep_ep
 import torch
@@ -47,7 +47,7 @@ from moekit.plugin import (
     round_up,
 )
 
-from . import buffers
+from . import buffers, library
 from .kernels import clear_unused
 
 T = TypeVar("T")
@@ -68,10 +68,12 @@ class DeepEPDispatcher(PrepareAndFinalize):
     lease: Lease[buffers.Held]
     makes_output = True
     _combine_options: dict[str, Any]
+    _calls: ClassVar[dict[str, str]]  # what calls pass, as in `VendorLibrary.check`
 
     def __init__(
         self, spec: DispatcherSpec, problem: MoEProblem, group: dist.ProcessGroup | None = None
     ) -> None:
+        library().check(deep_ep, {"topk_idx_t": "", **self._calls})
         super().__init__(spec, problem, resolve(problem, group, self._protocol()))
         assert self.group is not None
         self._capacity = problem.max_num_tokens or 0
@@ -114,6 +116,14 @@ class NormalDispatcher(DeepEPDispatcher):
     In a CUDA graph, and where ``ranks * max_tokens`` (without it: max_num_tokens) is small, R is
     that product instead and the host does not wait.
     """
+
+    _calls = {
+        "Buffer": "1 num_nvl_bytes explicitly_destroy", "Buffer.set_num_sms": "1",
+        "Buffer.get_dispatch_config": "1", "Buffer.get_combine_config": "1",
+        "Buffer.get_dispatch_layout": "3 async_finish", "Buffer.combine": "3 config async_finish",
+        "Buffer.dispatch": "2 num_tokens_per_rank is_token_in_rank num_tokens_per_expert topk_idx "
+        "topk_weights num_worst_tokens config async_finish",
+    }  # fmt: skip
 
     def _acquire(self) -> Lease[buffers.Held]:
         ranks = self.group.size()
@@ -169,6 +179,13 @@ class ElasticDispatcher(DeepEPDispatcher):
     """
 
     _combine_options = {"async_with_compute_stream": True}
+    _calls = {
+        "ElasticBuffer": "1 num_max_tokens_per_rank hidden num_topk allow_hybrid_mode "
+        "explicitly_destroy",
+        "ElasticBuffer.dispatch": "2 topk_idx topk_weights num_experts num_max_tokens_per_rank "
+        "num_sms do_cpu_sync async_with_compute_stream",
+        "ElasticBuffer.combine": "3 async_with_compute_stream",
+    }
 
     def _acquire(self) -> Lease[buffers.Held]:
         p = self.problem
@@ -205,6 +222,13 @@ class LowLatencyDispatcher(DeepEPDispatcher):
 
     All dispatchers of one shape share a buffer, but several shapes may be in use at a time.
     """
+
+    _calls = {
+        "Buffer": "1 num_rdma_bytes low_latency_mode num_qps_per_rank explicitly_destroy",
+        "Buffer.get_low_latency_rdma_size_hint": "4",
+        "Buffer.low_latency_dispatch": "5 use_fp8 async_finish",
+        "Buffer.low_latency_combine": "5 async_finish out",
+    }
 
     def _protocol(self) -> str:
         return f"{super()._protocol()}, NVSHMEM between ranks {buffers.connected()}"

@@ -21,13 +21,7 @@ _MULTIPLE = {"fp8_block": 128, "none": 64}
 
 
 def _check(problem: MoEProblem) -> list[str]:
-    reasons = list(library.unsupported())
-    if problem.device.type == "cuda" and (problem.device.capability or (0, 0)) >= (10, 0):
-        reasons.append(
-            "on Blackwell DeepGEMM reads power-of-two scales, packed four in an int32; this plugin "
-            "does not requantize weights to that form yet"
-        )
-    return reasons
+    return library.unsupported()
 
 
 def _check_mega(problem: MoEProblem) -> list[str]:

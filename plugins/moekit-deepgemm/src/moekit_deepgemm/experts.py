@@ -183,25 +183,19 @@ class DeepGemmExperts(_DeepGemmExperts):
             copy_rows(x_RH, layout, a_MH)
         else:
             copy_rows_quantized(x_RH, tokens.x_scale, layout, a_MH, scale_GM)
-        self._gemm(a_MH, scale_GM, weights, "w13", h_MN, ends_L, plan)
+        how = ends_L, plan.block_m, plan.expected_m
+        self._gemms.contiguous(a_MH, scale_GM, weights, "w13", h_MN, *how)
         a_MI, scale_GM, y_MH = self._views("w2", (plan.rows,), buffers)
         bias_LN = weights.get("w13_bias")
         activate(
             h_MN, bias_LN, self._activation, a_MI, scale_GM, rows_S=rows_S, ids_S=ids_RK.view(-1)
         )
-        self._gemm(a_MI, scale_GM, weights, "w2", y_MH, ends_L, plan)
+        self._gemms.contiguous(a_MI, scale_GM, weights, "w2", y_MH, *how)
         return Unreduced(y_MH, rows_S.view_as(ids_RK))
 
     def _plan(self, pairs: int) -> Plan:
         p = self.problem
         return make_plan(pairs, p.num_local_experts, p.num_physical_experts, self.block_m)
-
-    def _gemm(
-        self, a: Tensor, scale: Tensor | None, weights: PackedWeights, name: str, out: Tensor,
-        ends_L: Tensor, plan: Plan,
-    ) -> None:  # fmt: skip
-        w, w_scale = weights[name], weights.get(f"{name}_scale")
-        self._gemms.contiguous(a, scale, w, w_scale, out, ends_L, plan.block_m, plan.expected_m)
 
 
 class BatchedDeepGemmExperts(_DeepGemmExperts):
@@ -234,10 +228,10 @@ class BatchedDeepGemmExperts(_DeepGemmExperts):
         a_LCI, scale2_LGC, y_LCH = self._views("w2", lead, workspace, direct_out)
         self._begin((expected_m,), y.device)
         x_LCH, x_scale_LGC = self._stage(tokens, counts_L, a_LCH, scale_LGC)
-        self._gemm(x_LCH, x_scale_LGC, weights, "w13", h_LCN, counts_L, expected_m)
+        self._gemms.masked(x_LCH, x_scale_LGC, weights, "w13", h_LCN, counts_L, expected_m)
         bias_LN, bias_LH = weights.get("w13_bias"), weights.get("w2_bias")
         activate(h_LCN, bias_LN, self._activation, a_LCI, scale2_LGC, counts_L=counts_L)
-        self._gemm(a_LCI, scale2_LGC, weights, "w2", y_LCH, counts_L, expected_m)
+        self._gemms.masked(a_LCI, scale2_LGC, weights, "w2", y_LCH, counts_L, expected_m)
         if direct_out is None or bias_LH is not None:
             finish_slabs(y_LCH, counts_L, bias_LH, y)
 
@@ -257,10 +251,3 @@ class BatchedDeepGemmExperts(_DeepGemmExperts):
             return x, as_wanted
         stage_slabs(x, tokens.x_scale, counts_L, x, scale_LGC, scales_only=True)
         return x, scale_LGC
-
-    def _gemm(
-        self, a: Tensor, scale: Tensor | None, weights: PackedWeights, name: str, out: Tensor,
-        counts_L: Tensor, expected_m: int,
-    ) -> None:  # fmt: skip
-        w, w_scale = weights[name], weights.get(f"{name}_scale")
-        self._gemms.masked(a, scale, w, w_scale, out, counts_L, expected_m)

@@ -8,17 +8,20 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from moekit.errors import BackendBroken
+from moekit.plugin import PackedWeights
 
 from . import library
 
 # The library keeps a setting and its compiled kernels per process, without a lock.
 _lock = threading.Lock()
-_NEEDED = (
-    "m_grouped_bf16_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_contiguous",
-    "m_grouped_bf16_gemm_nt_masked", "get_mk_alignment_for_contiguous_layout",
-    "set_mk_alignment_for_contiguous_layout",
-)  # fmt: skip
+_CONTIGUOUS = "4 use_psum_layout expected_m_for_psum_layout"
+_CALLS = {
+    "m_grouped_bf16_gemm_nt_contiguous": _CONTIGUOUS,
+    "m_grouped_fp8_gemm_nt_contiguous": _CONTIGUOUS,
+    "m_grouped_bf16_gemm_nt_masked": "5",
+    "get_mk_alignment_for_contiguous_layout": "0",
+    "set_mk_alignment_for_contiguous_layout": "1",
+}
 
 
 class Gemms:
@@ -31,28 +34,18 @@ class Gemms:
 
     def __init__(self) -> None:
         self._module = library.load()
-        version = getattr(self._module, "__version__", "?")
-        # Wheels of one version differ: what counts is what the module offers.
-        if lacking := [name for name in _NEEDED if not hasattr(self._module, name)]:
-            raise BackendBroken(
-                f"DeepGEMM {version} in {self._module.__file__} lacks {', '.join(lacking)}; "
-                f"{library.INSTALL_HINT}"
-            )
-        masked = "m_grouped_fp8_gemm_nt_masked"  # some wheels have one name for fp8 and fp4
-        self._masked = (
-            getattr(self._module, masked, None) or self._module.m_grouped_fp8_fp4_gemm_nt_masked
-        )
-        self._broken = (
-            f"DeepGEMM {version} failed: {{}}; it compiles its kernels with CUDA's nvcc "
-            f"({library.OLDEST_NVCC} or later, found: {library.nvcc() or 'none'}), set CUDA_HOME "
-            "or DG_JIT_NVCC_COMPILER, and DG_JIT_CACHE_DIR to a folder that can be written"
-        )
+        # Some wheels have one name for fp8 and fp4.
+        names = "m_grouped_fp8_gemm_nt_masked", "m_grouped_fp8_fp4_gemm_nt_masked"
+        masked = names[0] if hasattr(self._module, names[0]) else names[1]
+        library.check(self._module, {**_CALLS, masked: "5"})
+        self._masked = getattr(self._module, masked)
 
     def contiguous(
-        self, a: Tensor, scale: Tensor | None, w: Tensor, w_scale: Tensor | None, out: Tensor,
+        self, a: Tensor, scale: Tensor | None, weights: PackedWeights, name: str, out: Tensor,
         ends_L: Tensor, block_m: int, expected_m: int | None,
     ) -> None:  # fmt: skip
         """Multiply rows from ends_L[l - 1], rounded up to block_m, to ends_L[l] by expert l."""
+        w, w_scale = weights[name], weights.get(f"{name}_scale")
         options = {"use_psum_layout": True, "expected_m_for_psum_layout": expected_m}
         with self._errors(), self._alignment(block_m):
             if scale is None:
@@ -63,10 +56,11 @@ class Gemms:
                 )
 
     def masked(
-        self, a: Tensor, scale: Tensor | None, w: Tensor, w_scale: Tensor | None, out: Tensor,
+        self, a: Tensor, scale: Tensor | None, weights: PackedWeights, name: str, out: Tensor,
         counts_L: Tensor, expected_m: int,
     ) -> None:  # fmt: skip
         """Multiply the first counts_L[l] (int32) rows of expert l; C is a multiple of 128."""
+        w, w_scale = weights[name], weights.get(f"{name}_scale")
         with self._errors():
             if scale is None:
                 self._module.m_grouped_bf16_gemm_nt_masked(a, w, out, counts_L, expected_m)
@@ -90,4 +84,4 @@ class Gemms:
             with _lock:
                 yield
         except RuntimeError as error:
-            raise BackendBroken(self._broken.format(error)) from error
+            raise library.failed(error) from error

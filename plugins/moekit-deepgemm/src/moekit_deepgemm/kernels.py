@@ -17,10 +17,12 @@ import triton
 import triton.language as tl
 from moekit_kernels.numerics import (
     INTERPRETED,
+    QMAX,
     SCALE_GROUP,
     Activation,
     activate_gated,
     convert,
+    quantize,
     scale_of,
 )
 from moekit_kernels.numerics import activate as activate_plain
@@ -123,7 +125,7 @@ def _programs_per_slab(slab: int, num_experts: int) -> int:
     return min(slab, 2 if INTERPRETED else max(8, 2048 // num_experts))
 
 
-_QMAX = tl.constexpr(448.0)
+_QMAX = tl.constexpr(QMAX[torch.float8_e4m3fn])
 
 
 @triton.jit
@@ -132,13 +134,6 @@ def _columns(program, cols, GROUPS: tl.constexpr, GROUP: tl.constexpr):
     group = program * GROUPS + tl.arange(0, GROUPS)[:, None]
     col = group * GROUP + tl.arange(0, GROUP)[None, :]
     return group, col, col < cols
-
-
-@triton.jit
-def _quantize(value, DTYPE: tl.constexpr):
-    """Quantize an fp32 tile (GROUPS, GROUP); scales are (GROUPS, 1)."""
-    scale = scale_of(tl.max(tl.abs(value), axis=1, keep_dims=True), _QMAX)
-    return convert(tl.clamp(value * (1.0 / scale), -_QMAX, _QMAX), DTYPE), scale
 
 
 @triton.jit
@@ -160,39 +155,15 @@ def _copy_slabs(
         if MODE != "scales":
             x = tl.load(x_ptr + l * x_slab_stride + row * x_stride + col, mask=ok, other=0)
             if MODE == "quantize":
-                x, scale = _quantize(x.to(tl.float32), a_ptr.dtype.element_ty)
+                x = x.to(tl.float32)
+                scale = scale_of(tl.max(tl.abs(x), axis=1, keep_dims=True), _QMAX)
+                x = quantize(x, scale, _QMAX, a_ptr.dtype.element_ty)
             if bias_ptr is not None:
                 x = convert(x.to(tl.float32) + bias, a_ptr.dtype.element_ty)
             tl.store(a_ptr + l * a_slab_stride + row * a_stride + col, x, mask=ok)
         if MODE != "copy":
             scale_ptrs = scale_ptr + l * scale_slab_stride + group * scale_lead + row
             tl.store(scale_ptrs, scale, mask=group_ok)
-
-
-@triton.jit
-def _activate_row(
-    h_ptr, bias_ptr, a_ptr, scale_ptr, program, inner, scale_lead, alpha, limit,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr,
-):  # fmt: skip
-    """Compute one program's part of a row, to whose start the pointers point."""
-    group, col, ok = _columns(program, inner, GROUPS, GROUP)
-    value = tl.load(h_ptr + col, mask=ok, other=0.0).to(tl.float32)
-    if bias_ptr is not None:
-        value += tl.load(bias_ptr + col, mask=ok, other=0.0).to(tl.float32)
-    if GATED:
-        up = tl.load(h_ptr + inner + col, mask=ok, other=0.0).to(tl.float32)
-        if bias_ptr is not None:
-            up += tl.load(bias_ptr + inner + col, mask=ok, other=0.0).to(tl.float32)
-        value = activate_gated(value, up, alpha, limit, ACTIVATION, CLAMP)
-    else:
-        value = activate_plain(value, ACTIVATION)
-    if scale_ptr is not None:
-        result, scale = _quantize(value, a_ptr.dtype.element_ty)
-        tl.store(scale_ptr + group.to(tl.int64) * scale_lead, scale, mask=group * GROUP < inner)
-    else:
-        result = convert(value, a_ptr.dtype.element_ty)
-    tl.store(a_ptr + col, result, mask=ok)
 
 
 @triton.jit
@@ -203,32 +174,37 @@ def _activate(
     GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Activate the row of an assignment, or used rows of an expert in the batched layout."""
+    group, col, ok = _columns(tl.program_id(2), inner, GROUPS, GROUP)
     expert = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1)
-    count = 1
-    start = expert * slab
-    scale_start = scale_ptr
     if counts_ptr is not None:
+        start = expert * slab
+        scale_start = expert * scale_slab_stride
         count = tl.load(counts_ptr + expert)
-        if scale_ptr is not None:
-            scale_start = scale_ptr + expert * scale_slab_stride
     else:
         start = tl.load(rows_ptr + expert).to(tl.int64)
-        if start < 0:
-            return
-        if scale_ptr is not None:
-            scale_start = scale_ptr + start
+        scale_start = start
+        count = tl.where(start < 0, 0, 1)
         if bias_ptr is not None:
             expert = tl.load(ids_ptr + expert).to(tl.int64)
-    bias_row = bias_ptr
-    if bias_ptr is not None:
-        bias_row = bias_ptr + expert * (inner * (1 + GATED))
-    for c in range(first, count, tl.num_programs(1)):
-        scale_row = scale_start
+    for c in range(tl.program_id(1), count, tl.num_programs(1)):
+        h_ptrs = h_ptr + (start + c) * h_stride + col
+        value = tl.load(h_ptrs, mask=ok, other=0.0).to(tl.float32)
+        if GATED:
+            up = tl.load(h_ptrs + inner, mask=ok, other=0.0).to(tl.float32)
+        if bias_ptr is not None:
+            bias_ptrs = bias_ptr + expert * (inner * (1 + GATED)) + col
+            value += tl.load(bias_ptrs, mask=ok, other=0.0).to(tl.float32)
+            if GATED:
+                up += tl.load(bias_ptrs + inner, mask=ok, other=0.0).to(tl.float32)
+        if GATED:
+            value = activate_gated(value, up, alpha, limit, ACTIVATION, CLAMP)
+        else:
+            value = activate_plain(value, ACTIVATION)
         if scale_ptr is not None:
-            scale_row = scale_start + c
-        _activate_row(
-            h_ptr + (start + c) * h_stride, bias_row, a_ptr + (start + c) * a_stride, scale_row,
-            tl.program_id(2), inner, scale_lead, alpha, limit,
-            ACTIVATION, GATED, CLAMP, GROUP, GROUPS,
-        )  # fmt: skip
+            scale = scale_of(tl.max(tl.abs(value), axis=1, keep_dims=True), _QMAX)
+            scale_ptrs = scale_ptr + group.to(tl.int64) * scale_lead + scale_start + c
+            tl.store(scale_ptrs, scale, mask=group * GROUP < inner)
+            result = quantize(value, scale, _QMAX, a_ptr.dtype.element_ty)
+        else:
+            result = convert(value, a_ptr.dtype.element_ty)
+        tl.store(a_ptr + (start + c) * a_stride + col, result, mask=ok)

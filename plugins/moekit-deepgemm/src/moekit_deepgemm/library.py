@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -60,8 +61,8 @@ def unsupported() -> list[str]:
 
 def unsupported_mega() -> list[str]:
     """Return why no DeepGEMM of this machine has a whole layer for Hopper."""
-    found = [place for place in candidates() if not _fault(place)]
-    if found and found[0].distribution != _OF_SGLANG.distribution:
+    place = _place()
+    if place is not None and place.distribution != _OF_SGLANG.distribution:
         return [f"{used()} has no layer for Hopper, and sglang's fork has one ({INSTALL_HINT})"]
     return unsupported()
 
@@ -80,7 +81,7 @@ def nvcc() -> str | None:
 def load() -> ModuleType:
     """Import the library and return its module. Raises BackendBroken if there is no supported
     library, or it does not load."""
-    place = next((place for place in candidates() if not _fault(place)), None)
+    place = _place()
     if place is None:
         why = "; ".join(unsupported()) or "deep_gemm is not installed"
         raise BackendBroken(f"{why} ({INSTALL_HINT}, or set {PATH_VARIABLE} to its folder)")
@@ -100,9 +101,29 @@ def load() -> ModuleType:
 
 def used() -> str:
     """Return the version and folder of the DeepGEMM that `load` takes, or an empty string."""
-    found = (place for place in candidates() if not _fault(place))
-    texts = (f"{place.distribution} {place.version()} in {place.folder()}" for place in found)
-    return next(texts, "")
+    place = _place()
+    return "" if place is None else place.describe()
+
+
+def failed(error: RuntimeError) -> BackendBroken:
+    """Return the error to raise for one of the library, which compiles kernels in its calls."""
+    return BackendBroken(
+        f"{used() or 'DeepGEMM'} failed: {error}; it compiles its kernels with CUDA's nvcc "
+        f"({OLDEST_NVCC} or later, found: {nvcc() or 'none'}): set CUDA_HOME or "
+        "DG_JIT_NVCC_COMPILER, and DG_JIT_CACHE_DIR to a folder that can be written"
+    )
+
+
+def check(module: ModuleType, calls: Mapping[str, str]) -> None:
+    """Raise BackendBroken unless the loaded module offers ``calls``: wheels of one version differ.
+
+    calls: as in `VendorLibrary.check`.
+    """
+    (_place() or _INSTALLED).check(module, calls)
+
+
+def _place() -> VendorLibrary | None:
+    return next((place for place in candidates() if not _fault(place)), None)
 
 
 def _fork_or(place: VendorLibrary) -> VendorLibrary:

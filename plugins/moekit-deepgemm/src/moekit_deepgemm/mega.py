@@ -31,6 +31,7 @@ from moekit.plugin import (
 
 from . import library
 
+_CALLS = {"get_symm_buffer_for_sm90_mega_moe": "6", "fp8_mega_moe": "4 activation_clamp"}
 _ROWS = 8  # gate rows alternate with up rows in this number, as the kernel's tiles read them
 
 
@@ -42,12 +43,9 @@ class Memory:
 
     def __init__(self, group: dist.ProcessGroup, p: MoEProblem) -> None:
         self.module = library.load()
-        make = getattr(self.module, "get_symm_buffer_for_sm90_mega_moe", None)
-        if make is None:
-            where = f"DeepGEMM in {self.module.__file__}"
-            raise BackendBroken(f"{where} has no layer for Hopper; {library.INSTALL_HINT}")
+        library.check(self.module, _CALLS)
         try:
-            self.buffer = make(
+            self.buffer = self.module.get_symm_buffer_for_sm90_mega_moe(
                 group, p.num_physical_experts, p.max_num_tokens, p.top_k, p.hidden_size,
                 p.local_intermediate_size,
             )  # fmt: skip
@@ -117,9 +115,6 @@ class MegaKernel(FusedKernel):
                     held, activation_clamp=self.problem.activation.limit,
                 )  # fmt: skip
             except RuntimeError as error:
-                raise BackendBroken(
-                    f"DeepGEMM's layer failed: {error}; it compiles its kernel with CUDA's nvcc "
-                    f"({library.OLDEST_NVCC} or later, found: {library.nvcc() or 'none'})"
-                ) from error
+                raise library.failed(error) from error
             finally:
                 memory.calls.give_back(mine)

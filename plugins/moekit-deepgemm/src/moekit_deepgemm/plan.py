@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from moekit_kernels.launch import next_power_of_2
+
 SLAB_MULTIPLE = 128
 """The capacity is a multiple of this: the masked GEMM stores whole blocks of 64 or 128 rows."""
 
@@ -48,7 +50,3 @@ def make_plan(pairs: int, local: int, physical: int, block_m: int | None = None)
 def expected_slab_rows(slab: int, top_k: int, physical: int) -> int:
     """Return the expected rows of an expert at a capacity, rounded to a power of two."""
     return next_power_of_2(-(-slab * top_k // physical))
-
-
-def next_power_of_2(size: int) -> int:
-    return 1 << max(0, size - 1).bit_length()

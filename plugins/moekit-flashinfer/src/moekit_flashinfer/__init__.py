@@ -109,6 +109,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
         devices=("cuda>=9.0",),
         requires=(*library.REQUIRES, "pynvml"),
         install_hint=library.FLASHINFER.install_hint,
+        describe=library.FLASHINFER.describe,
         priority=20,
         sliced_experts=False,
         uneven_experts=False,
@@ -141,6 +142,7 @@ def moekit_experts() -> list[ExpertsSpec]:
             devices=("cuda==9.0",),
             requires=(*library.REQUIRES, "moekit_kernels"),
             install_hint=library.FLASHINFER.install_hint,
+            describe=library.FLASHINFER.describe,
             check=_check_experts,
             multiples=_multiples,
             # gelu is missing: the library computes it with erf or with tanh, depending on the
@@ -163,6 +165,7 @@ def moekit_fused() -> list[FusedSpec]:
             devices=("cuda==9.0",),
             requires=(*library.REQUIRES, "pynvml", "einops"),
             install_hint=library.FLASHINFER.install_hint,
+            describe=library.FLASHINFER.describe,
             priority=-5,
             check=_check_mega,
             activations=frozenset({"silu"}),

@@ -20,7 +20,6 @@ A finished call leaves nothing in the FIFOs, so any number of calls may be in fl
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -186,17 +185,6 @@ def _alignment(rows: Tensor) -> int:
     return nbytes & -nbytes
 
 
-@dataclass(frozen=True)
-class _TwoSidedCall:
-    """The row indices of a call, rank by rank. ``ends`` (ranks,) says where each rank's end."""
-
-    sent_ends: Tensor
-    received_ends: Tensor
-    received_rows: Tensor
-    returned_rows: Tensor
-    tokens: int
-
-
 class TwoSidedDispatcher(AllToAll):
     """Over FlashInfer's MnnvlMoe kernels.
 
@@ -234,25 +222,23 @@ class TwoSidedDispatcher(AllToAll):
             x_scale=got.get("scale"),
             topk_ids=local_ids(received_ids, p.local_experts.start, p.num_local_experts),
             topk_weights=weights,
-            handle=_TwoSidedCall(sent_ends, received_ends, received, returned, len(ids)),
+            handle=(received_ends, received, sent_ends, returned, len(ids)),
             num_rows=received_ends[-1:],
         )
 
     def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
-        rows_TKH = self._combine(y, dispatched.handle)
+        rows_TKH = self._combine(y, *dispatched.handle)
         if out_TH.is_contiguous():
             return Pending.ready(torch.sum(rows_TKH, dim=1, out=out_TH))
         return Pending.ready(out_TH.copy_(rows_TKH.sum(dim=1)))
 
-    def _combine(self, y_RH: Tensor, call: _TwoSidedCall) -> Tensor:
+    def _combine(
+        self, y_RH: Tensor, ends: Tensor, rows: Tensor, out_ends: Tensor, out_rows: Tensor, T: int
+    ) -> Tensor:
         """Return (T, K, H): one row for each rank that had the token, and zeros."""
-        shape = (call.tokens, self.problem.top_k, y_RH.shape[1])
-        rows = y_RH.new_zeros((shape[0] * shape[1], shape[2]))
-        self._exchange(
-            y_RH.contiguous(), call.received_ends, call.received_rows,
-            rows, call.sent_ends, call.returned_rows,
-        )  # fmt: skip
-        return rows.view(shape)
+        out = y_RH.new_zeros((T, self.problem.top_k, y_RH.shape[1]))
+        self._exchange(y_RH.contiguous(), ends, rows, out.flatten(0, 1), out_ends, out_rows)
+        return out
 
     def _exchange(
         self, rows: Tensor, ends: Tensor, indices: Tensor,
@@ -272,7 +258,7 @@ class TwoSidedDispatcher(AllToAll):
                 (len(dispatched.x), self.problem.hidden_size), float("nan"),
                 dtype=self.problem.dtype,
             )  # fmt: skip
-            self._combine(y_RH, dispatched.handle)
+            self._combine(y_RH, *dispatched.handle)
 
     def transient_bytes(self, num_tokens: int) -> int:
         """Return the bytes of received rows, their sources, and a returned row per assignment."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -42,29 +42,62 @@ def unsupported_mega() -> list[str]:
 
 def one_sided() -> Any:
     """Return the functions behind ``flashinfer.comm.MoeAlltoAll``, compiled."""
-    from flashinfer.comm import trtllm_moe_alltoall
-    from flashinfer.jit.comm import gen_moe_alltoall_module
-
-    with compiling(gen_moe_alltoall_module):
-        trtllm_moe_alltoall.get_moe_alltoall_module()
-    return trtllm_moe_alltoall
+    calls = {
+        "moe_a2a_get_workspace_size_per_rank": "4", "moe_a2a_initialize": "4",
+        "moe_a2a_dispatch": "9", "moe_a2a_combine": "10", "get_moe_alltoall_module": "0",
+    }  # fmt: skip
+    return _compiled("comm.trtllm_moe_alltoall", calls, "comm", "gen_moe_alltoall_module")
 
 
 def two_sided() -> Any:
     """Return the functions behind ``flashinfer.comm.trtllm_alltoall.MnnvlMoe``, compiled."""
-    from flashinfer.comm import trtllm_alltoall
-    from flashinfer.jit.comm import gen_comm_alltoall_module
+    calls = {
+        "get_moe_commworkspace_size_per_rank": "1", "get_moe_prepare_workspace_size_per_rank": "1",
+        "moe_prepare": "10", "moe_comm": "9", "get_comm_alltoall_module": "0",
+    }  # fmt: skip
+    return _compiled("comm.trtllm_alltoall", calls, "comm", "gen_comm_alltoall_module")
 
-    with compiling(gen_comm_alltoall_module):
-        trtllm_alltoall.get_comm_alltoall_module()
-    return trtllm_alltoall
+
+def fused_moe() -> Any:
+    """Return ``flashinfer.fused_moe.core`` with the module for SM90 compiled."""
+    calls = {
+        "cutlass_fused_moe": "6 quant_scales fc1_expert_biases fc2_expert_biases output "
+        "use_deepseek_fp8_block_scale activation_type swiglu_alpha swiglu_beta swiglu_limit",
+        "ActivationType": "", "get_cutlass_fused_moe_module": "1",
+    }  # fmt: skip
+    made = "gen_cutlass_fused_moe_sm90_module"
+    return _compiled("fused_moe.core", calls, "fused_moe", made, "90")
+
+
+def _compiled(name: str, calls: Mapping[str, str], jit: str, make_spec: str, *args: str) -> Any:
+    """Return a module that offers ``calls``, of which the last one compiles it."""
+    module = FLASHINFER.load(f"flashinfer.{name}", calls)
+    made = FLASHINFER.load(f"flashinfer.jit.{jit}", {make_spec: "0"})
+    with compiling(getattr(made, make_spec)):
+        getattr(module, [*calls][-1])(*args)
+    return module
 
 
 def push_layers() -> tuple[Any, Any]:
     """Return the packages of the layers that push tokens: in fp8, and in bf16."""
-    from flashinfer.moe_ep.kernel_src.sm90 import cake_bf16_megamoe, push_style_megamoe
+    folder = "flashinfer.moe_ep.kernel_src.sm90"
+    return (
+        _LATER.load(f"{folder}.push_style_megamoe", _PUSH),
+        _LATER.load(f"{folder}.cake_bf16_megamoe", _CAKE),
+    )
 
-    return push_style_megamoe, cake_bf16_megamoe
+
+_PUSH = {
+    "Sm90PushPayload": "", "Sm90PushCombine": "", "Sm90PushWeights": "4", "Sm90PushMoERunner": "2",
+    "Sm90PushConfig": "0 payload_dtype combine_dtype dedup_dispatch",
+    "Sm90PushPipe": "0 ep_size rank num_local_experts hidden_size top_k token_capacity "
+    "device_index config comm_backend out_dtype",
+    "Sm90PushMoERunner.bind_weights": "2", "Sm90PushMoERunner.forward": "4 output",
+}  # fmt: skip
+_CAKE = {
+    "Sm90CakeBf16Weights": "5", "Sm90CakeBf16MoERunner": "2",
+    "Sm90CakeBf16MoERunner.bind_weights": "2", "Sm90CakeBf16MoERunner.forward": "4 output",
+}  # fmt: skip
 
 
 def memory() -> Any:
@@ -75,6 +108,7 @@ def memory() -> Any:
     ranks whose threads begin in different orders would wait for each other. So every call loads the
     library's module once more: threads, groups and other users of the library share no attribute.
     """
+    FLASHINFER.load(MEMORY_MODULE, {"MnnvlMemory": "2"})
     spec = importlib.util.find_spec(MEMORY_MODULE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -82,21 +116,10 @@ def memory() -> Any:
     return module.MnnvlMemory
 
 
-def fused_moe() -> Any:
-    """Return ``flashinfer.fused_moe.core`` with the module for SM90 compiled."""
-    from flashinfer.fused_moe import core
-    from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm90_module
-
-    with compiling(gen_cutlass_fused_moe_sm90_module):
-        core.get_cutlass_fused_moe_module("90")
-    return core
-
-
 def autotune() -> AbstractContextManager[None]:
     """Return a context in which fused MoE calls time their kernels and remember the fastest."""
-    from flashinfer.autotuner import autotune
-
-    context: AbstractContextManager[None] = autotune()
+    module = FLASHINFER.load("flashinfer.autotuner", {"autotune": "0"})
+    context: AbstractContextManager[None] = module.autotune()
     return context
 
 

@@ -67,8 +67,7 @@ class Window:
                 f"FlashInfer's layer failed: {error}; it compiles its modules with nvcc, and needs "
                 "NVLink, whole GPUs, and a temporary directory that all ranks share"
             ) from error
-        for name in _BOUND & vars(self.runner).keys():
-            setattr(self.runner, name, None)
+        self._unbind()
         held = torch.cuda.memory_allocated() - held
         self.nbytes = round_up(self.pipe.total_bytes, 2 << 20) + max(0, held)
         self._inbox = self.pipe.combine_t
@@ -92,14 +91,22 @@ class Window:
             except RuntimeError as error:
                 raise BackendError(f"FlashInfer's layer failed: {error}") from error
             finally:
+                self._unbind()
                 self._calls.give_back(mine)
+
+    def _unbind(self) -> None:
+        """Drop the weights of the latest call, which the runner would keep alive."""
+        for name in _BOUND & vars(self.runner).keys():
+            setattr(self.runner, name, {} if name == "_validated_weights" else None)
 
     def free(self) -> None:
         self.runner.destroy()
 
 
-# The attributes in which the runners keep the weights of their latest call.
-_BOUND = {"w13_fp8", "w13_sf", "w2_fp8", "w2_sf", "weights", "_bound_weights"}
+# The attributes in which the runners keep the weights of their calls.
+_BOUND = {
+    "w13_fp8", "w13_sf", "w2_fp8", "w2_sf", "weights", "_bound_weights", "_validated_weights",
+}  # fmt: skip
 
 
 def _in_fp8(p: MoEProblem) -> bool:
@@ -145,7 +152,6 @@ class PushKernel(FusedKernel):
         index = torch.cuda.current_device() if problem.device.type == "cuda" else 0
         key = self.group, problem, index
         self.lease = _windows.lease(key, lambda: Window(*key))
-        self._bundle: tuple[PackedWeights | None, Any] = None, None
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
         """Alternate 32 gate rows and 32 up rows in bf16; fp8 stays as it is."""
@@ -161,12 +167,9 @@ class PushKernel(FusedKernel):
         self, out_TH: Tensor, x_TH: Tensor, weights: PackedWeights, routing: Routing,
         workspace: Sequence[Tensor],
     ) -> None:  # fmt: skip
-        ids_TK, (packed, view) = routing.topk_ids, self._bundle
+        ids_TK, view = routing.topk_ids, bundle(self.problem, weights.experts)
         if self.group is None:
             ids_TK = local_ids(ids_TK, self.problem)
-        if packed is not weights:
-            view = bundle(self.problem, weights.experts)
-            self._bundle = weights, view
         ids, topk_weights = _aligned(ids_TK), _aligned(routing.topk_weights)
         self.lease.value.run(out_TH, x_TH, ids, topk_weights, view)
 

@@ -32,6 +32,7 @@ def _spec(name: str, target: str, format: ActivationFormat) -> ExpertsSpec:
         devices=("cuda>=8.0",),
         requires=("triton", "moekit_kernels", *vllm),
         install_hint=library.VLLM.install_hint,
+        describe=library.VLLM.describe,
         priority=15,
         check=_check,
         multiples=sizes.multiples,

@@ -77,6 +77,7 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
         devices=("cuda>=9.0",),
         requires=library.REQUIRES,
         install_hint=library.INSTALL_HINT,
+        describe=library.LIBRARY.describe,
         priority=_PRIORITY,
         prefer=_prefer,
         moves_tokens=True,

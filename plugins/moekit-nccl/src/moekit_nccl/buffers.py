@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -19,10 +18,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moekit.errors import BackendError, PeerFailed
-from moekit.plugin import Agreement, CallBuffers, Lease, SharedBuffers, exchange, round_up
+from moekit.errors import BackendError
+from moekit.plugin import (
+    CallBuffers,
+    Lease,
+    SharedBuffers,
+    exchange,
+    farewell,
+    gpu_fault,
+    round_up,
+)
+
+from . import library
 
 logger = logging.getLogger("moekit")
+library.LIBRARY.check(ep, library.CALLS)
 BYTE = torch.float8_e4m3fn  # quantized rows travel in this dtype: the library forwards no int8
 _COMPILING_SECONDS = 30.0  # ranks wait this long inside a kernel for other ranks that compile it
 # How long a rank waits for the other ranks before it leaves buffers to the end of the process.
@@ -139,7 +149,8 @@ class Held:
 
     def free(self) -> None:
         """Destroy everything if all ranks do: the library waits for each of them."""
-        if why := self._missing():
+        fault = "" if self.connection.abandoned else gpu_fault(self.calls.stream, _FAREWELL_SECONDS)
+        if why := farewell(self.group, "its NCCL buffers", fault, _FAREWELL_SECONDS):
             logger.warning("NCCL's buffers are left to the end of the process: %s", why)
             self.connection.abandoned = True
             _left.append(self)
@@ -150,32 +161,6 @@ class Held:
         if self.sharers is not None:
             self.sharers.destroy()
         self._lease.release()
-
-    def _missing(self) -> str:
-        """Return why some rank does not free its part, or an empty string."""
-        if self.connection.abandoned:
-            return "a rank did not answer before"
-        fault = self._fault()
-        try:
-            dist.get_process_group_ranks(self.group)
-            Agreement(self.group, _FAREWELL_SECONDS).agree("free its NCCL buffers", fault)
-        except PeerFailed as error:
-            return str(error)
-        except (KeyError, ValueError):
-            return "the process group was destroyed first; destroy kernels before their group"
-        return fault or ""
-
-    def _fault(self) -> str | None:
-        """Return why this rank's GPU does not end its calls: the library would wait for them."""
-        last, end = self.calls.stream, time.monotonic() + _FAREWELL_SECONDS
-        try:
-            while last is not None and not last.query():
-                time.sleep(0.01)
-                if time.monotonic() > end:
-                    return "its GPU still waits for another rank"
-        except RuntimeError as error:
-            return f"its GPU has failed: {error}"
-        return None
 
 
 class Memory:

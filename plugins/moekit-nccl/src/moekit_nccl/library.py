@@ -19,6 +19,17 @@ LIBRARY = VendorLibrary(
     distribution="nccl-extensions", versions=">=0.1,<0.2", module="nccl.ep",
     install_hint=INSTALL_HINT,
 )  # fmt: skip
+# What calls pass, as in `VendorLibrary.check`.
+CALLS = {
+    "Group.create": "2", "Group.create_handle": "3 stream", "Group.destroy": "1",
+    "GroupConfig": "0 algorithm num_experts max_token_bytes max_dispatch_tokens_per_rank "
+    "max_recv_tokens_per_rank timeout_ns zero_copy",
+    "Handle.update": "2 stream", "Handle.dispatch": "3 layout_info config stream",
+    "Handle.combine": "3 config stream", "DispatchConfig": "0 quantization_recipe pass_direction",
+    "DispatchInputs": "0 tokens topk_weights scales", "CombineConfig": "0 pass_direction",
+    "DispatchOutputs": "0 tokens scales topk_weights topk_idx",
+    "CombineInputs": "0 tokens topk_weights", "CombineOutputs": "0 tokens topk_weights",
+}  # fmt: skip
 _BINDINGS = VendorLibrary(distribution="cuda-bindings", versions=">=12", module="cuda.bindings")
 _NCCL = VendorLibrary(distribution="nvidia-nccl-cu13", versions=">=2", module="nvidia.nccl")
 _OLDEST = (2, 30, 7)

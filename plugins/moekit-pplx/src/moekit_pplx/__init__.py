@@ -5,6 +5,7 @@ from __future__ import annotations
 from moekit.plugin import WIRE_SCHEMES, ActivationFormat, DispatcherSpec, MoEProblem, hookimpl
 
 from .layout import MAX_TOKENS
+from .library import PPLX
 
 # The library sends a token through the shared memory of one thread block.
 _LARGEST_ROW = 48 * 1024 - 1024
@@ -38,7 +39,8 @@ def moekit_dispatchers() -> list[DispatcherSpec]:
             dtypes=frozenset({"bfloat16", "float16"}),
             devices=("cuda>=9.0",),
             requires=("pplx_kernels", "triton"),
-            install_hint="build it from github.com/perplexityai/pplx-kernels",
+            install_hint=PPLX.install_hint,
+            describe=PPLX.describe,
             # 4 x H200: slower than FlashInfer's all-to-all at every T.
             priority=-10,
             check=_check,

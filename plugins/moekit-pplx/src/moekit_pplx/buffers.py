@@ -7,7 +7,6 @@ another need one lane. Creation is collective: all ranks start their calls in th
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moekit.errors import BackendError, PeerFailed
-from moekit.plugin import Agreement, CallBuffers, SharedBuffers, exchange, round_up
+from moekit.errors import BackendError
+from moekit.plugin import CallBuffers, SharedBuffers, exchange, farewell, gpu_fault, round_up
 
 from .layout import Layout, Wire
 
@@ -56,7 +55,6 @@ class Lanes:
         """Create the first lane; collective. ``library`` is the class AllToAll."""
         self._library, self._group, self._layout, self._wire = library, group, layout, wire
         self._dtype, self._device = dtype, device
-        self._agreement = Agreement(group, _PATIENCE)
         self.calls = CallBuffers(self._make, group, most=None)
 
     @property
@@ -69,29 +67,15 @@ class Lanes:
 
     def free(self) -> None:
         """Free all lanes. Collective, with a short timeout for ranks that failed."""
-        finished = self._finished()
-        try:
-            self._agreement.agree("free pplx's buffers", None if finished else "its GPU hangs")
-        except (PeerFailed, RuntimeError) as error:
-            logger.warning("freeing pplx's buffers without the other ranks: %s", error)
+        fault = gpu_fault(self.calls.stream, _PATIENCE)
+        if why := farewell(self._group, "pplx's buffers", fault, _PATIENCE):
+            logger.warning("freeing pplx's buffers without the other ranks: %s", why)
         for each in (each for lane in self.calls.all for each in lane.objects):
-            if finished:
-                each.destroy()
-            else:  # freeing would wait for the GPU; the end of the process frees
+            if fault:  # freeing would wait for the GPU; the end of the process frees
                 each.destroy = lambda: None
+            else:
+                each.destroy()
         self.calls.all.clear()
-
-    def _finished(self) -> bool:
-        """Return whether the GPU finishes in time; a kernel may wait for a rank that has ended."""
-        if self._device.type != "cuda":
-            return True
-        streams = [now := torch.cuda.current_stream(), self.calls.stream or now]
-        deadline = time.monotonic() + _PATIENCE
-        while not all(stream.query() for stream in streams):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.001)
-        return True
 
     def _make(self) -> Lane:
         self._check_room()

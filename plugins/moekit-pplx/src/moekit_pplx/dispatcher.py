@@ -103,12 +103,13 @@ class PplxDispatcher(PrepareAndFinalize):
             routing.topk_ids, routing.topk_weights, self._destinations, p.num_physical_experts
         )
         lanes = self._lanes_for(wire)
-        call = _Call(lanes, lanes.calls.take(), at, ids, weights)
         counts = torch.empty(at.slabs, dtype=torch.int32, device=x.device)
         x_SCH = x.new_empty((at.slabs, at.slab_rows, at.hidden_size))
         scale_SCG = None
         if scale_TS is not None:
             scale_SCG = x.new_empty((*x_SCH.shape[:2], _scale_columns(groups)), dtype=torch.float32)
+        # Behind the allocations: without memory for them, the lane would stay taken.
+        call = _Call(lanes, lanes.calls.take(), at, ids, weights)
 
         def dispatch(send: bool) -> None:
             lanes.calls.keep_order()
