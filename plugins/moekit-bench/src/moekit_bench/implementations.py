@@ -103,8 +103,8 @@ def unnamed(training: bool = False) -> list[str]:
 def baselines(
     paths: Sequence[str], only: Sequence[str] | None = None, modes: Sequence[str] = ()
 ) -> list[Implementation]:
-    """Return the baselines of the files and folders at ``paths``, or those named in ``only``, each
-    also in those of the modes that it has.
+    """Return the baselines of the files and folders at ``paths``, or only the named ones, each
+    also in the modes that it supports.
 
     A file that does not load becomes a baseline that says so.
     """
