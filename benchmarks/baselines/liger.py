@@ -1,4 +1,7 @@
-"""Liger's fused experts with gradients (liger-kernel 0.8.5, Triton)."""
+"""Liger's fused experts with gradients (liger-kernel 0.8.5, Triton): `pip install liger-kernel`.
+
+Each call waits for the device once, to know how many tiles there are.
+"""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class RouterLogits(Routing):
         weights = logits.new_zeros((len(logits), top_k), dtype=torch.float32)
         return cls(weights, torch.full_like(weights, -1, dtype=torch.int32), logits=logits, how=how)
 
-    def part(self, rows: slice, most: int) -> RouterLogits:
+    def part(self, rows: slice | Tensor, most: int) -> RouterLogits:
         return replace(self, **vars(super().part(rows, most)), logits=self.logits[rows])
 
 

@@ -50,7 +50,7 @@ class Routing:
         """Return the tokens that a dispatcher of this capacity needs room for, at least 1."""
         return capacity if self.max_tokens is None else max(1, self.max_tokens)
 
-    def part(self, rows: slice, most: int) -> Routing:
+    def part(self, rows: slice | Tensor, most: int) -> Routing:
         """Return the routing of these rows, in a call of at most ``most`` tokens on any rank."""
         names = None if self.adapter_ids is None else self.adapter_ids[rows]
         return Routing(self.topk_weights[rows], self.topk_ids[rows], most, names)

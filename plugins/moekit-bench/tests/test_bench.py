@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import textwrap
+import types
 from pathlib import Path
 
 import moekit_bench as bench
 import pytest
 import torch
-from moekit_bench import Case, Ceilings, Prepared, Timer, Work, cases, take_turns
+from moekit_bench import Case, Ceilings, Prepared, Timer, Work, cases, implementations, take_turns
 from moekit_bench.cases import oracle_rows, relative_error, sampled_rows
 from moekit_bench.limits import arithmetic, bytes_per_expert
+from moekit_bench.training import Step, TrainingCase
 
 import moekit
 from moekit.backends.reference import oracle
@@ -273,8 +276,9 @@ def test_batch_invariant_mode_is_timed_beside_the_default(capsys, tmp_path):
     assert all(r["right"] for cell in recorded["cells"] for r in cell["results"])
     us = {r["name"]: r["us"] for r in recorded["cells"][0]["results"]}
     ratio = us["torch (batch-invariant)"] / us["torch"]
-    lines = out.split("Time in batch-invariant mode, over the default's:")[1].splitlines()
-    assert lines[2] == "|  | T=2 | T=5 |" and lines[4].startswith(f"| torch | {ratio:.2f} |")
+    lines = out.split("Time over that without what is in brackets:")[1].splitlines()
+    row = f"| torch (batch-invariant) | {ratio:.2f} |"
+    assert lines[2] == "|  | T=2 | T=5 |" and lines[4].startswith(row)
     assert "torch:3|torch (batch-invariant): is not batch-invariant: its members" in out
 
 
@@ -322,6 +326,7 @@ def test_a_cell_without_a_right_result_is_exit_code_1(capsys, baselines):
         (["--device", "meta"], "device 'meta' was asked for, but torch sees none here"),
         (["--device", "sm90"], "--device must be a device of torch on this machine (got 'sm90': "),
         (["--experts", "torch,torch"], "torch is named twice: name it once in --experts"),
+        (["--adapters", "8"], "--adapters"),
         (["--quant", "fp9"], "--quant 'fp9': fp9 is unknown; choose from none, fp8_tensor"),
         (["--json", str(ROOT)], f"{ROOT} cannot be written (Is a directory): name a file in"),
     ],
@@ -351,8 +356,35 @@ def test_the_shipped_baselines_load(capsys, tmp_path):
     (row,) = data["cells"][0]["results"]
     assert row["name"] == "torch_grouped_mm" and row["right"]
     refused = {r["name"]: r["reason"] for r in data["refused"]}
-    assert set(refused) == {"vllm_triton", "deepgemm_bare", "quack", "marlin_bare", "liger"}
+    assert set(refused) == {
+        "vllm_triton", "deepgemm_bare", "quack", "marlin_bare", "liger", "sonic", "peft"
+    }  # fmt: skip
     assert not any("does not load" in reason for reason in refused.values())
+
+
+def test_adapters_are_timed_beside_the_base(capsys, tmp_path):
+    file, folder = tmp_path / "run.json", tmp_path / "baselines"
+    folder.mkdir()
+    for name, held in (("with_them", "adapters"), ("without", "None")):
+        (folder / f"{name}.py").write_text(
+            "from moekit.backends.reference import oracle\n"
+            f"name, adapts = {name!r}, True\n"
+            "def make(problem, weights, device, adapters=None):\n"
+            f"    return lambda x, r: oracle(x, weights, r, problem, {held}).to(x.dtype)"
+        )
+    options = ["--experts", "torch", "--adapters", "1:4,3:8", "--baselines", str(folder)]
+    code, out, _ = run(capsys, *options, "--quant", "none,int4_w4a16_g32", "--json", str(file))
+    assert code == 0
+    for cell in json.loads(file.read_text())["cells"]:
+        rows = {row["name"]: row for row in cell["results"]}
+        modes = ("", " (adapters 1:4)", " (adapters 3:8)")
+        names = ("torch", "with_them", "without")
+        assert set(rows) == {name + mode for name in names for mode in modes}
+        assert {rows["torch" + mode]["kind"] for mode in modes[1:]} == {"adapters"}
+        wrong = {name for name, row in rows.items() if not row["right"]}
+        assert wrong == {"without" + mode for mode in modes[1:]}
+    assert "| torch (adapters 3:8) | " in out.split("Time over that without")[1]
+    assert "| none | with_them (adapters 3:8) | 2 |" in out.split("## Against baselines")[1]
 
 
 # -- training -----------------------------------------------------------------------------------
@@ -384,3 +416,115 @@ def test_a_wrong_gradient_is_seen_where_the_output_is_right(capsys, tmp_path):
         assert right == {"torch", "autograd"}, found
         assert "not have been used" in found["frozen"]["reason"]
     assert [r["name"] for r in data["refused"]] == ["untrained"]
+
+
+def test_gradients_of_adapters_are_checked_over_a_frozen_base(capsys, tmp_path):
+    """A gradient of one matrix that is twice too large is seen, and so is one expert without."""
+    body = """
+        from dataclasses import replace
+        from moekit.backends.reference import oracle
+        name, trains, adapts = "{name}", True, True
+        def make(problem, weights, device, adapters=None):
+            def call(x, routing):
+                if adapters is None:
+                    return oracle(x, weights, routing, problem).to(x.dtype)
+                b = adapters.w13_b
+                held = replace(adapters, w13_b={b})
+                return oracle(x, weights, routing, problem, held).to(x.dtype)
+            return call
+    """
+    first = "b.index_copy(1, b.new_tensor([0]).long(), b[:, :1].detach())"
+    matrices = {"right": "b", "twice": "2 * b - b.detach()", "frozen_expert": first}
+    for name, b in matrices.items():
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(body).format(name=name, b=b))
+    file = tmp_path / "run.json"
+    code, _, _ = run(
+        capsys, "--train", "--experts", "torch", "--baselines", str(tmp_path), "--json", str(file),
+        "--dtype", "float32", "--adapters", "2:4", "--quant", "none,int8_w8a16", "--tokens", "9",
+    )  # fmt: skip
+    assert code == 0
+    for cell in json.loads(file.read_text())["cells"]:
+        rows = {row["name"]: row for row in cell["results"]}
+        assert all(rows[name]["right"] for name in ("torch", "torch (adapters 2:4)", "right"))
+        found = {name for name in matrices if rows[f"{name} (adapters 2:4)"]["right"]}
+        assert found == {"right"}, rows
+
+
+# -- baselines of training ----------------------------------------------------------------------
+
+
+def trained(name: str, adapters: str = "") -> bench.Result:
+    """Return the result of a shipped baseline for a step, on the CPU in float32."""
+    p = problem(training=True, dtype=torch.float32)
+    weights = bench.random_weights(p, CPU)._map(torch.Tensor.requires_grad_)
+    modes = [f"adapters {adapters}"] if adapters else []
+    made = implementations.baselines([str(BASELINES / f"{name}.py")], modes=modes)[-1]
+    step = Step(made.make(p, weights, CPU), weights)
+    case = TrainingCase.of(Case.make(p, weights, 9, count=1))
+    return bench.run_cell(case, {name: step}, replays=1)[name]
+
+
+def test_sonic_gets_what_its_signature_asks_for(monkeypatch):
+    """A stand-in with the signature of sonic-moe 0.1.2.post1 computes in fp32."""
+
+    def moe_general_routing_inputs(
+        x, router_scores, token_indices, expert_indices, w1, b1, w2, b2, E, stream_id,
+        activation_type, is_inference_mode_enabled=False, concat_layout=False,
+    ):  # fmt: skip
+        assert (w1.shape, w2.shape, E) == ((2 * 48, 32, 4), (32, 48, 4), 4)
+        assert w1.stride(1) == w2.stride(1) == 1 and b1 is b2 is None and concat_layout
+        assert token_indices.dtype == expert_indices.dtype == torch.int32
+        assert token_indices.equal(token_indices.sort().values) and router_scores.dim() == 1
+        assert activation_type == "swiglu" and not is_inference_mode_enabled
+        h = torch.einsum("rh,nhr->rn", x[token_indices], w1[:, :, expert_indices])
+        gate, up = h.chunk(2, dim=1)
+        a = torch.nn.functional.silu(gate) * up
+        y = torch.einsum("ri,hir->rh", a, w2[:, :, expert_indices]) * router_scores[:, None]
+        return torch.zeros_like(x).index_add(0, token_indices, y), None
+
+    functional = types.SimpleNamespace(
+        forward=None, backward=None, moe_general_routing_inputs=moe_general_routing_inputs
+    )
+    enums = types.SimpleNamespace(ActivationType=types.SimpleNamespace(SWIGLU="swiglu"))
+    for name, module in {"": types.ModuleType("sonicmoe"), ".enums": enums,
+                         ".functional": functional}.items():  # fmt: skip
+        monkeypatch.setitem(sys.modules, f"sonicmoe{name}", module)
+    result = trained("sonic")
+    assert result.right and result.error < 1e-5, result
+
+
+def test_peft_baseline_computes_what_peft_does():
+    """The layer of PEFT itself, with the same matrices in its own layout, has the same output."""
+    peft = pytest.importorskip("peft")
+    assert trained("peft", "1:4").right
+
+    class Experts(torch.nn.Module):
+        def __init__(self, weights: moekit.ExpertWeights) -> None:
+            super().__init__()
+            self.gate_up_proj = torch.nn.Parameter(weights.w13)
+            self.down_proj = torch.nn.Parameter(weights.w2)
+
+        def forward(self, x, routing):
+            merged = moekit.ExpertWeights(self.gate_up_proj, self.down_proj)
+            return oracle(x, merged, routing, p)
+
+    p = problem(dtype=torch.float32, training=True)
+    weights = bench.random_weights(p, CPU)
+    made = implementations.baselines([str(BASELINES / "peft.py")], modes=["adapters 1:4"])[-1]
+    call = made.make(p, weights, CPU)
+    model = torch.nn.ModuleDict({"experts": Experts(weights)})
+    alpha = 4 * float(call.adapters.scaling[0])
+    config = peft.LoraConfig(
+        r=4, lora_alpha=alpha, target_parameters=["experts.gate_up_proj", "experts.down_proj"]
+    )
+    layer = peft.inject_adapter_in_model(config, model)["experts"]
+    for name, a, b in (
+        ("gate_up_proj", call.adapters.w13_a[0, :, 0], call.adapters.w13_b[0]),
+        ("down_proj", call.adapters.w2_a[0], call.adapters.w2_b[0]),
+    ):
+        wrapper = layer if layer.parameter_name == name else layer.base_layer
+        wrapper.lora_A["default"].weight.data = a.flatten(0, 1)
+        wrapper.lora_B["default"].weight.data = b.permute(1, 2, 0).flatten(1)
+    ((x, routing),) = bench.inputs("uniform", 9, 1, p, CPU)
+    with torch.no_grad():
+        torch.testing.assert_close(call(x, routing), layer(x, routing))

@@ -11,13 +11,13 @@ from moekit_bench.records import Cell, Run, Settings, merge
 
 def rank(us: float, error: float, nbytes: int) -> Result:
     timed = Result(name="a", us=us, eager_us=us, spread_us=(us - 1, us + 1))
-    return timed.judged(error, 0.5, link_rows=us, buffer_bytes=nbytes)
+    return timed.judged(error, 0.5, dispatch_us=us, buffer_bytes=nbytes)
 
 
 def test_ranks_become_one_record() -> None:
-    """Medians of times, the mean of counts, the worst error, the most bytes, all right."""
+    """Medians of times, the worst error, the most bytes, all right."""
     merged = merge([rank(10, 0.1, 7), rank(20, 0.2, 9), rank(60, 0.9, 8)])
-    assert (merged.us, merged.spread_us, merged.link_rows) == (20, (9, 61), 30)
+    assert (merged.us, merged.spread_us, merged.dispatch_us) == (20, (9, 61), 20)
     assert (merged.error, merged.right, merged.buffer_bytes) == (0.9, False, 9)
     assert merged.graph_us is None and merged.name == "a"
     assert merged.reason == "wrong: error 9.0e-01"

@@ -23,6 +23,7 @@ from .internals import named
 from .layers import measure_layers
 from .limits import known_ceilings
 from .ranks import RanksSweep
+from .records import ADAPTERS, INVARIANT
 from .report import markdown
 from .shapes import SHAPES, shape
 from .sweep import Sweep
@@ -40,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         text = f"{kind.text} `{option} --help` has the options."
         kinds.add_argument(option, action="store_true", help=text)
     options.add(parser, mode.options)
-    parser.set_defaults(batch_invariant=False)
+    parser.set_defaults(batch_invariant=False, adapters=())
     args = parser.parse_args(argv)
     if getattr(args, "list_shapes", False):
         print(_shape_list())
@@ -72,8 +73,9 @@ def _run(mode: _Mode, args: argparse.Namespace, command: str) -> int:
 
 def _experts(args: argparse.Namespace, command: str, training: bool = False) -> ExpertsSweep:
     asked = unnamed(training) if args.experts is None else args.experts
-    found = backends(beside(asked) if args.batch_invariant else asked)
-    found += baselines(args.baselines, args.only_baselines)
+    modes = [*[INVARIANT] * args.batch_invariant, *(f"{ADAPTERS} {each}" for each in args.adapters)]
+    found = backends(beside(asked, modes))
+    found += baselines(args.baselines, args.only_baselines, modes)
     return experts_sweep(args, found, command, training)
 
 
@@ -177,8 +179,7 @@ _MODES = {
         "Time experts backends and baselines on the whole routed-experts block, each checked "
         "against the fp32 oracle.",
         {
-            **options.EXPERTS, **options.RUN, "baselines": [], "only-baselines": None,
-            "batch-invariant": False, "list-shapes": False, "ep": 1,
+            **options.EXPERTS, **options.RUN, **options.BASELINES, "batch-invariant": False, "ep": 1
         },
         _experts,
     ),
@@ -187,8 +188,7 @@ _MODES = {
         "against autograd of the fp32 oracle.",
         {
             **options.EXPERTS, **options.RUN, "shapes": "qwen3-30b,olmoe,mixtral,dsv3-ep8",
-            "tokens": "4096,16384", "baselines": [], "only-baselines": None,
-            "list-shapes": False,
+            "tokens": "4096,16384", **options.BASELINES,
         },
         partial(_experts, training=True),
     ),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moekit.plugin import ExpertWeights, MoEProblem, Routing
+from moekit.plugin import Adapters, ExpertWeights, MoEProblem, Routing
 
 from .internals import benchmark_bound, oracle
 from .limits import Work, bytes_per_expert, work
@@ -56,11 +56,20 @@ class Case:
             done = work(problem, weights, drawn)
         return cls(problem, weights, tokens, routing, drawn, done)
 
-    def judge(self) -> Callable[[Any], float]:
-        """Return what takes the output of the first input and returns its error."""
-        x, routing = self.inputs[0]
+    def inputs_of(self, call: Any) -> Sequence[tuple[Any, ...]]:
+        """Return a call's inputs: if it has S adapters, token t has adapter t modulo S."""
+        if (adapters := getattr(call, "adapters", None)) is None:
+            return self.inputs
+        slots = torch.arange(self.tokens, device=adapters.scaling.device) % len(adapters.scaling)
+        ids = slots.int()
+        return [(x, replace(routing, adapter_ids=ids), *more) for x, routing, *more in self.inputs]
+
+    def judge(self, call: Any) -> Callable[[Any], float]:
+        """Return what takes a call's output for the first input and returns its error."""
+        x, routing = self.inputs_of(call)[0]
         rows = sampled_rows(self.tokens, _CHECKED_TOKENS, x.device)
-        want = oracle_rows(self.problem, self.weights, x, routing, rows)
+        adapters = getattr(call, "adapters", None)
+        want = oracle_rows(self.problem, self.weights, x, routing, rows, adapters)
         return lambda got: relative_error(got, rows, want)
 
 
@@ -74,10 +83,11 @@ def run_cell(case: Case, calls: Mapping[str, Call], *, replays: int = 10) -> dic
     results: dict[str, Result] = {}
     ready: dict[str, Prepared] = {}
     errors: dict[str, float] = {}
-    error_of = case.judge()
+    base_error_of = case.judge(None)
 
     def prepare(name: str, call: Callable[..., Any]) -> None:
-        prepared = Prepared(call, case.inputs, device)
+        error_of = case.judge(call) if getattr(call, "adapters", None) else base_error_of
+        prepared = Prepared(call, case.inputs_of(call), device)
         errors[name] = error_of(prepared.first_output())
         ready[name] = prepared
 
@@ -111,20 +121,16 @@ def sampled_rows(tokens: int, most: int, device: torch.device) -> Tensor:
 
 
 def oracle_rows(
-    problem: MoEProblem, weights: ExpertWeights, x_TH: Tensor, routing: Routing, rows: Tensor
-) -> Tensor:
+    problem: MoEProblem, weights: ExpertWeights, x_TH: Tensor, routing: Routing, rows: Tensor,
+    adapters: Adapters | None = None,
+) -> Tensor:  # fmt: skip
     """Return the fp32 oracle's output (n, H) for the n tokens that ``rows`` (n,) names."""
-    chosen = Routing(routing.topk_weights[rows], routing.topk_ids[rows])
-    return oracle(x_TH[rows], weights, chosen, problem)
+    return oracle(x_TH[rows], weights, routing.part(rows, len(rows)), problem, adapters)
 
 
 def relative_error(got: Tensor, rows: Tensor, want: Tensor) -> float:
     """Return ||got - want|| / ||want|| over ``rows``, infinite if an element of ``got`` is not
-    finite.
-
-    Where ``want`` is zero, because no choice of these tokens is on this rank, the error is 0 for an
-    output of zeros and infinite for any other.
-    """
+    finite. Where ``want`` is zero, the error is 0 for zeros and infinite for any other output."""
     if got.shape[1:] != want.shape[1:] or not bool(torch.isfinite(got).all()):
         return math.inf
     difference = (got[rows].float() - want).norm()

@@ -1,9 +1,4 @@
-"""Dispatchers without experts, over numbers of tokens on each rank.
-
-Every rank has its own T tokens. *Dispatch* is ``prepare(...).result()`` on tokens that were
-quantized before, *combine* is ``finalize(...).result()`` on output that is there already, and a
-round trip is one after the other.
-"""
+"""Dispatchers without experts, over numbers of tokens on each rank (docs/bench.md)."""
 
 from __future__ import annotations
 
@@ -13,14 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moekit.plugin import (
-    Dispatched,
-    MoEProblem,
-    PrepareAndFinalize,
-    dequantize,
-    partition,
-    quantize,
-)
+from moekit.plugin import Dispatched, MoEProblem, PrepareAndFinalize, dequantize, quantize
 
 from .cases import relative_error
 from .ranks import Task, local_device, made_once
@@ -62,17 +50,11 @@ class _RoundTrips:
         prepared = Prepared(self, indices, self.device, timer=self.timer)
         timing = prepared.time(task.settings.replays)
         dispatch, combine = self._phases(timing.host_us or 0.0)
-        q, scale = self.sent[0]
-        scales = 0 if scale is None else scale.shape[1] * scale.itemsize
-        out = self.outs[0]
         return timing.judged(
             error,
             _BOUND,
             dispatch_us=statistics.median(dispatch),
             combine_us=statistics.median(combine),
-            link_rows=self._link_rows(),
-            dispatch_row_bytes=q.shape[1] * q.itemsize + scales,
-            combine_row_bytes=out.shape[1] * out.itemsize,
             num_sms=self.dispatcher.num_sms,
             buffer_bytes=self.dispatcher.buffer_bytes(),
         )
@@ -128,7 +110,7 @@ class _RoundTrips:
             combine += [timer.between(middle, end) for _, middle, end in marks]
         return dispatch, combine
 
-    # -- errors and counts --------------------------------------------------------------------
+    # -- the error -----------------------------------------------------------------------------
 
     def _error(self, index: int) -> float:
         """Return the relative error of a call whose experts return their input."""
@@ -153,15 +135,3 @@ class _RoundTrips:
         if scale is None or activation is None:
             return x.float()
         return dequantize(x, scale, activation)
-
-    def _link_rows(self) -> float:
-        """Return how many (token, rank) rows this rank sends to other ranks; a mean."""
-        p, ranks = self.problem, self.problem.parallel.ep_size
-        shares = [partition(p.num_physical_experts, ranks, rank) for rank in range(ranks)]
-        del shares[p.parallel.ep_rank]
-        counts = []
-        for _, routing in self.inputs:
-            ids = routing.topk_ids
-            hits = (((ids >= held.start) & (ids < held.stop)).any(dim=1) for held in shares)
-            counts.append(sum(int(hit.sum()) for hit in hits))
-        return statistics.fmean(counts)

@@ -17,7 +17,7 @@ import moekit
 from moekit.errors import MoekitError
 from moekit.plugin import DeviceSpec, registry
 
-from .records import IN_MODE
+from .records import parted
 
 _owners = functools.cache(importlib.metadata.packages_distributions)
 
@@ -45,7 +45,7 @@ def versions(backends: Iterable[str], libraries: Iterable[str] = ()) -> dict[str
     for text in libraries:
         name, _, version = text.rpartition(" ")
         found.setdefault(name, version)
-    names = {name.removesuffix(IN_MODE) for name in backends}
+    names = {parted(name)[0] for name in backends}
     for plugin in registry().plugins:
         if names & {spec.name for spec in (*plugin.dispatchers, *plugin.experts)}:
             found[plugin.distribution] = plugin.version
@@ -80,11 +80,6 @@ def about(
         "capability": spec.capability,
         "arch": spec.arch,
     }
-    if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
-        facts["multiprocessors"] = found.multi_processor_count
-        facts["l2_bytes"] = getattr(found, "L2_cache_size", None)
-        facts["memory_bytes"] = found.total_memory
     return {
         "command": command,
         "versions": versions(backends, libraries),

@@ -26,14 +26,9 @@ from .training import Step, TrainingCase
 
 @dataclass(kw_only=True)
 class ExpertsSweep(Sweep):
-    """Every shape, scheme, routing and number of tokens, for every implementation.
-
-    Weights and calls are made once for each shape and scheme, and freed before the next.
-    ``problems`` are keyed by a shape's name and a scheme.
-
-    Raises:
-        MoekitError: Two implementations have one name, or there is none.
-    """
+    """Every shape, scheme, routing and number of tokens, for every implementation. Weights and
+    calls are made once for each shape and scheme, and freed before the next. Raises MoekitError if
+    two implementations have one name, or there is none."""
 
     shapes: Sequence[Shape]
     implementations: Sequence[Implementation]
@@ -102,7 +97,7 @@ class ExpertsSweep(Sweep):
         if weights is None:
             self.refuse("all", f"no weights: {reason}", cell)
             return
-        if self.training:
+        if self.training and problem.quant.weight is None:
             weights = weights._map(torch.Tensor.requires_grad_)
         self._weights = weights
         for each in self.implementations:
@@ -138,8 +133,10 @@ class ExpertsSweep(Sweep):
             if isinstance(call, KernelCall):
                 more["copied"] = copied_share(weights.tensors(), call.packed)
             elif isinstance(call, Step) and result.us is not None:
-                more = call.memory(*case.inputs[0])
+                more = call.memory(*case.inputs_of(call)[0])
             fraction = None if limit is None or result.us is None else limit / result.us
+            if getattr(call, "adapters", None) is not None:  # the limit does not count them
+                fraction = None
             kind = kinds[result.name]
             return replace(result, kind=kind, fraction=fraction, **more)
 

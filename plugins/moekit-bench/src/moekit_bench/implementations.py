@@ -1,19 +1,12 @@
-"""Implementations of the experts block: moekit's backends, and baselines from adapter files.
-
-An adapter is a Python file that defines ``name`` and ``make(problem, weights, device)``, which
-returns a `Call` or raises `Unavailable`, and optionally ``version()`` and ``trains = True``: it
-also makes calls for ``problem.training``, through which gradients flow to x, the router weights and
-the weights. The weights are canonical `ExpertWeights` in the problem's scheme. What a call does
-only the first time it sees an input is not timed; what it does every time is. Files whose name
-begins with ``_`` are helpers.
-"""
+"""Implementations of the experts block: moekit's backends, and baselines from adapter files, which
+docs/bench.md describes."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +15,11 @@ from torch import Tensor
 
 import moekit
 from moekit.errors import MoekitError
-from moekit.plugin import ExpertWeights, MoEProblem, PackedWeights, Routing, Workspace, registry
+from moekit.plugin import AdapterSlots, ExpertWeights, MoEProblem, Routing, Workspace, registry
 
 from .internals import named
-from .records import BACKEND, BASELINE, IN_MODE, INVARIANT
+from .records import ADAPTERS, BACKEND, BASELINE, INVARIANT, parted
+from .shapes import random_adapters
 from .timer import Call
 
 
@@ -34,10 +28,11 @@ class Unavailable(MoekitError):
 
 
 class KernelCall:
-    """A composed kernel with its packed weights, as a call to time."""
+    """A composed kernel with its weights, packed or to train, as a call to time."""
 
-    def __init__(self, kernel: moekit.ModularKernel, packed: PackedWeights) -> None:
+    def __init__(self, kernel: moekit.ModularKernel, packed: Any) -> None:
         self.kernel, self.packed = kernel, packed
+        self.adapters = getattr(packed, "adapters", None)
         self.graph_safe = kernel.experts.spec.graph_safe and kernel.dispatcher.spec.graph_safe
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
@@ -49,11 +44,9 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class Implementation:
-    """An implementation of the experts block.
-
-    kind: `BACKEND`, `INVARIANT` or `BASELINE`. make: returns the call to time, or raises with the
-    reason why it cannot. version: of a baseline's library.
-    """
+    """An implementation of the experts block. kind: `BACKEND`, `BASELINE`, or a backend's mode.
+    make: returns the call to time, or raises with the reason why it cannot. version: of a
+    baseline's library."""
 
     name: str
     kind: str
@@ -61,23 +54,24 @@ class Implementation:
     version: str = ""
 
 
-def beside(names: Sequence[str]) -> list[str]:
-    """Return each name, followed by its name in batch-invariant mode."""
-    return [each for name in names for each in (name, name + IN_MODE)]
+def beside(names: Sequence[str], modes: Sequence[str] = (INVARIANT,)) -> list[str]:
+    """Return each name, followed by its name in each mode."""
+    return [each for name in names for each in (name, *(f"{name} ({mode})" for mode in modes))]
 
 
 def asked_of(name: str, problem: MoEProblem) -> tuple[str, MoEProblem]:
     """Return the backend that a name of `backends` means, and the problem it is asked to do."""
-    if not name.endswith(IN_MODE):
-        return name, problem
-    return name.removesuffix(IN_MODE), problem.replace(batch_invariant=True)
+    base, mode = parted(name)
+    if mode.startswith(ADAPTERS):
+        count, rank = map(int, mode.removeprefix(ADAPTERS).split(":"))
+        problem = problem.replace(adapters=AdapterSlots(count, rank))
+    return base, problem.replace(batch_invariant=True) if mode == INVARIANT else problem
 
 
 def backends(names: Sequence[str]) -> list[Implementation]:
     """Return the named experts backends, which share one workspace.
 
-    A name may be a composite's, and end with `IN_MODE` for batch-invariant mode. Raises
-    UnknownBackend or NameClash.
+    A name may be a composite's, and end with a mode (`beside`). Raises UnknownBackend or NameClash.
     """
     known, workspace = registry(), Workspace()
 
@@ -86,15 +80,17 @@ def backends(names: Sequence[str]) -> list[Implementation]:
             experts, problem = asked_of(name, problem)
             behind = None if named(experts, known.expert).fused else "local"
             kernel = moekit.compose(problem, behind, experts, workspace=workspace, backends=known)
-            if problem.training:
-                train: Any = kernel  # which takes parameters unpacked
-                return lambda x, routing: train(x, weights, routing)
-            return KernelCall(kernel, kernel.pack(weights))
+            if problem.adapters is not None:
+                adapters = random_adapters(problem, device)
+                packed = kernel.pack(weights.detach())
+                return KernelCall(kernel, replace(packed, adapters=adapters))
+            trains = any(t.requires_grad for t in weights.tensors().values())
+            return KernelCall(kernel, weights if trains else kernel.pack(weights))
 
-        return Implementation(name, INVARIANT if name.endswith(IN_MODE) else BACKEND, make)
+        return Implementation(name, parted(name)[1].partition(" ")[0] or BACKEND, make)
 
     for name in names:
-        named(name.removesuffix(IN_MODE), known.expert)
+        named(parted(name)[0], known.expert)
     return [backend(name) for name in names]
 
 
@@ -104,10 +100,13 @@ def unnamed(training: bool = False) -> list[str]:
     return [s.name for s in specs if s.priority >= 0 and (s.training or not training)]
 
 
-def baselines(paths: Sequence[str], only: Sequence[str] | None = None) -> list[Implementation]:
-    """Return the baselines of the adapters in these files and folders, or those named in ``only``.
+def baselines(
+    paths: Sequence[str], only: Sequence[str] | None = None, modes: Sequence[str] = ()
+) -> list[Implementation]:
+    """Return the baselines of the files and folders at ``paths``, or only the named ones, each
+    also in the modes that it supports.
 
-    An adapter that does not load becomes a baseline that says so.
+    A file that does not load becomes a baseline that says so.
     """
     files: list[Path] = []
     for path in map(Path, paths):
@@ -117,19 +116,19 @@ def baselines(paths: Sequence[str], only: Sequence[str] | None = None) -> list[I
         if not found:
             raise MoekitError(f"{path} holds no adapter (*.py)")
         files += found
-    made = [_baseline(file) for file in files]
-    if only is None:
-        return made
-    if unknown := sorted(set(only) - {b.name for b in made}):
-        there = ", ".join(b.name for b in made) or "none"
-        raise MoekitError(f"no baseline is called {', '.join(unknown)}; there are: {there}")
-    return [b for b in made if b.name in only]
+    made = [each for file in files for each in _baseline(file, modes)]
+    there = {parted(b.name)[0] for b in made}
+    if unknown := sorted(set(only or ()) - there):
+        raise MoekitError(
+            f"no baseline is called {', '.join(unknown)}; there are: {', '.join(sorted(there))}"
+        )
+    return [b for b in made if only is None or parted(b.name)[0] in only]
 
 
-def _baseline(file: Path) -> Implementation:
+def _baseline(file: Path, modes: Sequence[str]) -> list[Implementation]:
     try:
         module = _load(file)
-        name, make = str(module.name), _asked_to_train(module)
+        name, adapts = str(module.name), getattr(module, "adapts", False)
         version = str(module.version()) if hasattr(module, "version") else ""
     except Exception as error:
         reason = f"{file} does not load: {type(error).__name__}: {error}"
@@ -137,18 +136,26 @@ def _baseline(file: Path) -> Implementation:
         def broken(problem: MoEProblem, weights: ExpertWeights, device: torch.device) -> Call:
             raise Unavailable(reason)
 
-        return Implementation(file.stem, BASELINE, broken)
-    return Implementation(name, BASELINE, make, version)
+        return [Implementation(file.stem, BASELINE, broken)]
+    names = beside([name], [mode for mode in modes if adapts and mode.startswith(ADAPTERS)])
+    return [Implementation(each, BASELINE, _asked(module, each), version) for each in names]
 
 
-def _asked_to_train(module: Any) -> Callable[..., Call]:
-    """Return the adapter's `make`, which refuses training if the adapter does not mention it."""
+def _asked(module: Any, name: str) -> Callable[..., Call]:
+    """Return the adapter's `make` for the mode in ``name``, which refuses training if the adapter
+    does not mention it."""
 
     def make(problem: MoEProblem, weights: ExpertWeights, device: torch.device) -> Call:
         if problem.training and not getattr(module, "trains", False):
             raise Unavailable("its adapter has no backward")
-        made: Call = module.make(problem, weights, device)
-        return made
+        _, problem = asked_of(name, problem)
+        if problem.adapters is None:
+            made: Any = module.make(problem, weights, device)
+        else:
+            adapters = random_adapters(problem, device)
+            made = module.make(problem, weights.detach(), device, adapters)
+            made.adapters = adapters
+        return made  # type: ignore[no-any-return]
 
     return make
 

@@ -8,6 +8,7 @@ from moekit.backends.reference import oracle as oracle
 from moekit.layer.simulate import SIMULATED as SIMULATED
 from moekit.problem import DTYPES as DTYPES
 from moekit.problem.tolerance import benchmark_bound as benchmark_bound
+from moekit.runtime.adapters import shapes as shapes
 from moekit.selection.judge import named as named
 from moekit.selection.tuned import table as table
 from moekit.selection.tuned import user_path as user_path

@@ -1,8 +1,5 @@
-"""Whole layers over ranks: every dispatcher with every experts backend, over numbers of tokens.
-
-Every rank has its own T tokens. Its output is compared with the fp32 oracle of one rank that
-holds all experts: each rank computes the oracle's sum over its own experts, and the sums are added.
-"""
+"""Whole layers over ranks: every dispatcher with every experts backend (docs/bench.md). Each rank
+computes the oracle's sum over its own experts, and the sums are added."""
 
 from __future__ import annotations
 

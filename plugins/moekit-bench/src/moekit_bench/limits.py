@@ -1,11 +1,5 @@
 """The roofline: what a block must at least compute and read, and how fast a device can do that.
-
-limit = max(FLOP / FLOP rate, bytes / read bandwidth)
-
-FLOP counts both GEMMs, over the (token, expert) assignments. Bytes are the checkpoint-form
-weights and scales of the experts that got a token, once, plus x read once and the output written
-once.
-"""
+docs/bench.md says what counts."""
 
 from __future__ import annotations
 

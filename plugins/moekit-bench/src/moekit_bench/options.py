@@ -52,6 +52,14 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
+def _rooms(text: str) -> list[str]:
+    """Return the parts of a list of N:RANK."""
+    parts = names(text)
+    if not all(part.count(":") == 1 and part.replace(":", "").isdecimal() for part in parts):
+        raise MoekitError(f"--adapters must be N:RANK, such as 1:8,8:32 (got {text!r})")
+    return parts
+
+
 def end(args: argparse.Namespace) -> float | None:
     """Return when --seconds are over by `time.monotonic`, if they were given."""
     return None if args.seconds is None else time.monotonic() + args.seconds
@@ -84,6 +92,10 @@ _OPTIONS: Mapping[str, tuple[Any, str, str]] = {
     ),
     "only-baselines": (names, "LIST", "of --baselines, these names only"),
     "batch-invariant": (bool, "", "also time each backend in batch-invariant mode"),
+    "adapters": (
+        _rooms, "N:RANK", "also time each backend with N adapters (LoRA) of that rank, in turn for "
+        "the tokens; a list, such as 1:8,8:32"
+    ),
     "list-shapes": (bool, "", "print the named shapes, and stop"),
     "ep": (
         positive, "N", "the experts of one of N ranks, for tokens most of whose choices are other "
@@ -110,6 +122,10 @@ EXPERTS: Mapping[str, Any] = {
 """Options of both `bench` and `tune`, and their defaults."""
 RUN: Mapping[str, Any] = {"routing": "uniform", "markdown": None, "json": None}
 """Options of all kinds of `bench`."""
+BASELINES: Mapping[str, Any] = {
+    "baselines": [], "only-baselines": None, "adapters": [], "list-shapes": False,
+}  # fmt: skip
+"""Options of `bench` on one device."""
 RANKS: Mapping[str, Any] = {
     "layer": "dsv3", "dispatchers": None, "ranks": None, "capacity": 8192, **RUN, **_ALL,
 }  # fmt: skip

@@ -37,12 +37,8 @@ _SECONDS_A_CELL = 180.0
 
 @dataclass(frozen=True)
 class Task:
-    """One measurement, which every rank takes part in.
-
-    problem: as rank 0 sees it; its max_num_tokens is the capacity, and the cell's tokens are
-    `max_tokens` of the calls. experts: the backends to combine the dispatcher with; an empty name:
-    none.
-    """
+    """One measurement, which every rank takes part in. problem: as rank 0 sees it; its
+    max_num_tokens is the capacity, and the cell's tokens are `max_tokens` of the calls."""
 
     spec: DispatcherSpec
     problem: MoEProblem
@@ -172,15 +168,12 @@ class _Part(Cell):
 
 @dataclass(kw_only=True)
 class RanksSweep(Sweep):
-    """The sweep of `--dispatch` and `--layers`: each scheme, routing and number of tokens.
+    """The sweep of `--dispatch` and `--layers`. One dispatcher after another takes all numbers of
+    tokens, so that only one holds its buffers.
 
-    One dispatcher after another takes all numbers of tokens, so that only one holds its buffers.
-
-    mode: the run's. measure_on_rank: what a rank does. experts: the backends to combine each
-    dispatcher with; an empty name: none. asked: how many ranks to start; None: one for each GPU, or
-    two. capacity: tokens of a rank that kernels are composed for, if
-    no cell has more; None: as many as each cell has. wanted: (problem, dispatcher, experts) ->
-    whether to measure.
+    experts: to combine each dispatcher with; an empty name: none. asked: `--ranks`. capacity:
+    `--capacity`; None: as many tokens as each cell has. wanted: whether to measure (problem,
+    dispatcher, experts).
     """
 
     mode: str

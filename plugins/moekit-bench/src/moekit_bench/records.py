@@ -17,8 +17,8 @@ from typing import Any
 from moekit.plugin import replace_file
 
 FORMAT = 1
-BACKEND, BASELINE, INVARIANT = "moekit", "baseline", "batch-invariant"
-IN_MODE = " (batch-invariant)"  # ends the name of a backend in that mode
+BACKEND, BASELINE = "moekit", "baseline"
+INVARIANT, ADAPTERS = "batch-invariant", "adapters"  # modes
 
 
 def now() -> str:
@@ -26,13 +26,16 @@ def now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
+def parted(name: str) -> tuple[str, str]:
+    """Return an implementation's name without its mode, and the mode, as "adapters 8:32"."""
+    base, _, mode = name.removesuffix(")").partition(" (")
+    return base, mode
+
+
 @dataclass(frozen=True, kw_only=True)
 class Result:
     """The time of an implementation, dispatcher or combination, and whether its output is right.
-
-    docs/bench.md describes the fields; times are microseconds. Those that are unknown or do not
-    apply are None.
-    """
+    docs/bench.md describes the fields; None is unknown, or does not apply."""
 
     name: str = ""
     kind: str = BACKEND
@@ -51,9 +54,6 @@ class Result:
     experts: str | None = None
     dispatch_us: float | None = None
     combine_us: float | None = None
-    link_rows: float | None = None
-    dispatch_row_bytes: int | None = None
-    combine_row_bytes: int | None = None
     num_sms: int | None = None
     buffer_bytes: int | None = None
     saved_bytes: int | None = None
@@ -89,7 +89,6 @@ def _widest(ranges: Sequence[tuple[float, float]]) -> tuple[float, float]:
 _MERGED: dict[str, Any] = {
     **dict.fromkeys(("us", "graph_us", "eager_us", "host_us"), statistics.median),
     **dict.fromkeys(("dispatch_us", "combine_us"), statistics.median),
-    "link_rows": statistics.fmean,
     **dict.fromkeys(("error", "buffer_bytes"), max),
     "spread_us": _widest,
 }
@@ -116,10 +115,7 @@ def copied_share(given: Mapping[str, Any], packed: Any) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A shape, scheme, routing and number of tokens, and the results for them.
-
-    Only cells of experts have inputs and limit_us.
-    """
+    """A shape, scheme, routing and number of tokens, and the results for them."""
 
     shape: str
     scheme: str
@@ -172,11 +168,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run of `bench`.
-
-    mode: "experts", "train", "dispatch" or "layers". ranks: that exchange tokens. capacity: the
-    tokens of a rank that kernels were composed for.
-    """
+    """A run of `bench`."""
 
     mode: str
     format: int = FORMAT

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from .records import BACKEND, BASELINE, IN_MODE, Cell, Refusal, Result, Run, shown_error
+from .records import BASELINE, Cell, Refusal, Result, Run, parted, shown_error
 from .shapes import shape
 
 C = TypeVar("C")
@@ -47,7 +47,7 @@ def markdown(run: Run) -> str:
     ]
     for cells in _grouped(run.cells, lambda c: (c.shape, c.scheme, c.routing)).values():
         lines += ["", f"## {_heading(cells[0], run)}", ""]
-        lines += [*_times(cells, run.capacity), *_cost_of_mode(cells)]
+        lines += [*_times(cells, run.capacity), *_costs_of_modes(cells)]
         lines += ["", *_details(cells)]
     lines += [*_against_baselines(run.cells), *_not_measured(run.refused)]
     return "\n".join(lines) + "\n"
@@ -98,18 +98,17 @@ def _times(cells: Sequence[Cell], capacity: int | None) -> Table:
     return table
 
 
-def _cost_of_mode(cells: Sequence[Cell]) -> list[str]:
-    """Return a table of times in batch-invariant mode over the same backend's default times."""
-    modes = _distinct(r.name for c in cells for r in c.results if r.name.endswith(IN_MODE))
+def _costs_of_modes(cells: Sequence[Cell]) -> list[str]:
+    """Return a table of times in modes over the same backend's times in none."""
+    modes = _distinct(r.name for c in cells for r in c.results if parted(r.name)[1])
     if not modes:
         return []
     table = Table("", *(f"T={cell.tokens}" for cell in cells))
     times = [{r.name: r.us for r in cell.results if r.right} for cell in cells]
     for mode in modes:
-        name = mode.removesuffix(IN_MODE)
-        pairs = ((us.get(mode), us.get(name)) for us in times)
-        table.add(name, *(f"{a / b:.2f}" if a and b else NONE for a, b in pairs))
-    return ["", "Time in batch-invariant mode, over the default's:", "", *table]
+        pairs = ((us.get(mode), us.get(parted(mode)[0])) for us in times)
+        table.add(mode, *(f"{a / b:.2f}" if a and b else NONE for a, b in pairs))
+    return ["", "Time over that without what is in brackets:", "", *table]
 
 
 # Those that no result has are left out.
@@ -122,8 +121,6 @@ _COLUMNS: Mapping[str, Callable[[Result], str]] = {
     "fraction": lambda r: _number(r.fraction, ".3f"),
     "dispatch": lambda r: _us(r.dispatch_us),
     "combine": lambda r: _us(r.combine_us),
-    "GB/s": lambda r: _rate(r, r.dispatch_row_bytes, r.dispatch_us),
-    "GB/s of combine": lambda r: _rate(r, r.combine_row_bytes, r.combine_us),
     "SMs": lambda r: _number(r.num_sms, "d"),
     "buffers": lambda r: _bytes(r.buffer_bytes),
     "saved": lambda r: _bytes(r.saved_bytes),
@@ -140,13 +137,6 @@ def _details(cells: Sequence[Cell]) -> Table:
         for r in cell.results:
             table.add(cell.tokens, r.name, *(show(r) for show in columns.values()))
     return table
-
-
-def _rate(result: Result, row_bytes: int | None, us: float | None) -> str:
-    """Show the rate of rows to other ranks in 1e9 bytes/s."""
-    if not result.link_rows or not row_bytes or not us:
-        return NONE
-    return f"{result.link_rows * row_bytes / us / 1e3:.3g}"
 
 
 def _bytes(value: int | None) -> str:
@@ -176,7 +166,8 @@ def _against_baselines(cells: Sequence[Cell]) -> list[str]:
 
 
 def _speed(cell: Cell, baseline: str) -> float | None:
-    own = fastest(r for r in cell.results if r.kind == BACKEND)
+    mode = parted(baseline)[1]
+    own = fastest(r for r in cell.results if r.kind != BASELINE and parted(r.name)[1] == mode)
     other = fastest(r for r in cell.results if r.name == baseline)
     if own is None or other is None or not own.us or not other.us:
         return None

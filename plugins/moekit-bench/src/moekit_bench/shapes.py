@@ -11,7 +11,9 @@ from torch import Tensor
 
 from moekit import simulate_routing
 from moekit.errors import InvalidProblem
-from moekit.plugin import ExpertWeights, MoEProblem, ParallelConfig, Routing
+from moekit.plugin import Adapters, ExpertWeights, MoEProblem, ParallelConfig, Routing
+
+from .internals import shapes as adapter_shapes
 
 Inputs = Sequence[tuple[Tensor, Routing]]
 
@@ -138,3 +140,18 @@ def random_weights(problem: MoEProblem, device: torch.device, seed: int = 0) -> 
             whole[name] = torch.full((1, 1), largest / activation.qmax, device=device)
     values: dict[str, Any] = whole
     return ExpertWeights(**values).canonical(problem)
+
+
+def random_adapters(problem: MoEProblem, device: torch.device, seed: int = 0) -> Adapters:
+    """Return random adapters whose deltas are as large as the base's products; they require a
+    gradient if the problem trains."""
+    generator = torch.Generator(device).manual_seed(seed)
+    made = {
+        name: torch.randn(size, device=device, generator=generator)
+        .mul_(size[-1] ** -0.5)
+        .to(problem.dtype)
+        .requires_grad_(problem.training)
+        for name, size in adapter_shapes(problem).items()
+    }
+    count = made["w13_a"].shape[0]
+    return Adapters(torch.rand(count, device=device, generator=generator) + 0.5, **made)

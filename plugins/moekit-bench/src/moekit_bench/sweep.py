@@ -15,12 +15,9 @@ from .timer import DeviceLost
 
 @dataclass(kw_only=True)
 class Sweep(ABC):
-    """Cells that are measured one by one, and the run that they make.
-
-    run: the run so far. cells: what to measure, in order; measured: how many of them it has. keep:
-    called with every measured cell, so that a run that is stopped leaves what it measured. end: by
-    `time.monotonic`, when no more cells are begun.
-    """
+    """Cells that are measured one by one, and the run that they make. measured: how many of the
+    cells it has. keep: called with every measured cell, so that a run that is stopped leaves what
+    it measured. end: by `time.monotonic`, when no more cells are begun."""
 
     schemes: Sequence[str]
     routings: Sequence[str]

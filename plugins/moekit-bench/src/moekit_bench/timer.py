@@ -40,7 +40,7 @@ class DeviceLost(MoekitError, RuntimeError):
 Call = Callable[[Tensor, Routing], Tensor]
 """A function to time: (x (T, H), routing) -> out (T, H).
 
-Optional attributes: ``graph_safe`` (bool, default True) and ``warmup(num_tokens)``.
+Optional attributes: ``graph_safe`` (bool, default True), ``warmup(num_tokens)`` and ``adapters``.
 """
 
 
