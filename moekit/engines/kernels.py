@@ -12,8 +12,8 @@ import torch
 
 import moekit
 from moekit import Explanation, ModularKernel, MoEProblem, PackedWeights
+from moekit.engines.facts import refusal
 from moekit.engines.mode import Engine
-from moekit.engines.weights import refusal
 from moekit.problem.problem import summary
 from moekit.runtime.agreement import exchange
 from moekit.untrusted.code import describe as reason_of

@@ -35,7 +35,7 @@ def _other_form(monkeypatch, layer):
     ("change", "said"),
     [
         (_failing_pack, "no memory"),
-        (_other_form, "local_intermediate_size=64, not 32"),
+        (_other_form, "another problem .6 experts, top 2, hidden 64, intermediate 64"),
     ],
 )
 def test_an_update_that_fails_is_an_error(monkeypatch, change, said) -> None:

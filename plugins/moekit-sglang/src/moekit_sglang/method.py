@@ -7,7 +7,7 @@ from typing import Any
 from moekit.engines.method import Extension
 from moekit_sglang import versions
 from moekit_sglang.experts import LayerExperts
-from moekit_sglang.problem import shape
+from moekit_sglang.problem import facts_of
 from moekit_sglang.settings import SGLANG
 
 
@@ -22,7 +22,7 @@ class Extended(Extension):
         SGLang calls it again after it has loaded new weights from files.
         """
         name = f"MoE layer {layer.layer_id}"
-        if not self.moekit_pack(layer, SGLANG, LayerExperts.of, shape, name):
+        if not self.moekit_pack(layer, SGLANG, LayerExperts.of, facts_of, name):
             if (make := getattr(layer.dispatcher, "stock", None)) is not None:
                 layer.dispatcher = make()
             super().process_weights_after_loading(layer)

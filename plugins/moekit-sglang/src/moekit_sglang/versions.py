@@ -87,7 +87,7 @@ def most_scheduled() -> int:
 
 def captures_graphs() -> bool:
     """Return whether the engine captures calls in CUDA graphs."""
-    return not argument("disable_cuda_graph", False)
+    return argument("device") != "cpu" and not argument("disable_cuda_graph", False)
 
 
 def has_cpu_kernel() -> bool:

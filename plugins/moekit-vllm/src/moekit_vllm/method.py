@@ -10,7 +10,7 @@ from torch import Tensor
 from moekit.engines.method import Extension
 from moekit_vllm import versions
 from moekit_vllm.experts import LayerExperts
-from moekit_vllm.problem import shape
+from moekit_vllm.problem import facts_of
 from moekit_vllm.settings import VLLM
 
 # vLLM's mark on layers whose 16-bit weights it has quantized; it removes the mark to load anew.
@@ -29,7 +29,7 @@ class Extended(Extension):
         online = bool(getattr(self, "uses_meta_device", False))
         if online and getattr(layer, _QUANTIZED, False):
             return
-        if not self.moekit_pack(layer, VLLM, LayerExperts.of, shape, layer.layer_name):
+        if not self.moekit_pack(layer, VLLM, LayerExperts.of, facts_of, layer.layer_name):
             super().process_weights_after_loading(layer)
             return
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
