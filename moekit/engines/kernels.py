@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import moekit
-from moekit import Explanation, ModularKernel, MoEProblem, PackedWeights
+from moekit import Explanation, ModularKernel, MoEProblem
 from moekit.engines.facts import refusal
 from moekit.engines.mode import Engine
 from moekit.problem.problem import summary
@@ -22,8 +22,6 @@ from moekit.untrusted.code import describe as reason_of
 PEER_TIMEOUT = 600.0
 _SLOW = ("reference", "torch")  # experts that are right everywhere
 _kernels: dict[MoEProblem, ModularKernel] = {}
-# The largest call of each kernel for which `warm_up` has run.
-_warmed: dict[ModularKernel, int] = {}
 
 
 def names_dispatcher() -> bool:
@@ -99,25 +97,6 @@ def on_all_ranks(group: Any, engine: Engine) -> Iterator[None]:
         raise error
     if group is not None and (failed := [f"rank {n}: {why}" for n, why in enumerate(said) if why]):
         raise refusal(f"other ranks leave it to {engine.name} ({'; '.join(failed)})")
-
-
-def warm_up(
-    kernel: ModularKernel, packed: PackedWeights, num_tokens: int, most: int | None = None
-) -> None:
-    """Compile the kernels of calls of up to ``num_tokens``, unless a larger call has done so.
-
-    Otherwise they would compile while the engine serves. An engine's first call has the most
-    tokens, because it measures the memory. Kernels on CPUs are not compiled.
-
-    most: the most tokens of any rank, where ranks exchange tokens. These ranks warm up together.
-    """
-    moves = kernel.problem.parallel.moves_tokens
-    largest = most or 0 if moves else num_tokens
-    if largest <= _warmed.get(kernel, 0):
-        return
-    _warmed[kernel] = largest
-    if kernel.problem.device.type != "cpu" and not torch.cuda.is_current_stream_capturing():
-        kernel.warmup(packed, largest)
 
 
 def too_slow(explanation: Explanation, engine: Engine, cpu_kernel: bool = False) -> list[str]:

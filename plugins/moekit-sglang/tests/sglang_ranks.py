@@ -11,7 +11,7 @@ import engine_layers
 import sglang_layers as one
 import sglang_standin as standin
 import torch.distributed as dist
-from moekit_sglang import problem, hooks, settings, versions
+from moekit_sglang import hooks, problem, settings, versions
 
 from moekit.engines import kernels
 from moekit.errors import MoekitError

@@ -19,7 +19,6 @@ from torch import Tensor
 from moekit import Routing
 from moekit.engines.experts import Computed, held, pack
 from moekit.engines.facts import refusal
-from moekit.engines.kernels import warm_up
 from moekit.errors import MoekitError
 from moekit_sglang import versions
 from moekit_sglang.problem import dispatches, load, scaling
@@ -64,7 +63,8 @@ class LayerExperts(Computed):
             ranks=versions.expert_ranks,
             group=versions.expert_ranks().cpu_group if dispatches(layer) else None,
             cpu_kernel=method.moekit_mode is not Mode.REQUIRE and versions.has_cpu_kernel(),
-            eager="--disable-cuda-graph" if versions.captures_graphs() else "",
+            captured=versions.most_captured(),
+            eager="--disable-cuda-graph",
         )
         if before is not None:
             before._empty(layer)
@@ -77,11 +77,13 @@ class LayerExperts(Computed):
             for name, param in own.items()
             if name not in parameters and param.numel()
         }
-        taken = cls(kernel, packed, scaling(layer), emptied, awaited)
+        taken = cls(kernel, packed, made.captured, scaling(layer), emptied, awaited)
         for name, parameter in parameters.items():
             layer.register_parameter(name, parameter)
         taken._empty(layer)
-        warm_up(kernel, packed, versions.most_scheduled())  # not while the engine serves
+        # Before the engine serves; its router's kernels return ids of 32 bits.
+        most = versions.most_scheduled()
+        taken.warm_up(SGLANG, packed, most, torch.int32, most)
         layer.deprecate_flag = True  # DeepEPMoE: SGLang's name for "the method computes the layer"
         layer.dispatcher.skip_local_expert_mapping = True  # moekit takes ids of all ranks' experts
         return taken
@@ -99,7 +101,7 @@ class LayerExperts(Computed):
                 "the others before the next request"
             )
         most = versions.most_tokens() if self.kernel.problem.parallel.moves_tokens else None
-        warm_up(self.kernel, self.packed, len(x), most)
+        self.warm_up(SGLANG, self.packed, len(x), chosen.topk_ids.dtype, most)
         weights = chosen.topk_weights.float()
         if self.scale != 1.0:
             weights = weights * self.scale

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from moekit import ExpertWeights, MoEProblem, Routing
 from moekit.engines.experts import Computed, held, hold, pack
 from moekit.engines.facts import refusal
-from moekit.engines.kernels import warm_up
 from moekit.errors import WeightsError
 from moekit_vllm import versions
 from moekit_vllm.lora import ServedAdapters
@@ -53,13 +52,15 @@ class LayerExperts(Computed):
             ranks=versions.expert_ranks,
             group=_sharing(layer),
             cpu_kernel=may_keep and versions.has_cpu_kernel(method),
-            eager="--enforce-eager" if before is None and versions.captures_graphs() else "",
+            captured=versions.most_captured(),
+            eager="--enforce-eager",
         )
         problem, packed = made.kernel.problem, made.packed
         order = _order(layer, problem)
         if before is None:
             served = None if problem.adapters is None else ServedAdapters(problem)
-            before = cls(made.kernel, packed, order, held(layer, packed), served)
+            parameters = held(layer, packed)
+            before = cls(made.kernel, packed, made.captured, order, parameters, served)
         elif order is not None and before.to_physical is not None:
             before.to_physical.copy_(order)  # vLLM's sleep mode may have discarded it
         hold(layer, before.parameters)
@@ -83,7 +84,7 @@ class LayerExperts(Computed):
             packed, slots = replace(packed, adapters=self.lora.stack), self.lora.ids(len(x))
         if self.dispatches:
             most = versions.most_tokens(self.kernel.problem.parallel.ep_size)
-        warm_up(self.kernel, packed, len(x), most)
+        self.warm_up(VLLM, packed, len(x), topk_ids.dtype, most)
         ids = topk_ids
         if self.to_physical is not None:
             ids = torch.where(ids < 0, -1, self.to_physical[ids.clamp(min=0)])
