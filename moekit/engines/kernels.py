@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,8 +20,10 @@ from moekit.untrusted.code import describe as reason_of
 
 # Seconds that a rank waits for the others: they load their weights at different speeds.
 PEER_TIMEOUT = 600.0
+Made = TypeVar("Made")
 _SLOW = ("reference", "torch")  # experts that are right everywhere
-_kernels: dict[MoEProblem, ModularKernel] = {}
+# By problem: the group of its ranks, if they exchange tokens, and the kernel.
+_kernels: dict[MoEProblem, tuple[Any, ModularKernel]] = {}
 
 
 def names_dispatcher() -> bool:
@@ -41,13 +43,14 @@ def kernel_for(
     Raises:
         Unsupported: moekit has no kernel, or the engine's is faster.
     """
-    kernel = _kernels.get(problem)
-    if kernel is None:
+    ranks = group() if problem.parallel.moves_tokens else None
+    known, kernel = _kernels.get(problem, (None, None))
+    if kernel is None or known is not ranks:  # an earlier engine of this process had other ranks
         # Ids come from the engine's router, and checks by value would wait for the GPU.
-        ranks = group() if problem.parallel.moves_tokens else None
-        kernel = _kernels[problem] = _in_own_memory(
+        kernel = in_own_memory(
             lambda: moekit.compose(problem, group=ranks, checked=False, peer_timeout=PEER_TIMEOUT)
         )
+        _kernels[problem] = ranks, kernel
     explanation = kernel.explanation
     assert explanation is not None
     if reasons := too_slow(explanation, engine, cpu_kernel):
@@ -59,7 +62,7 @@ def kernel_for(
     return kernel
 
 
-def _in_own_memory(make: Callable[[], ModularKernel]) -> ModularKernel:
+def in_own_memory(make: Callable[[], Made]) -> Made:
     """Return ``make()``, called in a new thread, so that its memory survives the engine's sleep.
 
     The thread that loads weights allocates from a pool that an engine may discard. Dispatchers need
@@ -67,12 +70,12 @@ def _in_own_memory(make: Callable[[], ModularKernel]) -> ModularKernel:
     """
     index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
-    def run() -> ModularKernel:
+    def run() -> Made:
         with torch.accelerator.device_index(index):
-            kernel = make()
+            made = make()
             if index is not None:
                 torch.accelerator.synchronize()  # the calling thread has another stream
-            return kernel
+            return made
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(run).result()

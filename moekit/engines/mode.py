@@ -7,6 +7,7 @@ import logging
 import os
 import re
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 
 from moekit.errors import MoekitError
 
@@ -44,6 +45,10 @@ class Engine:
 
     def mode(self) -> Mode:
         """Return the mode that the environment asks for; the default is ON."""
+        for name in get_close_matches(self.variable, os.environ, 3, 0.9):
+            if name != self.variable:
+                said = f"moekit: {name} is ignored: {self.variable} may be meant"
+                self.say_once(said, logging.WARNING)
         value = os.environ.get(self.variable, "").strip().lower() or Mode.ON.value
         try:
             return Mode(value)

@@ -84,10 +84,10 @@ class LayerExperts(Computed):
             packed, slots = replace(packed, adapters=self.lora.stack), self.lora.ids(len(x))
         if self.dispatches:
             most = versions.most_tokens(self.kernel.problem.parallel.ep_size)
-        self.warm_up(VLLM, packed, len(x), topk_ids.dtype, most)
         ids = topk_ids
         if self.to_physical is not None:
             ids = torch.where(ids < 0, -1, self.to_physical[ids.clamp(min=0)])
+        self.warm_up(VLLM, packed, len(x), ids.dtype, most)
         routing = Routing(topk_weights.float(), ids, max_tokens=most, adapter_ids=slots)
         return self.kernel(x, packed, routing)
 

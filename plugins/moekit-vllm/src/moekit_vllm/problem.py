@@ -52,7 +52,7 @@ def load(layer: Any, method: Any) -> tuple[MoEProblem, ExpertWeights]:
         apply_router_weight_on_input=bool(layer.apply_router_weight_on_input),
         batch_invariant=_batch_invariant(),
         max_num_tokens=config.max_num_tokens if facts.dispatches else None,
-        adapters=lora.room(config),
+        adapters=lora.room(layer),
     )
     return problem, loaded
 
