@@ -152,6 +152,25 @@ def test_another_version(monkeypatch, caplog, change, reason) -> None:
         moekit_sglang.register()
 
 
+@pytest.mark.parametrize("wrapped", [1, 2, 3])
+def test_hooks_of_which_sglang_takes_some(monkeypatch, caplog, wrapped) -> None:
+    """Those that it has taken change nothing."""
+    stock, taken_hooks = versions.register_hook, []
+
+    def register(*hook) -> None:
+        if len(taken_hooks) == wrapped:
+            raise KeyError("no such hook")
+        taken_hooks.append(stock(*hook))
+
+    monkeypatch.setattr(versions, "register_hook", register)
+    monkeypatch.setenv("MOEKIT_DISPATCHER", "naive")
+    standin.chosen.all_to_all = "deepep"
+    started()
+    layer = made()
+    assert not taken(layer) and isinstance(layer.dispatcher, standin.StandardDispatcher)
+    assert "no such hook" in caplog.text
+
+
 def test_registering_twice_wraps_once() -> None:
     moekit_sglang.register()
     started()
