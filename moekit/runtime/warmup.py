@@ -33,8 +33,8 @@ def warm_up(
             sizes.update(map(int, said.split()))
     sizes = {size for size in sizes if size > above} | {num_tokens}
     taken = kernel.dispatcher.spec.ids_dtype
-    dtypes = (torch.int64, torch.int32) if taken == "any" else (getattr(torch, taken),)
-    dtypes = (ids_dtype,) if ids_dtype in dtypes else dtypes
+    dtypes = [torch.int64, torch.int32] if taken == "any" else [getattr(torch, taken)]
+    dtypes = [dtype for dtype in dtypes if dtype == ids_dtype] or dtypes
     with kernel.experts.tuning():
         # The largest first: the workspace grows once, and too little memory fails at once.
         for step, tokens in enumerate(sorted(sizes, reverse=True)):

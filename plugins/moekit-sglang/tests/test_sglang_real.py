@@ -152,7 +152,7 @@ def test_an_engine_completes_the_same_through_updates(tmp_path) -> None:
 
 
 def _unpin(folder: Path) -> None:
-    """Install a plugin for SGLang's processes; it pins memory for experts on CPUs, too."""
+    """Install a plugin for SGLang's processes; it pins memory for experts."""
     (folder / "unpinned.py").write_text(
         "import torch\n\n\n"
         "def register():\n"

@@ -56,7 +56,7 @@ def most_captured() -> int:
     graphs = None if config is None else config.compilation_config
     if graphs is None or getattr(graphs.cudagraph_mode, "name", "NONE") == "NONE":
         return 0
-    return max(graphs.cudagraph_capture_sizes or [1])
+    return int(max(graphs.cudagraph_capture_sizes or [1]))
 
 
 def lora_config() -> Any:

@@ -297,4 +297,4 @@ _EXACT: Mapping[str, Reader] = {
     "CompressedTensorsW4A4Nvfp4MoEMethod": nvfp4,
     "ModelOptNvFp4FusedMoE": nvfp4,
 }
-READERS = _PADDED | _EXACT
+READERS = {**_PADDED, **_EXACT}
