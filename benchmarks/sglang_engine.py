@@ -12,24 +12,27 @@ captures CUDA graphs of the batches' sizes for decoding.
     python benchmarks/sglang_engine.py --tokens --quant none
 
 With --tokens the engines complete prompts greedily with a small checkpoint of random weights, then
-with a second one that they take from disk in place, and with the first one again. Exit code 1 if
-log probabilities of moekit's tokens differ by 0.3 or more from SGLang's, up to the first token that
-differs, or if moekit's completions change when the first checkpoint comes back.
+with a second one that they take from disk in place, and with the first one again. They also return
+the experts of each token. Exit code 1 if log probabilities of moekit's tokens differ by 0.3 or more
+from SGLang's, up to the first token that differs, or if moekit's completions change when the first
+checkpoint comes back. The report says how many tokens have the same experts.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import json
 import os
 import sys
 import tempfile
 import time
+from array import array
 from pathlib import Path
 from typing import Any
 
 from vllm_engine import add_model, model_config, print_times, run
-from vllm_tokens import PROMPTS, checkpoint, compare
+from vllm_tokens import PROMPTS, SIZES, checkpoint, compare
 
 
 def main() -> None:
@@ -134,7 +137,7 @@ def _complete(args: argparse.Namespace) -> None:
     """Print what an engine completes with each checkpoint, as `compare` takes it."""
     engine = _engine(
         args, str(Path(args.folder, "first")), context_length=512, max_running_requests=8,
-        max_total_tokens=4096, cuda_graph_bs_decode=[1, 2, 4, 8],
+        max_total_tokens=4096, cuda_graph_bs_decode=[1, 2, 4, 8], enable_return_routed_experts=True,
     )  # fmt: skip
     sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
     for step, name in enumerate(("first", "other", "first")):
@@ -143,16 +146,27 @@ def _complete(args: argparse.Namespace) -> None:
                 time.sleep(0.05)
             done = engine.update_weights_from_disk(str(Path(args.folder, name)))
             assert done[0], done
-        outputs = engine.generate(input_ids=PROMPTS, sampling_params=sampling, return_logprob=True)
+        outputs = engine.generate(
+            input_ids=PROMPTS, sampling_params=sampling, return_logprob=True,
+            return_routed_experts=True,
+        )  # fmt: skip
         said = [
             {
                 "tokens": out["output_ids"],
                 "logprobs": [p[0] for p in out["meta_info"]["output_token_logprobs"]],
+                "experts": _experts(out["meta_info"]["routed_experts"]),
             }
             for out in outputs
         ]
         print(f"\nTOKENS {json.dumps(said)}\tstep {step}, {name}", flush=True)
     engine.shutdown()
+
+
+def _experts(encoded: str) -> list[list[int]]:
+    """Return the sorted experts of each token, from base64 of int32 (T, layers, K)."""
+    ids = array("i", base64.b64decode(encoded))
+    step = SIZES["num_hidden_layers"] * SIZES["num_experts_per_tok"]
+    return [sorted(ids[i : i + step]) for i in range(0, len(ids), step)]
 
 
 def _compare(args: argparse.Namespace, folder: str) -> None:
@@ -163,7 +177,12 @@ def _compare(args: argparse.Namespace, folder: str) -> None:
     for (name, theirs), (_, mine) in zip(stock, ours, strict=True):
         text, close = compare(theirs, mine)
         right &= close
-        print(f"{name}: {text}", flush=True)
+        experts = [
+            one == other
+            for a, b in zip(theirs, mine, strict=True)
+            for one, other in zip(a["experts"], b["experts"], strict=True)
+        ]
+        print(f"{name}: {text}; {sum(experts)} of {len(experts)} tokens have the same experts")
     sys.exit(0 if right else 1)
 
 

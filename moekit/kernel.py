@@ -438,20 +438,31 @@ class ModularKernel:
         tokens = self.problem.max_num_tokens if num_tokens is None else num_tokens
         return MemoryReport.of(self.dispatcher, self.experts, check_tokens(tokens))
 
-    def warmup(self, weights: PackedWeights, num_tokens: int) -> None:
+    def warmup(
+        self,
+        weights: PackedWeights,
+        num_tokens: int,
+        *,
+        ids_dtype: torch.dtype | None = None,
+        above: int = 0,
+    ) -> None:
         """Run calls of 1, 2, 4 ... and ``num_tokens`` random tokens.
 
         This grows the workspace, and compiles what compiles at first use, for every size up to
         ``num_tokens`` (kernels that change with the size change at most once per factor of two).
         Calls that take over a second are logged with their time. Collective: every rank must call
-        it with the same ``num_tokens``.
+        it with the same arguments.
+
+        Args:
+            ids_dtype: the dtype of all calls' ids; by default, calls may have int32 and int64.
+            above: make no calls of so many tokens or fewer, except ``num_tokens``.
 
         Raises:
             PeerFailed: A rank warms up for another number of tokens, or did not come.
         """
         from moekit.runtime.warmup import warm_up
 
-        warm_up(self, weights, check_tokens(num_tokens))
+        warm_up(self, weights, check_tokens(num_tokens), ids_dtype, above)
 
     def destroy(self) -> None:
         """Free the dispatcher's buffers; idempotent."""

@@ -6,24 +6,24 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 import moekit
-from moekit import Explanation, ModularKernel, MoEProblem, PackedWeights
+from moekit import Explanation, ModularKernel, MoEProblem
+from moekit.engines.facts import refusal
 from moekit.engines.mode import Engine
-from moekit.engines.weights import refusal
 from moekit.problem.problem import summary
 from moekit.runtime.agreement import exchange
 from moekit.untrusted.code import describe as reason_of
 
 # Seconds that a rank waits for the others: they load their weights at different speeds.
 PEER_TIMEOUT = 600.0
+Made = TypeVar("Made")
 _SLOW = ("reference", "torch")  # experts that are right everywhere
-_kernels: dict[MoEProblem, ModularKernel] = {}
-# The largest call of each kernel for which `warm_up` has run.
-_warmed: dict[ModularKernel, int] = {}
+# By problem: the group of its ranks, if they exchange tokens, and the kernel.
+_kernels: dict[MoEProblem, tuple[Any, ModularKernel]] = {}
 
 
 def names_dispatcher() -> bool:
@@ -43,13 +43,14 @@ def kernel_for(
     Raises:
         Unsupported: moekit has no kernel, or the engine's is faster.
     """
-    kernel = _kernels.get(problem)
-    if kernel is None:
+    ranks = group() if problem.parallel.moves_tokens else None
+    known, kernel = _kernels.get(problem, (None, None))
+    if kernel is None or known is not ranks:  # an earlier engine of this process had other ranks
         # Ids come from the engine's router, and checks by value would wait for the GPU.
-        ranks = group() if problem.parallel.moves_tokens else None
-        kernel = _kernels[problem] = _in_own_memory(
+        kernel = in_own_memory(
             lambda: moekit.compose(problem, group=ranks, checked=False, peer_timeout=PEER_TIMEOUT)
         )
+        _kernels[problem] = ranks, kernel
     explanation = kernel.explanation
     assert explanation is not None
     if reasons := too_slow(explanation, engine, cpu_kernel):
@@ -61,7 +62,7 @@ def kernel_for(
     return kernel
 
 
-def _in_own_memory(make: Callable[[], ModularKernel]) -> ModularKernel:
+def in_own_memory(make: Callable[[], Made]) -> Made:
     """Return ``make()``, called in a new thread, so that its memory survives the engine's sleep.
 
     The thread that loads weights allocates from a pool that an engine may discard. Dispatchers need
@@ -69,12 +70,12 @@ def _in_own_memory(make: Callable[[], ModularKernel]) -> ModularKernel:
     """
     index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
-    def run() -> ModularKernel:
+    def run() -> Made:
         with torch.accelerator.device_index(index):
-            kernel = make()
+            made = make()
             if index is not None:
                 torch.accelerator.synchronize()  # the calling thread has another stream
-            return kernel
+            return made
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(run).result()
@@ -99,25 +100,6 @@ def on_all_ranks(group: Any, engine: Engine) -> Iterator[None]:
         raise error
     if group is not None and (failed := [f"rank {n}: {why}" for n, why in enumerate(said) if why]):
         raise refusal(f"other ranks leave it to {engine.name} ({'; '.join(failed)})")
-
-
-def warm_up(
-    kernel: ModularKernel, packed: PackedWeights, num_tokens: int, most: int | None = None
-) -> None:
-    """Compile the kernels of calls of up to ``num_tokens``, unless a larger call has done so.
-
-    Otherwise they would compile while the engine serves. An engine's first call has the most
-    tokens, because it measures the memory. Kernels on CPUs are not compiled.
-
-    most: the most tokens of any rank, where ranks exchange tokens. These ranks warm up together.
-    """
-    moves = kernel.problem.parallel.moves_tokens
-    largest = most or 0 if moves else num_tokens
-    if largest <= _warmed.get(kernel, 0):
-        return
-    _warmed[kernel] = largest
-    if kernel.problem.device.type != "cpu" and not torch.cuda.is_current_stream_capturing():
-        kernel.warmup(packed, largest)
 
 
 def too_slow(explanation: Explanation, engine: Engine, cpu_kernel: bool = False) -> list[str]:

@@ -11,6 +11,9 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import torch
+
+from moekit.engines.facts import Facts
 from moekit.engines.mode import Engine, Mode
 from moekit.errors import MoekitError
 from moekit.untrusted.code import describe as reason_of
@@ -29,8 +32,10 @@ class Extension(Stock):  # type: ignore[misc]
     moekit_mode: Mode
     moekit_experts: Any = None
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def moekit_pack(
-        self, layer: Any, engine: Engine, of: Any, shape: Callable[[Any], str], name: str
+        self, layer: Any, engine: Engine, of: Any, facts: Callable[[Any, Any], Facts], name: str
     ) -> bool:
         """Pack the layer's loaded parameters by ``of``; return whether moekit computes the layer.
 
@@ -48,7 +53,7 @@ class Extension(Stock):  # type: ignore[misc]
                         f"moekit computes {name}, but not with its new weights: {reason}; send "
                         "weights that fit, or restart the engine"
                     ) from error
-                engine.decline(self.moekit_mode, shape(layer), reason)
+                engine.decline(self.moekit_mode, str(facts(layer, self)), reason)
                 self.moekit_mode = Mode.OFF  # the engine keeps the layer through all updates
         return self.moekit_experts is not None
 

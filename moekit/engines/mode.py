@@ -6,9 +6,12 @@ import enum
 import logging
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 
 from moekit.errors import MoekitError
+from moekit.untrusted.code import describe as reason_of
 
 
 class Mode(enum.Enum):
@@ -44,6 +47,10 @@ class Engine:
 
     def mode(self) -> Mode:
         """Return the mode that the environment asks for; the default is ON."""
+        for name in get_close_matches(self.variable, os.environ, 3, 0.9):
+            if name != self.variable:
+                said = f"moekit: {name} is ignored: {self.variable} may be meant"
+                self.say_once(said, logging.WARNING)
         value = os.environ.get(self.variable, "").strip().lower() or Mode.ON.value
         try:
             return Mode(value)
@@ -62,6 +69,29 @@ class Engine:
         if not found or not self.first <= found[: len(self.first)] <= self.last:
             return [f"this is {self.name} {version}, and {known}"]
         return []
+
+    def enter(
+        self,
+        mode: Mode,
+        version: str | None,
+        missing: Callable[[], list[str]],
+        register: Callable[[], None],
+    ) -> bool:
+        """Call ``register`` if this version is supported and nothing is ``missing``.
+
+        Return whether it succeeded; if not, log why, or raise MoekitError if the mode is REQUIRE.
+        """
+        try:
+            if not (reasons := self.unsupported(version) or missing()):
+                register()
+                return True
+            why = "; ".join(reasons)
+        except (MoekitError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # importing an engine may raise SystemExit
+            why = f"{self.name} has other modules than expected ({reason_of(error)})"
+        self.decline(mode, "every MoE layer", why)
+        return False
 
     def decline(self, mode: Mode, what: str, reason: str) -> None:
         """Log once that the engine keeps ``what``; raise MoekitError if the mode is REQUIRE."""

@@ -14,7 +14,13 @@ from moekit.runtime.checks import device_of
 logger = logging.getLogger("moekit")
 
 
-def warm_up(kernel: Any, weights: PackedWeights, num_tokens: int) -> None:
+def warm_up(
+    kernel: Any,
+    weights: PackedWeights,
+    num_tokens: int,
+    ids_dtype: torch.dtype | None = None,
+    above: int = 0,
+) -> None:
     """Do as `ModularKernel.warmup` says."""
     powers = (1 << n for n in range(num_tokens.bit_length()))
     sizes = {*powers, *kernel.experts.largest_calls(num_tokens)}
@@ -25,8 +31,10 @@ def warm_up(kernel: Any, weights: PackedWeights, num_tokens: int) -> None:
         mine = " ".join(map(str, sizes))
         for said in exchange(f"warm up with {num_tokens} tokens", mine, group):
             sizes.update(map(int, said.split()))
+    sizes = {size for size in sizes if size > above} | {num_tokens}
     taken = kernel.dispatcher.spec.ids_dtype
-    dtypes = (torch.int64, torch.int32) if taken == "any" else (getattr(torch, taken),)
+    dtypes = [torch.int64, torch.int32] if taken == "any" else [getattr(torch, taken)]
+    dtypes = [dtype for dtype in dtypes if dtype == ids_dtype] or dtypes
     with kernel.experts.tuning():
         # The largest first: the workspace grows once, and too little memory fails at once.
         for step, tokens in enumerate(sorted(sizes, reverse=True)):

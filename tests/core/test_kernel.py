@@ -313,6 +313,21 @@ def test_warmup_grows_the_arena_beforehand() -> None:
     assert arena.nbytes == held > 0
 
 
+def test_warmup_of_the_calls_that_a_caller_does_not_make(monkeypatch) -> None:
+    kernel, made = moekit.compose(PROBLEM, experts="torch"), []
+    packed = kernel.pack(weights())
+    monkeypatch.setattr(
+        moekit.ModularKernel,
+        "__call__",
+        lambda self, x, packed, routing: made.append((len(x), routing.topk_ids.dtype)),
+    )
+    kernel.warmup(packed, 12, ids_dtype=torch.int32, above=2)
+    assert made == [(tokens, torch.int32) for tokens in (12, 8, 4)]
+    made.clear()
+    kernel.warmup(packed, 3, above=8)
+    assert made == [(3, torch.int64), (3, torch.int32)]
+
+
 @pytest.mark.parametrize("dispatcher", ["local", "batched_reference"])
 @pytest.mark.parametrize("scheme", ["nvfp4", "mxfp8", "fp8_block"])
 def test_experts_that_take_quantized_tokens_alone(dispatcher: str, scheme: str) -> None:

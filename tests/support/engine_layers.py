@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import moekit
-from moekit.engines import kernels
+from moekit.engines import experts, kernels
 from moekit.engines.mode import Engine
 from moekit.problem.activation import apply_activation
 
@@ -35,8 +35,8 @@ def put(monkeypatch: pytest.MonkeyPatch, engine: Engine, stand_in: Mapping[str, 
     """Put modules where an engine would be, in a process that has said nothing yet."""
     for name, module in stand_in.items():
         monkeypatch.setitem(sys.modules, name, module)
-    for name in ("_kernels", "_warmed"):
-        monkeypatch.setattr(kernels, name, {})
+    monkeypatch.setattr(kernels, "_kernels", {})
+    monkeypatch.setattr(experts, "_warmed", {})
     engine.said.clear()
     monkeypatch.delenv(engine.variable, raising=False)
 

@@ -11,7 +11,7 @@ import engine_layers
 import sglang_layers as one
 import sglang_standin as standin
 import torch.distributed as dist
-from moekit_sglang import experts, hooks, settings, versions
+from moekit_sglang import hooks, problem, settings, versions
 
 from moekit.engines import kernels
 from moekit.errors import MoekitError
@@ -57,16 +57,16 @@ def run(rank: int, world_size: int, tokens: list[int]) -> dict[str, Any]:
 def fail(rank: int, world_size: int, failing: int) -> dict[str, Any]:
     """Return who computes a layer that one rank cannot read, and who moves its tokens."""
     start(rank, world_size)
-    kept = experts.read
+    kept = problem.read
 
     def broken(*_: Any) -> None:
         raise MoekitError("no memory")
 
-    experts.read = broken if rank == failing else kept
+    problem.read = broken if rank == failing else kept
     try:
         layer = layer_of(rank, world_size)
     finally:
-        experts.read = kept
+        problem.read = kept
     return {
         "moekit": one.taken(layer),
         "dispatcher": type(layer.dispatcher).__name__,

@@ -26,7 +26,8 @@ chosen = SimpleNamespace(runner="auto", all_to_all="none", amx=False, dp_tokens=
 def reset() -> None:
     """Forget what tests have set."""
     vars(arguments).clear()
-    vars(arguments).update(disable_cuda_graph=False, cpu_offload_gb=0, chunked_prefill_size=64)
+    vars(arguments).update(device="cpu", disable_cuda_graph=False, cpu_offload_gb=0)
+    arguments.chunked_prefill_size = 64
     vars(split).update(moe_ep_size=1, moe_ep_rank=0, moe_ep_group=None)
     vars(chosen).update(runner="auto", all_to_all="none", amx=False, dp_tokens=None)
 

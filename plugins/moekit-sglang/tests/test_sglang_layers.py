@@ -152,6 +152,25 @@ def test_another_version(monkeypatch, caplog, change, reason) -> None:
         moekit_sglang.register()
 
 
+@pytest.mark.parametrize("wrapped", [1, 2, 3])
+def test_hooks_of_which_sglang_takes_some(monkeypatch, caplog, wrapped) -> None:
+    """Those that it has taken change nothing."""
+    stock, taken_hooks = versions.register_hook, []
+
+    def register(*hook) -> None:
+        if len(taken_hooks) == wrapped:
+            raise KeyError("no such hook")
+        taken_hooks.append(stock(*hook))
+
+    monkeypatch.setattr(versions, "register_hook", register)
+    monkeypatch.setenv("MOEKIT_DISPATCHER", "naive")
+    standin.chosen.all_to_all = "deepep"
+    started()
+    layer = made()
+    assert not taken(layer) and isinstance(layer.dispatcher, standin.StandardDispatcher)
+    assert "no such hook" in caplog.text
+
+
 def test_registering_twice_wraps_once() -> None:
     moekit_sglang.register()
     started()
@@ -171,7 +190,7 @@ def test_a_router_of_another_kind_of_weights() -> None:
 def test_kernels_compile_before_the_engine_serves(monkeypatch) -> None:
     """They compile for the tokens that SGLang schedules: a prompt's chunk, or the largest graph."""
     asked = []
-    monkeypatch.setattr(experts, "warm_up", lambda *given: asked.append(given[2]))
+    monkeypatch.setattr(experts.Computed, "warm_up", lambda *given: asked.append(given[3:]))
     started()
     layer = made()
     standin.arguments.cuda_graph_max_bs_decode = 256
@@ -179,4 +198,8 @@ def test_kernels_compile_before_the_engine_serves(monkeypatch) -> None:
     vars(standin.arguments).update(chunked_prefill_size=-1, max_prefill_tokens=512)
     made()
     layer(*calls())
-    assert asked == [64, 256, 512, 9]
+    sizes = (64, 64), (256, 256), (512, 512), (9, None)
+    assert asked == [(tokens, torch.int32, most) for tokens, most in sizes]
+    assert versions.most_captured() == 0
+    standin.arguments.device = "cuda"
+    assert versions.most_captured() == 256

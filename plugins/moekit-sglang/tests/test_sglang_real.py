@@ -19,6 +19,7 @@ pytest.importorskip("sglang.srt.plugins")
 
 import moekit_sglang
 from moekit_sglang import hooks, versions
+from moekit_sglang.problem import facts_of
 from moekit_sglang.weights import READERS, read
 
 QUANTIZATION = "sglang.srt.layers.quantization"
@@ -89,8 +90,10 @@ def test_parameters_that_sglang_creates_are_read(monkeypatch, scheme) -> None:
     layer, method = torch.nn.Module(), MADE[scheme]()
     vars(layer).update(
         hidden_size=256, intermediate_size_per_partition=128, num_local_experts=3, moe_tp_size=1,
+        num_experts=3, moe_ep_size=1, moe_ep_rank=0,
         moe_runner_config=SimpleNamespace(
-            is_gated=True, params_dtype=torch.bfloat16, gemm1_alpha=None, gate_up_interleaved=True
+            is_gated=True, params_dtype=torch.bfloat16, gemm1_alpha=None, gate_up_interleaved=True,
+            top_k=2, activation="silu",
         ),
     )  # fmt: skip
     if not type(method).__name__.endswith("Method"):
@@ -100,7 +103,7 @@ def test_parameters_that_sglang_creates_are_read(monkeypatch, scheme) -> None:
             layer=layer, num_experts=3, hidden_size=256, intermediate_size_per_partition=128,
             params_dtype=torch.bfloat16, weight_loader=print, intermediate_size_full=128,
         )  # fmt: skip
-    found, weights = read(layer, method)
+    found, weights = read(facts_of(layer, method))
     assert found == scheme.partition(" ")[0]
     columns = 1 + (weights.w13.dtype == torch.uint8)
     assert weights.w13.shape == (3, 256, 256 // columns)
@@ -135,10 +138,28 @@ def test_the_hooks_are_applied_to_sglangs_own_classes(monkeypatch) -> None:
 
 
 @pytest.mark.full
-def test_an_engine_completes_the_same_through_updates() -> None:
-    """It takes about four minutes on two cores."""
+def test_an_engine_completes_the_same_through_updates(tmp_path) -> None:
+    """Its requests also return the experts of their tokens. It takes five minutes on two cores."""
+    _unpin(tmp_path)
     script = Path(__file__).parents[3] / "benchmarks" / "sglang_engine.py"
     command = [sys.executable, str(script), "--tokens", "--quant", "none", "--memory", "0.3"]
-    done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ))
+    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-3000:]
     assert done.stdout.count("96 of 96 tokens equal") == 3
+    assert done.stdout.count("; 616 of 616 tokens have the same experts") == 3
+
+
+def _unpin(folder: Path) -> None:
+    """Install a plugin for SGLang's processes; it pins memory for experts."""
+    (folder / "unpinned.py").write_text(
+        "import torch\n\n\n"
+        "def register():\n"
+        "    zeros = torch.zeros\n"
+        "    torch.zeros = lambda *a, pin_memory=False, **more: zeros(*a, **more)\n"
+    )
+    info = folder / "unpinned-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: unpinned\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nunpinned = unpinned:register\n")

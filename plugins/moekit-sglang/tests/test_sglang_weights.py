@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import sglang_standin as standin
 import torch
+from moekit_sglang.problem import facts_of
 from moekit_sglang.weights import READERS, read
 from sglang_layers import made, started, taken
 from sglang_layers import sglang as sglang  # a fixture
@@ -113,11 +114,15 @@ def layer_of(name: str, parameters=None, **config):
     return made(parameters or store(weights(scheme)), name, method, **fields)
 
 
+def _read(layer):
+    return read(facts_of(layer, layer.quant_method))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_method_is_read_and_computes(name) -> None:
     """As moekit does with the weights themselves."""
     scheme, expected = CASES[name][0], weights(CASES[name][0])
-    found, got = read(layer := layer_of(name), layer.quant_method)
+    found, got = _read(layer_of(name))
     assert found == scheme and not got.interleaved
     for field in ("w13", "w2", "w13_scale", "w2_scale"):
         stated, mine = getattr(expected, field), getattr(got, field)
@@ -139,13 +144,13 @@ def test_per_tensor_fp8(monkeypatch) -> None:
     }  # fmt: skip
     method = dict(quant_config=SimpleNamespace(weight_block_size=None))
     layer = made(parameters, "Fp8MoEMethod", method, hidden=H, inner=INNER)
-    assert read(layer, layer.quant_method)[0] == "fp8_tensor"
+    assert _read(layer)[0] == "fp8_tensor"
     inputs = {"w13_input_scale": torch.rand(L), "w2_input_scale": torch.rand(L)}
     layer = made(parameters | inputs, "Fp8MoEMethod", method, hidden=H, inner=INNER)
-    assert read(layer, layer.quant_method)[0] == "fp8_tensor_static"
+    assert _read(layer)[0] == "fp8_tensor_static"
     standin.arguments.enable_eplb = True
     with pytest.raises(Unsupported, match="static activation scales differ"):
-        read(layer, layer.quant_method)
+        _read(layer)
 
 
 def _changed(name, **attributes):
@@ -175,7 +180,7 @@ def _changed(name, **attributes):
 def test_what_moekit_does_not_read(layer, reason) -> None:
     found = layer()
     with pytest.raises(Unsupported, match=reason):
-        read(found, found.quant_method)
+        _read(found)
 
 
 def test_every_reader_is_tested() -> None:

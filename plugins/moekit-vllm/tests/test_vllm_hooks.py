@@ -20,6 +20,7 @@ from vllm_layers import applied, made, share
 from vllm_layers import vllm as vllm  # a fixture
 
 import moekit
+from moekit.engines import kernels
 from moekit.engines.kernels import too_slow
 from moekit.errors import MoekitError
 
@@ -69,6 +70,34 @@ def test_modes(monkeypatch) -> None:
     monkeypatch.setenv("MOEKIT_VLLM", "yes")
     with pytest.raises(MoekitError, match="one of off, on, require .got 'yes'"):
         moekit_vllm.register()
+
+
+def test_a_variable_of_nearly_the_right_name(monkeypatch, caplog) -> None:
+    monkeypatch.setenv("MOEKIT_VLMM", "off")
+    monkeypatch.setenv("MOEKIT_VLLM_PATH", "/")  # another variable
+    moekit_vllm.register()
+    (record,) = caplog.records
+    assert record.getMessage() == "moekit: MOEKIT_VLMM is ignored: MOEKIT_VLLM may be meant"
+
+
+def test_engines_of_a_process_have_their_own_ranks(monkeypatch) -> None:
+    """A kernel that moves tokens holds its group, which the next engine replaces."""
+    composed = []
+
+    def compose(problem, group, **more):
+        composed.append(group)
+        return SimpleNamespace(explanation=moekit.explain(problem.replace(parallel=alone)))
+
+    alone, two = moekit.ParallelConfig(), moekit.ParallelConfig(ep_size=2, dp_size=2)
+    monkeypatch.setattr(moekit, "compose", compose)
+    asked = moekit.MoEProblem(num_experts=E, top_k=K, hidden_size=H, intermediate_size=INNER,
+                              device="cpu", parallel=two, max_num_tokens=8)  # fmt: skip
+    for group in ("first", "first", "second"):
+        kernels.kernel_for(asked, VLLM, lambda group=group: group, False)
+    assert composed == ["first", "second"]
+    for _ in range(2):
+        kernels.kernel_for(asked.replace(parallel=alone), VLLM, lambda: "none", False)
+    assert composed == ["first", "second", None]
 
 
 def _other_plugin(monkeypatch):

@@ -35,7 +35,7 @@ def _other_form(monkeypatch, layer):
     ("change", "said"),
     [
         (_failing_pack, "no memory"),
-        (_other_form, "local_intermediate_size=64, not 32"),
+        (_other_form, "another problem .6 experts, top 2, hidden 64, intermediate 64"),
     ],
 )
 def test_an_update_that_fails_is_an_error(monkeypatch, change, said) -> None:
@@ -123,7 +123,7 @@ def test_a_call_reads_no_values(monkeypatch) -> None:
     moekit_vllm.register()
     layer, _ = share(drawn(local=3), (1, 3, 5))
     monkeypatch.setattr(moekit.ModularKernel, "__call__", lambda self, x, packed, routing: routing)
-    monkeypatch.setattr(experts, "warm_up", lambda *_: None)
+    monkeypatch.setattr(experts.Computed, "warm_up", lambda *_: None)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         x, topk_weights, ids = (mode.from_tensor(t) for t in calls())
         routing = applied(layer, x, topk_weights.bfloat16(), ids)
@@ -134,9 +134,11 @@ def test_a_call_reads_no_values(monkeypatch) -> None:
     ("capturing", "ranks", "warm"),
     [(False, 1, [9, 12]), (True, 1, []), (False, 2, [20])],
 )
-def test_kernels_compile_in_vllms_first_call(monkeypatch, capturing, ranks, warm) -> None:
+def test_kernels_compile_in_vllms_first_call(monkeypatch, caplog, capturing, ranks, warm) -> None:
     """The first call has the most tokens. Nothing compiles while a CUDA graph is captured. Ranks
-    that exchange tokens compile for the largest number of any rank."""
+    that exchange tokens compile for the largest number of any rank. vLLM itself runs the sizes of
+    its graphs, and its ids have one dtype."""
+    caplog.set_level(logging.INFO, "vllm.moekit")
     moekit_vllm.register()
     layers = [made(weights=drawn(seed)) for seed in range(2)]
     kernel = layers[0].quant_method.moekit_experts.kernel
@@ -147,7 +149,8 @@ def test_kernels_compile_in_vllms_first_call(monkeypatch, capturing, ranks, warm
     class OnGpu:
         problem = kernel.problem.replace(device="sm90", parallel=parallel)
 
-        def warmup(self, packed, tokens):
+        def warmup(self, packed, tokens, **options):
+            assert options == {"ids_dtype": torch.int32, "above": 8}
             warmed.append(tokens)
 
         def __call__(self, *args):
@@ -156,11 +159,14 @@ def test_kernels_compile_in_vllms_first_call(monkeypatch, capturing, ranks, warm
     shared = OnGpu()
     for layer in layers:
         monkeypatch.setattr(layer.quant_method.moekit_experts, "kernel", shared)
+        monkeypatch.setattr(layer.quant_method.moekit_experts, "captured", 8)
     for tokens in (9, 4, 9, 12):
         for seed, layer in enumerate(layers):
             got = applied(layer, *calls(tokens))
             assert error(got, want(drawn(seed), *calls(tokens))) < 1e-5
     assert warmed == warm
+    lines = [r.message for r in caplog.records if " s to compile or load the kern" in r.message]
+    assert [int(line.split()[-2]) for line in lines] == warm
 
 
 @pytest.mark.parametrize("variable", ["VLLM_BATCH_INVARIANT", "MOEKIT_BATCH_INVARIANT"])

@@ -12,6 +12,7 @@ from engine_layers import INNER, E, H, K, calls, drawn, error, want
 from moekit_vllm import lora
 from vllm_layers import applied, made
 from vllm_layers import vllm as vllm  # a fixture
+from vllm_memory import Allocated
 
 SLOTS, RANK = 2, 4
 
@@ -68,6 +69,29 @@ def test_adapters_load_and_drop(shared, slices) -> None:
     assert error(applied(layer, x, topk_weights, ids), want(drawn(), *calls())) < 1e-5
 
 
+def test_weights_change_beside_adapters(monkeypatch) -> None:
+    """vLLM may have no config of an engine then. Sleep of level 2 discards vLLM's memory."""
+    moekit_vllm.register()
+    with Allocated() as memory:
+        layer = made(standin.config(E, K, H, INNER, is_lora_enabled=True), drawn())
+        layer.quant_method.moe_kernel.fused_experts.set_lora_context(context := stacked(False, 2))
+    x, topk_weights, ids = calls()
+    context.punica_wrapper._token_lora_indices[: len(x)] = 1
+    memory.discard([])
+    monkeypatch.setattr(standin, "engine", None)
+    for name, value in drawn(1).items():
+        setattr(layer, name, torch.nn.Parameter(value, requires_grad=False))
+    layer.quant_method.process_weights_after_loading(layer)
+    parts = (context.w13_lora_a_stacked, context.w13_lora_b_stacked, context.w2_lora_a_stacked)
+    for t in (*parts[0], *parts[1], *parts[2], *context.w2_lora_b_stacked):
+        t.fill_(0.01)
+    merged = drawn(1)
+    merged["w13_weight"] = merged["w13_weight"] + RANK * 1e-4
+    merged["w2_weight"] = merged["w2_weight"] + RANK * 1e-4
+    context.punica_wrapper._token_lora_indices[: len(x)] = 1
+    assert error(applied(layer, x, topk_weights, ids), want(merged, x, topk_weights, ids)) < 1e-5
+
+
 @pytest.mark.parametrize(
     ("engine", "split", "said"),
     [
@@ -80,7 +104,7 @@ def test_adapters_load_and_drop(shared, slices) -> None:
 def test_reasons(monkeypatch, engine, split, said) -> None:
     config = standin.config(E, K, H, INNER, is_lora_enabled=True)
     layer = SimpleNamespace(moe_config=config)
-    assert not any(lora.refusals(layer, False, False).values())
+    assert not any(lora.refusals(SimpleNamespace(moe_config=config), False, False).values())
     vars(config.moe_parallel_config).update(split)
     settings = SimpleNamespace(**vars(standin.engine.lora_config) | engine)
     monkeypatch.setattr(standin.engine, "lora_config", settings)

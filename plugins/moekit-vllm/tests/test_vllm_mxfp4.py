@@ -13,8 +13,7 @@ pytest.importorskip("vllm")
 
 import checkpoint_files as files  # noqa: E402
 import vllm_quantized_layers as layers  # noqa: E402
-from moekit_vllm import weights as readers  # noqa: E402
-from moekit_vllm.problem import problem_of  # noqa: E402
+from moekit_vllm import problem as problems  # noqa: E402
 
 import moekit  # noqa: E402
 from moekit import Routing  # noqa: E402
@@ -123,10 +122,9 @@ def test_gpt_oss(tp_size: int, load: Any, tmp_path: Path) -> None:
         if tp_size == 1:  # on more ranks vLLM's loaders leave it open where a share ends
             spoil(layer)
         load(layer, tensors, tp_size, rank)
-        scheme, read = readers.read(layer, layer.quant_method)
-        assert scheme == "mxfp4_w4a16" and read.interleaved
+        problem, read = problems.load(layer, layer.quant_method)
+        assert problem.quant.name == "mxfp4_w4a16" and read.interleaved
         assert read.w13.data_ptr() == layer.w13_weight.data_ptr()
-        problem = problem_of(layer, scheme, read)
         assert (problem.hidden_size, problem.has_bias) == (512, True)
         total += output(problem, read, x, routing)
         read.w13.bitwise_xor_(8)  # negates every number

@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 
 import checkpoint_files as files  # noqa: E402
 import vllm_quantized_layers as layers  # noqa: E402
-from moekit_vllm.method import Extended  # noqa: E402
+from moekit_vllm.hooks import Extended  # noqa: E402
 from moekit_vllm.settings import Mode  # noqa: E402
 
 from moekit.engines.method import extended  # noqa: E402

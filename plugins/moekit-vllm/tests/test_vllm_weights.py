@@ -15,8 +15,8 @@ pytest.importorskip("vllm")
 
 import checkpoint_files as files  # noqa: E402
 import vllm_quantized_layers as layers  # noqa: E402
+from moekit_vllm import problem as problems  # noqa: E402
 from moekit_vllm import weights as readers  # noqa: E402
-from moekit_vllm.problem import problem_of  # noqa: E402
 
 from moekit import ExpertWeights, MoEProblem, ParallelConfig  # noqa: E402
 from moekit.checkpoint import Checkpoint, load_experts  # noqa: E402
@@ -69,9 +69,8 @@ def test_reads_what_the_checkpoint_holds(
 ) -> None:
     format, made = layers.FORMATS[name], checkpoint(name)
     layer = loaded(name, made, tp_size, tp_rank)
-    scheme, read = readers.read(layer, layer.quant_method)
-    problem = problem_of(layer, scheme, read)
-    assert scheme == format.scheme
+    problem, read = problems.load(layer, layer.quant_method)
+    assert problem.quant.name == format.scheme
     whole = problem.replace(
         intermediate_size=I,
         parallel=ParallelConfig(tp_size=tp_size, tp_rank=tp_rank, dp_size=1),
@@ -95,8 +94,7 @@ def test_the_experts_of_a_rank(name: str, checkpoint: Make, monkeypatch: Any) ->
     monkeypatch.setattr(parallel, "enable_expert_parallel", True)
     made = checkpoint(name)
     layer = loaded(name, made, 2, 0)
-    scheme, read = readers.read(layer, layer.quant_method)
-    problem = problem_of(layer, scheme, read)
+    problem, read = problems.load(layer, layer.quant_method)
     assert (problem.parallel.ep_size, problem.intermediate_size, read.num_experts) == (2, I, 2)
     w13, w2 = numbers(read, problem)
     assert torch.equal(w13, torch.cat([made.gate, made.up], dim=1)[:2])
@@ -109,8 +107,7 @@ def test_fp8_blocks_that_tensor_parallelism_cuts(checkpoint: Make) -> None:
     for rank in range(2):
         layer = loaded("fp8-block", made, 2, rank)
         assert layer.quant_method.weight_scale_refine == (2, 2)
-        scheme, read = readers.read(layer, layer.quant_method)
-        problem = problem_of(layer, scheme, read)
+        problem, read = problems.load(layer, layer.quant_method)
         assert problem.intermediate_size == 256
         real = slice(0, 192) if rank == 0 else slice(64, 256)
         mine = slice(192 * rank, 192 * (rank + 1))
@@ -161,7 +158,7 @@ def test_unknown_methods_are_refused(checkpoint: Make) -> None:
         pass
 
     with pytest.raises(Unsupported, match="does not read the weights of HummingMoEMethod"):
-        readers.read(layer, HummingMoEMethod())
+        problems.load(layer, HummingMoEMethod())
 
 
 def _round_up(layer: Any) -> None:
@@ -202,7 +199,7 @@ def test_what_moekit_lacks_is_refused(case: str, checkpoint: Make) -> None:
     layer = loaded(name, checkpoint(name))
     change(layer)
     with pytest.raises(Unsupported, match=match):
-        readers.read(layer, layer.quant_method)
+        problems.load(layer, layer.quant_method)
 
 
 def _marlin(method: Any) -> None:
@@ -232,9 +229,8 @@ def test_vllms_choice_decides_about_activations(
     made = checkpoint(name)
     layer = loaded(name, made)
     change(layer.quant_method)
-    got, read = readers.read(layer, layer.quant_method)
-    assert got == scheme
-    problem = problem_of(layer, got, read)
+    problem, read = problems.load(layer, layer.quant_method)
+    assert problem.quant.name == scheme
     read.check(problem)
     if not scheme.endswith("tensor"):  # where gate and up get one scale
         check_numbers(read, problem, made)
@@ -252,6 +248,6 @@ def test_cpus_with_amx_leave_activations_alone(checkpoint: Make, monkeypatch) ->
     made = checkpoint("fp8-block")
     layer = loaded("fp8-block", made)
     assert layer.quant_method.fp8_backend.name == "CPU"
-    scheme, read = readers.read(layer, layer.quant_method)
-    assert scheme == "fp8_w8a16_block"
-    check_numbers(read, problem_of(layer, scheme, read), made)
+    problem, read = problems.load(layer, layer.quant_method)
+    assert problem.quant.name == "fp8_w8a16_block"
+    check_numbers(read, problem, made)

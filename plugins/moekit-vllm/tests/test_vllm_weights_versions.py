@@ -12,9 +12,9 @@ from typing import Any
 import checkpoint_files as files
 import pytest
 import torch
-from moekit_vllm import weights as readers
-from moekit_vllm.weights.floats import whole_blocks
-from moekit_vllm.weights.parameters import real_neurons
+from moekit_vllm import weights
+from moekit_vllm.problem import facts_of
+from moekit_vllm.weights import real_neurons, whole_blocks
 from torch import Tensor, nn
 
 from moekit import SCHEMES, ExpertWeights
@@ -39,14 +39,25 @@ def layer(quant: Any, parameters: dict[str, Tensor]) -> Any:
         has_bias=False,
         tp_size=1,
         tp_rank=0,
-        moe_parallel_config=SimpleNamespace(enable_eplb=False),
+        num_logical_experts=E,
+        experts_per_token=1,
+        in_dtype=torch.bfloat16,
+        is_sequence_parallel=False,
+        moe_parallel_config=SimpleNamespace(
+            enable_eplb=False, use_ep=False, ep_size=1, ep_rank=0, dp_size=1
+        ),
     )
+    activation = SimpleNamespace(value="silu")
     made = SimpleNamespace(
-        moe_config=config, quant_method=quant, activation=SimpleNamespace(value="silu")
+        moe_config=config, quant_method=quant, activation=activation, global_num_experts=E
     )
     for name, tensor in parameters.items():
         setattr(made, name, nn.Parameter(tensor, requires_grad=False))
     return made
+
+
+def read_layer(made: Any) -> tuple[str, ExpertWeights]:
+    return weights.read(facts_of(made, made.quant_method))
 
 
 Packed = list[tuple[dict[str, Tensor], Tensor]]
@@ -83,7 +94,7 @@ def meant(packed: dict[str, Packed]) -> tuple[Tensor, Tensor]:
 
 
 def check(made: Any, packed: dict[str, Packed], scheme: str) -> None:
-    found, read = readers.read(made, made.quant_method)
+    found, read = read_layer(made)
     assert found == scheme
     plain = read.dequantize(SCHEMES[scheme])
     for got, want in zip((plain.w13, plain.w2), meant(packed), strict=True):
@@ -133,7 +144,7 @@ def test_groups_of_the_act_order_that_are_runs() -> None:
 def test_groups_of_no_scheme_are_refused() -> None:
     made, _ = marlin(files.pack_quantized(16))
     with pytest.raises(Unsupported, match=r"groups of 128, 64, 32 \(got 16\)"):
-        readers.read(made, made.quant_method)
+        read_layer(made)
 
 
 def test_tensor_parallelism_that_cuts_the_act_order() -> None:
@@ -144,7 +155,7 @@ def test_tensor_parallelism_that_cuts_the_act_order() -> None:
         I // 2
     )
     with pytest.raises(Unsupported, match="must not cut the groups of act-order"):
-        readers.read(made, made.quant_method)
+        read_layer(made)
 
 
 # -- GPTQ of 0.26, which has act-order ---------------------------------------------------
@@ -172,7 +183,7 @@ def test_gptq_has_the_biases_that_were_loaded(loaded: set[str]) -> None:
     config = SimpleNamespace(is_sym=True, desc_act=False, weight_bits=4)
     made = layer(method("AutoGPTQMoEMethod", quant_config=config), held)
     made._loaded_expert_biases = loaded
-    _, read = readers.read(made, made.quant_method)
+    _, read = read_layer(made)
     if loaded:
         assert torch.equal(read.w2_bias, held["w2_bias"]) and not read.w13_bias.any()
     else:
@@ -185,7 +196,7 @@ def test_gptq_has_the_biases_that_were_loaded(loaded: set[str]) -> None:
 def test_weights_that_are_quantized_anew_are_refused() -> None:
     made = layer(method("Fp8PerBlockOnlineMoEMethod", requantization_source=object()), {})
     with pytest.raises(Unsupported, match="quantizes weights anew"):
-        readers.read(made, made.quant_method)
+        read_layer(made)
 
 
 def test_moe_wna16_by_a_class_that_extends_it() -> None:
@@ -227,7 +238,7 @@ def test_activations_of_mxfp4(backend: str, scheme: str | None) -> None:
         check(made, packed, scheme)
     else:
         with pytest.raises(Unsupported, match=backend):
-            readers.read(made, quant)
+            read_layer(made)
 
 
 def test_activations_of_nvfp4() -> None:
@@ -249,7 +260,7 @@ def test_activations_of_nvfp4() -> None:
         check(layer(quant, held), packed, scheme)
     quant.per_token_activation = True
     with pytest.raises(Unsupported, match="a scale for each token"):
-        readers.read(layer(quant, held), quant)
+        read_layer(layer(quant, held))
 
 
 # -- how much of a rank's share is the model's -------------------------------------------
@@ -290,7 +301,7 @@ def test_padding_of_biases_becomes_zeros(activation: str) -> None:
     made.moe_config.has_bias, made.activation.value = True, activation
     made.moe_config.hidden_dim_unpadded = H - 32
     made.moe_config.intermediate_size_per_partition_unpadded = I - 64
-    _, read = readers.read(made, made.quant_method)
+    _, read = read_layer(made)
     rows = torch.arange(2 * I)
     neuron = rows // 2 if activation == "swigluoai" else rows % I
     assert torch.equal(read.w13_bias.isnan(), (neuron < I - 64).expand(E, -1))

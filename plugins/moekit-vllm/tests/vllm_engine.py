@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 PROMPTS = [list(range(3, 14)), [17, 250, 31], [5] * 40]
@@ -37,12 +38,22 @@ def main() -> None:
     # One process, where vLLM has a choice: the other ones would import everything again.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        _interpret()
     for line in sys.stdin:
         try:
             answer = generate(json.loads(line))
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(f"\n{ANSWER}{json.dumps(answer)}", flush=True)
+
+
+def _interpret() -> None:
+    """Let vLLM use Triton's kernels, as its builds for CPUs do if Triton has a backend for CPUs."""
+    import triton.backends
+
+    driver = SimpleNamespace(is_active=lambda: True)
+    triton.backends.backends["cpu"] = SimpleNamespace(compiler=None, driver=driver)
 
 
 def generate(asked: dict[str, Any]) -> dict[str, Any]:
@@ -58,10 +69,7 @@ def generate(asked: dict[str, Any]) -> dict[str, Any]:
     moekit_vllm.register()  # vLLM registers plugins once a process
     prompts = asked.get("prompts", PROMPTS)
     llm = LLM(asked["model"], **(_DEFAULTS | asked["engine"]))
-    found: dict[str, Any] = {}
-    if asked.get("routed"):
-        llm.collective_rpc(capture_experts, args=(found.setdefault("routed", []),))
-    found["first"] = complete(llm, prompts)
+    found: dict[str, Any] = {"first": complete(llm, prompts)}
     if adapters := asked.get("adapters"):
         found["adapted"] = complete(llm, prompts, adapters)
     if path := asked.get("load"):
@@ -85,26 +93,11 @@ def load_experts(worker: Any, folder: str) -> None:
     worker.model_runner.model.load_weights((n, t) for n, t in tensors if ".experts." in n)
 
 
-def capture_experts(worker: Any, steps: list[Any]) -> None:
-    """Append the experts of each forward pass that vLLM's own capturer gets.
-
-    The model runner that returns them (`enable_return_routed_experts`) needs Triton.
-    """
-    from vllm.model_executor.layers.fused_moe import routed_experts_capturer as vllm
-
-    capturer, model = vllm.RoutedExpertsCapturer(512, worker.vllm_config), worker.get_model()
-    vllm.bind_routed_experts_capturer(model, capturer)
-
-    def after(module: Any, args: Any, given: dict[str, Any], out: Any) -> None:
-        steps.append(capturer.snapshot_routing_data(len(given["positions"])).tolist())
-
-    model.register_forward_hook(after, with_kwargs=True)
-
-
 def complete(
     llm: Any, prompts: list[list[int]], adapters: list[str] | None = None
 ) -> list[dict[str, Any]]:
-    """Return the greedy completion of every prompt. adapters: folders, "" for none."""
+    """Return the greedy completion of every prompt, and the experts of its tokens if the engine
+    returns them. adapters: folders, "" for none."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -119,6 +112,7 @@ def complete(
         {
             "tokens": list(o.token_ids),
             "logprobs": [d[t].logprob for t, d in zip(o.token_ids, o.logprobs, strict=True)],
+            "experts": None if o.routed_experts is None else o.routed_experts.tolist(),
         }
         for o in outputs
     ]

@@ -48,13 +48,13 @@ class Engines:
             mode: A value of MOEKIT_VLLM.
             more: "engine" has arguments of vLLM's LLM, and "prompts" other prompts. "load" names a
                 checkpoint whose experts are then written into the model while it serves
-                ("loaded"), and "reload" one for vLLM's ``reload_weights`` ("reloaded"). With
-                "routed", the answer has the experts of each forward pass, (T, layers, K).
+                ("loaded"), and "reload" one for vLLM's ``reload_weights`` ("reloaded").
                 "adapters" names the folder of each prompt's adapter, "" for none ("adapted").
 
         Returns:
-            For each of these, the tokens and log probabilities of every prompt; also moekit's
-            lines of the log ("log"), and everything that was printed ("text").
+            For each of these, the tokens and log probabilities of every prompt, and its experts
+            (T, layers, K) if the engine returns them; also moekit's lines of the log ("log"), and
+            everything that was printed ("text").
         """
         asked = {"model": str(model), "mode": mode, **more}
         asked["engine"] = ONE_PROCESS | more.get("engine", {})

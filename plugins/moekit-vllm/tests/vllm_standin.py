@@ -59,7 +59,7 @@ class NoopOffloader:
 offloader: object = NoopOffloader()
 graphs = Enum("CUDAGraphMode", ["NONE", "PIECEWISE"])
 engine = SimpleNamespace(
-    compilation_config=SimpleNamespace(cudagraph_mode=graphs.NONE),
+    compilation_config=SimpleNamespace(cudagraph_mode=graphs.NONE, cudagraph_capture_sizes=[4, 8]),
     load_config=SimpleNamespace(load_format="auto"),
     lora_config=SimpleNamespace(
         max_loras=2, max_lora_rank=4, fully_sharded_loras=False, lora_dtype=torch.float32

@@ -7,10 +7,10 @@ says why.
 
     settings  the variable MOEKIT_SGLANG and the versions that this package supports
     versions  the names of SGLang that this package uses, by version
-    hooks     the functions that SGLang's registry of hooks wraps
-    method    the part of a quantization method that moekit replaces
+    hooks     the functions that SGLang's registry of hooks wraps, and the part of a quantization
+              method that moekit replaces
     problem, weights
-              an MoE layer of SGLang as a `moekit.MoEProblem` and `moekit.ExpertWeights`
+              an MoE layer of SGLang as `Facts`, a `moekit.MoEProblem` and `moekit.ExpertWeights`
     experts   the kernel and packed weights of a layer, and their updates
 """
 

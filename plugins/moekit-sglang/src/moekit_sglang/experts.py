@@ -16,27 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moekit import ModularKernel, PackedWeights, Routing
-from moekit.engines.kernels import kernel_for, on_all_ranks, warm_up
-from moekit.engines.packed import check_graphs, held
-from moekit.engines.weights import refusal
+from moekit import Routing
+from moekit.engines.experts import Computed, held, pack
+from moekit.engines.facts import refusal
 from moekit.errors import MoekitError
 from moekit_sglang import versions
-from moekit_sglang.problem import dispatches, problem_of, scaling
+from moekit_sglang.problem import dispatches, load, scaling
 from moekit_sglang.settings import SGLANG, Mode
-from moekit_sglang.weights import read
 
 _lock = threading.Lock()  # SGLang may load experts in several threads
 
 
 @dataclass(eq=False)
-class LayerExperts:
-    """The kernel and packed weights that compute a layer's experts instead of SGLang's kernel.
+class LayerExperts(Computed):
+    """What computes a layer's experts instead of SGLang's kernel.
 
     Attributes:
-        kernel: Shared by layers with equal problems.
-        packed: The weights. Those that belong to one expert are parameters of the layer, so that
-            SGLang moves experts between ranks (EPLB) as it does with its own.
         scale: The factor of the router's weights.
         emptied: The meta tensors of the layer's parameters that hold no packed weights, by name.
         awaited: The names of the parameters that an update must bring.
@@ -44,8 +39,6 @@ class LayerExperts:
         came: (parameter, expert, part) of each matrix that the update has brought.
     """
 
-    kernel: ModularKernel
-    packed: PackedWeights
     scale: float
     emptied: Mapping[str, Tensor]
     awaited: Sequence[str]
@@ -56,47 +49,44 @@ class LayerExperts:
     def of(cls, layer: Any, method: Any, before: LayerExperts | None) -> LayerExperts:
         """Pack a layer's loaded parameters; the layer then holds the packed weights instead.
 
-        before: The result of the call before the update. It keeps its memory, which CUDA graphs may
-        have captured. If this raises, the layer is unchanged.
+        before: The result of the call before the update. If this raises, the layer is unchanged.
         """
         if before is not None and before.emptied and not before.room:
             return before  # nothing new has come, or it is packed already
         if before is not None and before.room and not before._complete(layer):
             raise refusal(f"only {len(before.came)} matrices came")
-        group = versions.expert_ranks().cpu_group if dispatches(layer) else None
-        with torch.inference_mode(False), torch.no_grad():
-            with on_all_ranks(group, SGLANG):  # before others wait for this rank in `compose`
-                quant, loaded = read(layer, method)
-                problem = problem_of(layer, quant, loaded)
-            cpu_kernel = method.moekit_mode is not Mode.REQUIRE and versions.has_cpu_kernel()
-            with on_all_ranks(group, SGLANG):
-                kernel = kernel_for(
-                    problem, SGLANG, lambda: versions.expert_ranks().device_group, cpu_kernel
-                )
-                if before is None and problem.device.type == "cuda" and versions.captures_graphs():
-                    check_graphs(kernel, "SGLang", "--disable-cuda-graph")
-                packed = kernel.pack(loaded)
-            del loaded
-            if before is not None:
-                with on_all_ranks(group, SGLANG):
-                    before.kernel.repack_(before.packed, packed)
-                before._empty(layer)
-                return before
-            awaited, parameters = _awaited(layer, method.moekit_loaded), held(layer, packed)
-            own = dict(layer.named_parameters(recurse=False))
-            emptied = {
-                name: param.detach().to("meta")
-                for name, param in own.items()
-                if name not in parameters and param.numel()
-            }
-            made = cls(kernel, packed, scaling(layer), emptied, awaited)
-            for name, parameter in parameters.items():
-                layer.register_parameter(name, parameter)
-            made._empty(layer)
-            warm_up(kernel, packed, versions.most_scheduled())  # not while the engine serves
+        made = pack(
+            SGLANG,
+            lambda: load(layer, method),
+            before,
+            f"MoE layer {layer.layer_id}",
+            ranks=versions.expert_ranks,
+            group=versions.expert_ranks().cpu_group if dispatches(layer) else None,
+            cpu_kernel=method.moekit_mode is not Mode.REQUIRE and versions.has_cpu_kernel(),
+            captured=versions.most_captured(),
+            eager="--disable-cuda-graph",
+        )
+        if before is not None:
+            before._empty(layer)
+            return before
+        kernel, packed = made.kernel, made.packed
+        awaited, parameters = _awaited(layer, method.moekit_loaded), held(layer, packed)
+        own = dict(layer.named_parameters(recurse=False))
+        emptied = {
+            name: param.detach().to("meta")
+            for name, param in own.items()
+            if name not in parameters and param.numel()
+        }
+        taken = cls(kernel, packed, made.captured, scaling(layer), emptied, awaited)
+        for name, parameter in parameters.items():
+            layer.register_parameter(name, parameter)
+        taken._empty(layer)
+        # Before the engine serves; its router's kernels return ids of 32 bits.
+        most = versions.most_scheduled()
+        taken.warm_up(SGLANG, packed, most, torch.int32, most)
         layer.deprecate_flag = True  # DeepEPMoE: SGLang's name for "the method computes the layer"
         layer.dispatcher.skip_local_expert_mapping = True  # moekit takes ids of all ranks' experts
-        return made
+        return taken
 
     def __call__(self, x: Tensor, chosen: Any) -> Tensor:
         """Return this rank's partial sum (T, H) in x's dtype; the whole sum if moekit dispatches.
@@ -111,7 +101,7 @@ class LayerExperts:
                 "the others before the next request"
             )
         most = versions.most_tokens() if self.kernel.problem.parallel.moves_tokens else None
-        warm_up(self.kernel, self.packed, len(x), most)
+        self.warm_up(SGLANG, self.packed, len(x), chosen.topk_ids.dtype, most)
         weights = chosen.topk_weights.float()
         if self.scale != 1.0:
             weights = weights * self.scale

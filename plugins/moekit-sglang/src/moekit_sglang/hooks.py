@@ -16,11 +16,10 @@ from collections.abc import Callable
 from typing import Any
 
 from moekit.engines.kernels import names_dispatcher
-from moekit.engines.method import extended
-from moekit.errors import MoekitError
-from moekit.plugin import reason_of
+from moekit.engines.method import Extension, extended
 from moekit_sglang import versions
-from moekit_sglang.method import Extended
+from moekit_sglang.experts import LayerExperts
+from moekit_sglang.problem import facts_of
 from moekit_sglang.settings import SGLANG, Mode
 
 _installed: list[Mode] = []
@@ -34,31 +33,27 @@ def install(mode: Mode) -> None:
     """
     if _installed:
         return
-    try:
-        if reasons := SGLANG.unsupported(versions.installed()) or versions.missing_hooks():
-            SGLANG.decline(mode, "every MoE layer", "; ".join(reasons))
-            return
-        versions.register_hook(f"{versions.LAYER}.__init__", extend, "AFTER")
-        versions.register_hook(versions.MAKE_DISPATCHER, make_dispatcher, "AROUND")
-        for target in versions.LOADERS:
-            versions.register_hook(target, load, "AROUND")
+    if SGLANG.enter(mode, versions.installed(), versions.missing_hooks, _register):
         _installed.append(mode)
-    except (MoekitError, KeyboardInterrupt):
-        raise
-    except BaseException as error:  # importing SGLang may raise SystemExit
-        why = f"SGLang has other modules than expected ({reason_of(error)})"
-        SGLANG.decline(mode, "every MoE layer", why)
+
+
+def _register() -> None:
+    versions.register_hook(f"{versions.LAYER}.__init__", extend, "AFTER")
+    versions.register_hook(versions.MAKE_DISPATCHER, make_dispatcher, "AROUND")
+    for target in versions.LOADERS:
+        versions.register_hook(target, load, "AROUND")
 
 
 def extend(_: None, layer: Any, *args: Any, **more: Any) -> None:
     """Give a new layer a method that lets moekit compute it."""
-    layer.quant_method = extended(layer.quant_method, Extended, _installed[0])
-    layer.quant_method.moekit_loaded = set()
+    if _installed:  # registering another hook may have failed
+        layer.quant_method = extended(layer.quant_method, Extended, _installed[0])
+        layer.quant_method.moekit_loaded = set()
 
 
 def make_dispatcher(stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
     """Return a layer's dispatcher. It passes tokens on if moekit's dispatchers move them."""
-    if not names_dispatcher() or versions.all_to_all() == "none":
+    if not _installed or not names_dispatcher() or versions.all_to_all() == "none":
         return stock(*args, **more)
     sglang = versions.standard()
 
@@ -87,3 +82,32 @@ def load(stock: Callable[..., Any], layer: Any, param: Any, *args: Any, **more: 
     result = stock(layer, param, *args, **more)
     experts.received(layer, param, named.get("expert_id"), named["shard_id"])
     return result
+
+
+class Extended(Extension):
+    """Override a method of SGLang. moekit_loaded: ids of the parameters that SGLang has loaded."""
+
+    moekit_loaded: set[int]
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Pack the layer's parameters for moekit, or let SGLang prepare them for its kernel.
+
+        SGLang calls it again after it has loaded new weights from files.
+        """
+        name = f"MoE layer {layer.layer_id}"
+        if not self.moekit_pack(layer, SGLANG, LayerExperts.of, facts_of, name):
+            if (make := getattr(layer.dispatcher, "stock", None)) is not None:
+                layer.dispatcher = make()
+            super().process_weights_after_loading(layer)
+
+    def restore_weights_before_loading(self, layer: Any) -> None:
+        """Restore the checkpoint's layout (0.5.23); moekit does so when weights come."""
+        if self.moekit_experts is None:
+            super().restore_weights_before_loading(layer)
+
+    def apply(self, layer: Any, dispatch_output: Any, *args: Any, **more: Any) -> Any:
+        """Compute the routed experts: tokens (T, H), weights and ids (T, K) -> (T, H)."""
+        if self.moekit_experts is None:
+            return super().apply(layer, dispatch_output, *args, **more)
+        out = self.moekit_experts(dispatch_output.hidden_states, dispatch_output.topk_output)
+        return versions.standard().StandardCombineInput(out)

@@ -1,49 +1,58 @@
-"""An MoE layer of SGLang as a `moekit.MoEProblem`."""
+"""An MoE layer of SGLang as `Facts`, and as a `moekit.MoEProblem`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from moekit import SCHEMES, Activation, ExpertWeights, MoEProblem, ParallelConfig
+from moekit import Activation, ExpertWeights, MoEProblem
+from moekit.engines.facts import Facts, refuse
 from moekit.engines.kernels import names_dispatcher
-from moekit.engines.weights import refusal
 from moekit.errors import InvalidProblem
 from moekit_sglang import versions
+from moekit_sglang.weights import read
 
 # Runners whose layers are given the chosen experts, and parameters in the checkpoint's order.
 _RUNNERS = ("auto", "triton", "deep_gemm", "cutlass", "marlin")
 
 
-def problem_of(layer: Any, quant: str, weights: ExpertWeights) -> MoEProblem:
-    """Return the problem that a `FusedMoE` layer of SGLang computes on this rank.
+def facts_of(layer: Any, method: Any) -> Facts:
+    """Return what SGLang says of a `FusedMoE` layer.
 
-    Unless moekit `dispatches`, SGLang gathers tokens before the layer and sums over the ranks after
-    it. So every rank passes the same tokens (``dp_size=1``), and the output is this rank's partial
-    sum. SGLang's router chooses physical experts, which the ranks hold in order: they are moekit's
-    experts. Raises Unsupported if the layer needs something that moekit does not have.
+    SGLang's router chooses physical experts, which the ranks hold in order: they are moekit's
+    experts.
     """
-    if reasons := _refusals(layer):
-        raise refusal(*reasons)
-    config, moves, scheme = layer.moe_runner_config, dispatches(layer), SCHEMES[quant].weight
-    ranks = layer.moe_ep_size
-    inner = weights.w2.shape[2] * (2 if scheme is not None and scheme.packed else 1)
-    return MoEProblem(
+    config = layer.moe_runner_config
+    return Facts(
+        layer=layer,
+        method=getattr(layer, "scheme", None) or method,
         num_experts=layer.num_experts,
         top_k=config.top_k,
-        hidden_size=weights.w2.shape[1],
-        intermediate_size=inner,
+        hidden=layer.hidden_size,
+        inner=layer.intermediate_size_per_partition,
         dtype=config.params_dtype,
+        activation=config.activation,
+        interleaved=config.gemm1_alpha is not None and bool(config.gate_up_interleaved),
+        biases=None if getattr(layer, "w13_weight_bias", None) is None else "weight_bias",
+        ep_size=layer.moe_ep_size,
+        ep_rank=layer.moe_ep_rank,
+        dispatches=dispatches(layer),
+    )
+
+
+def load(layer: Any, method: Any) -> tuple[MoEProblem, ExpertWeights]:
+    """Return a loaded layer's problem and weights. Raise Unsupported if it stays with SGLang."""
+    facts, config = facts_of(layer, method), layer.moe_runner_config
+    refuse(_against(facts))
+    scheme, weights = read(facts)
+    problem = facts.problem(
+        scheme,
+        weights,
         activation=activation_of(layer),
-        quant=quant,
-        has_bias=weights.w13_bias is not None,
         apply_router_weight_on_input=bool(config.apply_router_weight_on_input),
         batch_invariant=bool(versions.argument("enable_deterministic_inference")),
-        parallel=ParallelConfig(
-            ep_size=ranks, ep_rank=layer.moe_ep_rank, dp_size=ranks if moves else 1
-        ),
-        max_num_tokens=versions.most_scheduled() if moves else None,
-        device=weights.w2.device,
+        max_num_tokens=versions.most_scheduled() if facts.dispatches else None,
     )
+    return problem, weights
 
 
 def dispatches(layer: Any) -> bool:
@@ -54,10 +63,12 @@ def dispatches(layer: Any) -> bool:
     return names_dispatcher() and layer.moe_ep_size > 1 and versions.all_to_all() != "none"
 
 
-def _refusals(layer: Any) -> list[str]:
-    config, runner, moves = layer.moe_runner_config, versions.runner(layer), dispatches(layer)
-    ranks, all_to_all, argument = layer.moe_ep_size, versions.all_to_all(), versions.argument
-    against: dict[str, Any] = {
+def _against(facts: Facts) -> dict[str, Any]:
+    """Return the reasons to leave a layer to SGLang, and whether each one holds."""
+    layer, ranks, moves = facts.layer, facts.ep_size, facts.dispatches
+    config, runner = layer.moe_runner_config, versions.runner(layer)
+    all_to_all, argument = versions.all_to_all(), versions.argument
+    return {
         "moekit has no LoRA": argument("enable_lora") or argument("lora_paths"),
         "SGLang offloads weights to the host, and moekit holds its own on the device": (
             argument("cpu_offload_gb", 0) > 0 or argument("offload_group_size", -1) > 0
@@ -84,7 +95,6 @@ def _refusals(layer: Any) -> list[str]:
         ),
         "its number of experts per token is unknown": config.top_k is None,
     }
-    return [reason for reason, holds in against.items() if holds]
 
 
 def activation_of(layer: Any) -> Activation:
@@ -110,29 +120,7 @@ def activation_of(layer: Any) -> Activation:
     return Activation(name, limit=config.swiglu_limit)
 
 
-def interleaved(layer: Any) -> bool:
-    """Return whether the gate and up rows of w13 alternate."""
-    config = layer.moe_runner_config
-    return config.gemm1_alpha is not None and bool(config.gate_up_interleaved)
-
-
 def scaling(layer: Any) -> float:
     """Return the factor by which SGLang's kernel multiplies the sum: 1 if the router does it."""
     factor = layer.moe_runner_config.routed_scaling_factor
     return 1.0 if factor is None or layer.should_fuse_routed_scaling_factor_in_topk else factor
-
-
-def shape(layer: Any) -> str:
-    """Describe the layer's shape for the log."""
-    config = layer.moe_runner_config
-    words = [
-        f"{layer.num_experts} experts",
-        f"top {config.top_k}",
-        f"hidden {layer.hidden_size}",
-        f"intermediate {layer.intermediate_size_per_partition}",
-        str(config.params_dtype).removeprefix("torch."),
-        config.activation,
-        type(getattr(layer, "scheme", None) or layer.quant_method).__name__,
-    ]
-    words += [f"ep {layer.moe_ep_size}"] if layer.moe_ep_size > 1 else []
-    return "MoE layer (" + ", ".join(words) + ")"

@@ -85,9 +85,11 @@ def most_scheduled() -> int:
     return max(prefill, *(size or 1 for size in decode))
 
 
-def captures_graphs() -> bool:
-    """Return whether the engine captures calls in CUDA graphs."""
-    return not argument("disable_cuda_graph", False)
+def most_captured() -> int:
+    """Return the tokens of the largest CUDA graph of decoding, or 0 if the engine captures none."""
+    if argument("device") == "cpu" or argument("disable_cuda_graph", False):
+        return 0
+    return max(argument(f"cuda_graph_max_bs{phase}") or 1 for phase in ("", "_decode"))
 
 
 def has_cpu_kernel() -> bool:

@@ -6,10 +6,9 @@ can compute exactly. The other layers keep vLLM's own kernels, and one line of t
 
     settings  the variable MOEKIT_VLLM
     versions  the versions of vLLM, and whether an installed one has the hooks
-    hooks, method
-              moekit's `RoutedExperts`, and the part of a quantization method that it replaces
+    hooks     moekit's `RoutedExperts`, and the part of a quantization method that it replaces
     problem, weights
-              an MoE layer of vLLM as a `moekit.MoEProblem` and `moekit.ExpertWeights`
+              an MoE layer of vLLM as `Facts`, a `moekit.MoEProblem` and `moekit.ExpertWeights`
     experts   the kernel and packed weights of a layer, and `repack_`, which writes new ones
     describe  `moekit explain --vllm`
     layer     `FusedMoE` and `SharedFusedMoE`, with the interface of vLLM's, which need no vLLM

@@ -9,33 +9,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moekit import ExpertWeights, ModularKernel, MoEProblem, PackedWeights, Routing
-from moekit.engines.kernels import kernel_for, on_all_ranks, warm_up
-from moekit.engines.packed import check_graphs, held, hold
-from moekit.engines.weights import refusal
+from moekit import ExpertWeights, MoEProblem, Routing
+from moekit.engines.experts import Computed, held, hold, pack
+from moekit.engines.facts import refusal
 from moekit.errors import WeightsError
-from moekit_vllm import versions, weights
+from moekit_vllm import versions
 from moekit_vllm.lora import ServedAdapters
-from moekit_vllm.problem import exchanges_tokens, problem_of
+from moekit_vllm.problem import exchanges_tokens, load
 from moekit_vllm.settings import VLLM, Mode
 
 
 @dataclass(eq=False)
-class LayerExperts:
-    """The kernel and packed weights that compute a layer's routed experts instead of vLLM's kernel.
+class LayerExperts(Computed):
+    """What computes a layer's routed experts instead of vLLM's kernel.
 
     Attributes:
-        kernel: Shared by layers with equal problems.
-        packed: The weights. Those that belong to one expert are parameters of the layer, so that
-            vLLM moves experts between ranks (EPLB) and restores weights as it does for its own.
         parameters: The packed weights by the names under which the layer holds them.
         lora: The adapters, or None in an engine without LoRA.
         to_physical: (P,) int64, the position of each of vLLM's physical experts in moekit's order,
             or None if both have the same order.
     """
 
-    kernel: ModularKernel
-    packed: PackedWeights
     to_physical: Tensor | None
     parameters: Mapping[str, nn.Parameter]
     lora: ServedAdapters | None = None
@@ -44,37 +38,33 @@ class LayerExperts:
     def of(cls, layer: Any, method: Any, before: LayerExperts | None) -> LayerExperts:
         """Pack a layer's loaded parameters; the layer then holds the packed weights instead.
 
-        before: What this returned before the weights were updated. It keeps its memory, which CUDA
-        graphs may have captured. If this raises, the layer is as it was.
+        before: What this returned before the weights were updated. If this raises, the layer is as
+        it was.
         """
         if versions.prepared_elsewhere():
             raise refusal("another process has prepared its weights for vLLM's own kernels")
-        group = _sharing(layer)
-        with torch.inference_mode(False), torch.no_grad():
-            with on_all_ranks(group, VLLM):  # before other ranks wait for this one in `compose`
-                quant, loaded = weights.read(layer, method)
-                problem = problem_of(layer, quant, loaded)
-            cpu_kernel = layer.expert_map is None and versions.has_cpu_kernel(method)
-            with on_all_ranks(group, VLLM):
-                kernel = kernel_for(
-                    problem,
-                    VLLM,
-                    lambda: versions.expert_ranks().device_group,
-                    cpu_kernel and method.moekit_mode is not Mode.REQUIRE,
-                )
-                if before is None and versions.captures_graphs():
-                    check_graphs(kernel, "vLLM", "--enforce-eager")
-                packed, order = kernel.pack(loaded), _order(layer, problem)
-            del loaded
+        may_keep = method.moekit_mode is not Mode.REQUIRE and layer.expert_map is None
+        made = pack(
+            VLLM,
+            lambda: _load(layer, method),
+            before,
+            layer.layer_name,
+            ranks=versions.expert_ranks,
+            group=_sharing(layer),
+            cpu_kernel=may_keep and versions.has_cpu_kernel(method),
+            captured=versions.most_captured(),
+            eager="--enforce-eager",
+        )
+        problem, packed = made.kernel.problem, made.packed
+        order = _order(layer, problem)
+        if before is None:
             served = None if problem.adapters is None else ServedAdapters(problem)
-            made = before or cls(kernel, packed, order, held(layer, packed), served)
-            if before is not None:
-                with on_all_ranks(group, VLLM):
-                    before.kernel.repack_(before.packed, packed, name=layer.layer_name)
-            if order is not None and made.to_physical is not None:
-                made.to_physical.copy_(order)  # vLLM's sleep mode may have discarded it
-            hold(layer, made.parameters)
-        return made
+            parameters = held(layer, packed)
+            before = cls(made.kernel, packed, made.captured, order, parameters, served)
+        elif order is not None and before.to_physical is not None:
+            before.to_physical.copy_(order)  # vLLM's sleep mode may have discarded it
+        hold(layer, before.parameters)
+        return before
 
     @property
     def dispatches(self) -> bool:
@@ -94,12 +84,18 @@ class LayerExperts:
             packed, slots = replace(packed, adapters=self.lora.stack), self.lora.ids(len(x))
         if self.dispatches:
             most = versions.most_tokens(self.kernel.problem.parallel.ep_size)
-        warm_up(self.kernel, packed, len(x), most)
         ids = topk_ids
         if self.to_physical is not None:
             ids = torch.where(ids < 0, -1, self.to_physical[ids.clamp(min=0)])
+        self.warm_up(VLLM, packed, len(x), ids.dtype, most)
         routing = Routing(topk_weights.float(), ids, max_tokens=most, adapter_ids=slots)
         return self.kernel(x, packed, routing)
+
+
+def _load(layer: Any, method: Any) -> tuple[MoEProblem, ExpertWeights]:
+    problem, weights = load(layer, method)
+    _order(layer, problem)  # raises before the ranks compose a kernel
+    return problem, weights
 
 
 def _sharing(layer: Any) -> Any:

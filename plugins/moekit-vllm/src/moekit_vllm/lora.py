@@ -15,19 +15,28 @@ import torch
 from torch import Tensor
 
 from moekit import MoEProblem
+from moekit.engines.kernels import in_own_memory
 from moekit.plugin import Adapters, AdapterSlots
 from moekit_vllm import versions
 
 _MOST_RANK = 256
 
 
-def room(config: Any) -> AdapterSlots | None:
-    """Return the slots for adapters that a layer with this config needs, or None."""
+def room(layer: Any) -> AdapterSlots | None:
+    """Return the slots for adapters that a layer needs, or None."""
+    config = layer.moe_config
     if not config.is_lora_enabled:
         return None
     versions.lora_classes()  # an ImportError here leaves the layer to vLLM
-    lora = versions.lora_config()
+    lora = _settings(layer)
     return AdapterSlots(lora.max_loras, lora.max_lora_rank, separate=config.is_act_and_mul)
+
+
+def _settings(layer: Any) -> Any:
+    """Return the engine's settings. An update of the weights may know no engine."""
+    if not hasattr(layer, "moekit_lora_settings"):
+        layer.moekit_lora_settings = versions.lora_config()
+    return layer.moekit_lora_settings
 
 
 def refusals(layer: Any, exchanges_tokens: bool, interleaved: bool) -> dict[str, bool]:
@@ -35,7 +44,7 @@ def refusals(layer: Any, exchanges_tokens: bool, interleaved: bool) -> dict[str,
     config = layer.moe_config
     if not config.is_lora_enabled:
         return {}
-    lora, split = versions.lora_config(), config.moe_parallel_config
+    lora, split = _settings(layer), config.moe_parallel_config
     return {
         "it has adapters (LoRA), and its ranks have different tokens, whose adapters vLLM and "
         "moekit do not exchange": exchanges_tokens,
@@ -86,7 +95,8 @@ class ServedAdapters:
             _move(given, own)
         groups = 2 if p.adapters is not None and p.adapters.separate else 1
         self.stack = Adapters(
-            torch.ones(count, device=w2_a.device),
+            # vLLM writes all the others when it loads an adapter, also after sleep of level 2.
+            in_own_memory(lambda: torch.ones(count, device=w2_a.device)),
             made_a.expand(-1, experts, groups, -1, -1),
             made_b,
             made_2a,

@@ -1,4 +1,4 @@
-"""An MoE layer of vLLM as a `moekit.MoEProblem`."""
+"""An MoE layer of vLLM as `Facts`, and as a `moekit.MoEProblem`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from moekit import SCHEMES, Activation, ExpertWeights, MoEProblem, ParallelConfig
+from moekit import Activation, ExpertWeights, MoEProblem
+from moekit.engines.facts import Facts, refuse
 from moekit.engines.kernels import names_dispatcher
-from moekit.errors import Unsupported
-from moekit_vllm import lora, versions
+from moekit_vllm import lora, versions, weights
 from moekit_vllm.activations import NUMBERS, vllm_activation
 
 # The same bits in every batch: vLLM's variable, for a fixed number of ranks, which vLLM's kernels
@@ -18,38 +18,43 @@ from moekit_vllm.activations import NUMBERS, vllm_activation
 _BATCH_INVARIANT = ("VLLM_BATCH_INVARIANT", "MOEKIT_BATCH_INVARIANT")
 
 
-def problem_of(layer: Any, quant: str, weights: ExpertWeights) -> MoEProblem:
-    """Return the problem that a `RoutedExperts` layer of vLLM computes on this rank.
-
-    Unless moekit `dispatches`, vLLM's runner gathers tokens before the layer and sums ranks after
-    it, so every rank passes the same tokens (``dp_size=1``) and the output is this rank's partial
-    sum. Raises Unsupported if the layer needs something that moekit, or this way of calling it, has
-    not.
-    """
-    config, moves = layer.moe_config, dispatches(layer)
-    if reasons := _refusals(layer):
-        raise Unsupported("; ".join(reasons), reasons)
-    split = config.moe_parallel_config
-    batches = split.ep_size if moves else 1
-    logical, scheme = config.num_logical_experts, SCHEMES[quant].weight
-    inner = weights.w2.shape[2] * (2 if scheme is not None and scheme.packed else 1)
-    return MoEProblem(
+def facts_of(layer: Any, method: Any) -> Facts:
+    """Return what vLLM says of a `RoutedExperts` layer."""
+    config = layer.moe_config
+    split, logical = config.moe_parallel_config, config.num_logical_experts
+    return Facts(
+        layer=layer,
+        method=method,
         num_experts=logical,
         num_redundant_experts=layer.global_num_experts - logical,
         top_k=config.experts_per_token,
-        hidden_size=config.hidden_dim,
-        intermediate_size=inner,
+        hidden=config.hidden_dim,
+        inner=config.intermediate_size_per_partition,
         dtype=config.in_dtype,
+        activation=layer.activation.value,
+        interleaved=layer.activation.value == "swigluoai",
+        biases="bias" if config.has_bias else None,
+        ep_size=split.ep_size,
+        ep_rank=split.ep_rank,
+        dispatches=dispatches(layer),
+    )
+
+
+def load(layer: Any, method: Any) -> tuple[MoEProblem, ExpertWeights]:
+    """Return a loaded layer's problem and weights. Raise Unsupported if it stays with vLLM."""
+    facts, config = facts_of(layer, method), layer.moe_config
+    refuse(_against(facts))
+    scheme, loaded = weights.read(facts)
+    problem = facts.problem(
+        scheme,
+        loaded,
         activation=activation_of(layer),
-        quant=quant,
-        has_bias=weights.w13_bias is not None,
         apply_router_weight_on_input=bool(layer.apply_router_weight_on_input),
         batch_invariant=_batch_invariant(),
-        parallel=ParallelConfig(ep_size=split.ep_size, ep_rank=split.ep_rank, dp_size=batches),
-        max_num_tokens=config.max_num_tokens if moves else None,
-        adapters=lora.room(config),
-        device=torch.device(config.device),
+        max_num_tokens=config.max_num_tokens if facts.dispatches else None,
+        adapters=lora.room(layer),
     )
+    return problem, loaded
 
 
 def exchanges_tokens(layer: Any) -> bool:
@@ -68,15 +73,15 @@ def dispatches(layer: Any) -> bool:
     return names_dispatcher() and bool(split.use_ep) and split.ep_size > 1 and own_tokens
 
 
-def _refusals(layer: Any) -> list[str]:
-    config = layer.moe_config
-    split = config.moe_parallel_config
-    batches, moves = exchanges_tokens(layer), dispatches(layer)
+def _against(facts: Facts) -> dict[str, Any]:
+    """Return the reasons to leave a layer to vLLM, and whether each one holds."""
+    layer, config, moves = facts.layer, facts.layer.moe_config, facts.dispatches
+    split, batches = config.moe_parallel_config, exchanges_tokens(layer)
     gathers = split.all2all_backend in ("allgather_reducescatter", "naive")
     hashed = getattr(layer, "hash_indices_table", None) is not None
     on_cpu = torch.device(config.device).type == "cpu"
-    against = {
-        **lora.refusals(layer, batches or moves, interleaved(layer)),
+    return {
+        **lora.refusals(layer, batches or moves, facts.interleaved),
         "vLLM offloads weights to the host, and moekit holds its own on the device": (
             versions.offloads_weights()
         ),
@@ -98,7 +103,6 @@ def _refusals(layer: Any) -> list[str]:
             batches and hashed and not moves
         ),
     }
-    return [reason for reason, holds in against.items() if holds]
 
 
 def _batch_invariant() -> bool:
@@ -112,25 +116,3 @@ def activation_of(layer: Any) -> Activation:
         found = (getattr(owner, field, None) for owner in (layer, layer.moe_config))
         numbers[field] = next((number for number in found if number is not None), None)
     return vllm_activation(layer.activation.value, numbers)
-
-
-def interleaved(layer: Any) -> bool:
-    """Return whether the gate and up rows of w13 alternate."""
-    return bool(layer.activation.value == "swigluoai")
-
-
-def shape(layer: Any) -> str:
-    """Return the layer's shape in words; layers of one shape get the same decision."""
-    config = layer.moe_config
-    split = config.moe_parallel_config
-    words = [
-        f"{layer.global_num_experts} experts",
-        f"top {config.experts_per_token}",
-        f"hidden {config.hidden_dim}",
-        f"intermediate {config.intermediate_size_per_partition}",
-        str(config.in_dtype).removeprefix("torch."),
-        layer.activation.value,
-        type(layer.quant_method).__name__,
-    ]
-    words += [f"ep {split.ep_size}"] if split.use_ep else []
-    return "MoE layer (" + ", ".join(words) + ")"

@@ -50,11 +50,13 @@ def offloads_weights() -> bool:
     return not isinstance(offloader.get_offloader(), offloader.NoopOffloader)
 
 
-def captures_graphs() -> bool:
-    """Return whether the engine that is loading its model will capture calls in CUDA graphs."""
+def most_captured() -> int:
+    """Return the tokens of the largest CUDA graph of the engine that is loading its model, or 0."""
     config = import_module("vllm.config").get_current_vllm_config_or_none()
-    mode = None if config is None else config.compilation_config.cudagraph_mode
-    return mode is not None and mode.name != "NONE"
+    graphs = None if config is None else config.compilation_config
+    if graphs is None or getattr(graphs.cudagraph_mode, "name", "NONE") == "NONE":
+        return 0
+    return int(max(graphs.cudagraph_capture_sizes or [1]))
 
 
 def lora_config() -> Any:
@@ -129,7 +131,7 @@ def missing_hooks() -> list[str]:
 
     If vLLM lacks a module, or importing it fails, this raises what vLLM or Python raise.
     """
-    for used in (no_quant_config, replaced_layers, offloads_weights, captures_graphs):
+    for used in (no_quant_config, replaced_layers, offloads_weights, most_captured):
         used()
     base = import_module(f"{_FUSED_MOE}.fused_moe_method_base").FusedMoEMethodBase
     wanted = [(layer_classes()[0], "register_oot"), (base, "apply")]
