@@ -68,7 +68,7 @@ class Registry:
         made = cls(plugins=(*mark_clashes(states), *unknown))
         for state in made.plugins:
             if state.state == "clash":
-                logger.warning("moekit: plugin %s is clash: %s", state.name, state.reason)
+                logger.warning("moekit: plugin %s clashes: %s", state.name, state.reason)
         return made
 
     def copy(self) -> Registry:
