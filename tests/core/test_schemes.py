@@ -252,5 +252,5 @@ def test_clashes(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not state(found, "gamma").schemes and "shared" not in found.schemes
     monkeypatch.setattr(plugins, "_registry", found)
     assert SCHEMES["fp8_block"].activation is not None
-    with pytest.raises(InvalidProblem, match=re.escape("plugin broken is broken: OSError: no nf4")):
+    with pytest.raises(InvalidProblem, match=re.escape("plugin broken (broken): OSError: no nf4")):
         problem("nf4")
