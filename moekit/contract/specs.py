@@ -50,7 +50,7 @@ def _some_schemes(least: int = 1) -> Kind:
             raise ValueError
         return frozenset(map(NAME.keep, value))
 
-    return Kind(f"a frozenset of at least {least} names of quant schemes", keep)
+    return Kind(f"a frozenset of at least {least} of the schemes' names", keep)
 
 
 def _some_of(known: Collection[str], least: int = 1) -> Kind:
@@ -59,7 +59,7 @@ def _some_of(known: Collection[str], least: int = 1) -> Kind:
             raise ValueError
         return frozenset(value)
 
-    return Kind(f"a frozenset of at least {least} of {', '.join(sorted(known))}", keep)
+    return Kind(f"a frozenset of at least {least} of: {', '.join(sorted(known))}", keep)
 
 
 def _tuple_of(what: str, accepts: Callable[[str], object], least: int = 0) -> Kind:
@@ -155,7 +155,7 @@ class Loadable:
                     and issubclass(loaded, Backend)
                     and loaded.interface == self.interface
                 ):
-                    raise TypeError(f"{shown(loaded)} is no {self.interface}")
+                    raise TypeError(f"{shown(loaded)} does not derive from {self.interface}")
                 if missing := sorted(getattr(loaded, "__abstractmethods__", ())):
                     raise TypeError(f"{shown(loaded)} lacks {', '.join(missing)}")
         except Fault as fault:  # vendor packages may raise anything at import

@@ -10,7 +10,7 @@ import importlib
 import importlib.metadata
 import re
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -295,7 +295,7 @@ def _records(hook: pluggy.HookCaller, kind: type[RecordT]) -> tuple[RecordT, ...
     if len(results) < len(hook.get_hookimpls()):
         raise TypeError(f"{hook.name} returned None, expected a list of {kind.__name__}")
     records: dict[str, RecordT] = {}
-    for record in chain.from_iterable(results):
+    for record in chain.from_iterable(r if isinstance(r, Iterable) else [r] for r in results):
         if type(record) is not kind:
             raise TypeError(
                 f"{hook.name} returned {shown(record)}, expected a list of {kind.__name__}"

@@ -68,7 +68,7 @@ class Registry:
         made = cls(plugins=(*mark_clashes(states), *unknown))
         for state in made.plugins:
             if state.state == "clash":
-                logger.warning("moekit: plugin %s is clash: %s", state.name, state.reason)
+                logger.warning("moekit: plugin %s (clash): %s", state.name, state.reason)
         return made
 
     def copy(self) -> Registry:
@@ -102,7 +102,7 @@ class Registry:
     def faults(self, *, blocked: bool = True) -> list[str]:
         """Return a line for each plugin that is not ok; ``blocked`` ones may be left out."""
         return [
-            f"plugin {state.name} is {state.state}: {state.reason}"
+            f"plugin {state.name} ({state.state}): {state.reason}"
             for state in self.plugins
             if state.state != "ok" and (blocked or state.state != "blocked")
         ]

@@ -58,12 +58,12 @@ class LayerFlow:
         )
         self.to_physical: Callable[[Routing], Routing] | None = None
         # Says what to do for a call without weights.
-        self.advice: Callable[[], str] = lambda: "call load_weights() (trainable layers: always)"
+        self.advice: Callable[[], str] = lambda: "call load_weights()"
 
     def require(self, weights: PackedWeights | None) -> PackedWeights:
         """Return ``weights``; raise WeightsError for None."""
         if weights is None:
-            raise WeightsError(f"layer {self.name!r} has no weights: {self.advice()}")
+            raise WeightsError(f"layer {self.name!r} has no packed weights: {self.advice()}")
         return weights
 
     def __call__(

@@ -108,7 +108,7 @@ class Block:
         tokens = self._tokens if num_tokens is None else check_tokens(num_tokens)
         if self._log._block is not self or tokens is None or tokens > len(self._log._ids):
             wanted = f"a forward pass of at most {len(self._log._ids)} tokens, or with num_tokens"
-            raise InvalidInput(f"call take() in its block, after {wanted} (got {shown(tokens)})")
+            raise InvalidInput(f"call take() in its block, after {wanted} (got {tokens or 'none'})")
         self._taken, rows = not self._replays, self._log._ids[:tokens]
         if rows.device.type == "cpu":
             return Pending.ready(rows.clone())
@@ -129,7 +129,7 @@ class Block:
             return "runs twice in one block: open a block for each forward pass, or take() between"
         most, self._tokens = len(self._log._ids), len(ids) if self._tokens is None else self._tokens
         if not len(ids) == self._tokens <= most:
-            return f"got {len(ids)} tokens, expected {self._tokens}, at most max_tokens={most}"
+            return f"got {len(ids)} tokens in a block of {self._tokens}; at most max_tokens={most}"
         self._called.add(layer.index)
         return ""
 
@@ -288,8 +288,8 @@ class RoutingLog:
             numbers = [re.findall(r"(?<![^.])\d+(?![^.])", name) for name in self.layers]
             places = [int(n[0]) if len(n) == 1 else -1 for n in numbers]
         if given.dim() != 3 or not all(0 <= place < given.shape[1] for place in places):
-            wanted = f"(T, {len(places)}, K) of {shown(self.layers)}, (T, K) by name, or (T, N, K)"
-            every = "of all N layers, which the one integer in each name numbers"
+            wanted = f"(T, K) by name, (T, {len(places)}, K) of {shown(self.layers)}, or (T, N, K)"
+            every = "of N layers, where the one integer in each name is the index"
             raise InvalidInput(f"topk_ids must be {wanted} {every} (got {shown(given)})")
         return [given[:, place] for place in places]
 

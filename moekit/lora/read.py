@@ -130,7 +130,7 @@ def _of_module(tensors: Mapping[str, Tensor], module: str) -> dict[str, Pair]:
             found[match[2]] = tensor
     if not sides:
         raise WeightsError(
-            f"it has nothing for {module!r}, only for {', '.join(sorted(others)) or 'none'}"
+            f"no tensor is for {module!r}, only for {', '.join(sorted(others)) or 'none'}"
         )
     if halves := [where or module for where, found in sides.items() if len(found) < 2]:
         raise WeightsError(f"A or B is missing for {', '.join(halves)}")

@@ -52,7 +52,7 @@ class Codes:
             object.__setattr__(self, "largest", self.largest or max(map(abs, book)))
         accept_fields(self, _CODES)
         if book and len(book) != 2**self.bits:
-            raise InvalidProblem(f"codebook has {len(book)} values, expected 2 ** bits")
+            raise InvalidProblem(f"codebook has {len(book)} values, expected {2**self.bits}")
         if self.torch_dtype != torch.uint8 and self.bits != 8:
             raise InvalidProblem(f"codes of {self.bits} bits are stored in torch.uint8")
         if (self.encode is None) != (self.decode is None):

@@ -79,7 +79,7 @@ class OperandQuant:
         """Raise InvalidProblem if the facts contradict each other."""
         accept_fields(self, _OPERAND)
         if (self.dtype in CODES) != (self.codes in CODES.values()):
-            raise InvalidProblem(f"dtype={shown(self.dtype)}: moekit's codes go by moekit's names")
+            raise InvalidProblem(f"dtype={shown(self.dtype)}: other codes need another name")
         if (self.zero_points or self.act_order) and not self.codes.integers:
             raise InvalidProblem(f"{self.dtype}: only unsigned integers have zero points and g_idx")
 

@@ -24,8 +24,8 @@ def check(
     if slots is None:
         given = "adapters" if adapters is not None else "adapter_ids"
         raise WeightsError(
-            f"{given} are given, but the kernel was composed without adapters: set "
-            "adapters=AdapterSlots() in the problem"
+            f"{given} are given, but the kernel was composed without adapters: pass "
+            "adapters=AdapterSlots(count, rank) to the layer or the problem"
         )
     if adapters is None:
         raise WeightsError("adapter_ids are given, but no adapters: pass Stack.on(weights)")

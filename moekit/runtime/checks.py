@@ -71,8 +71,7 @@ def check_call(
         raise InvalidInput(f"x has shape {tuple(shape)}, expected (T, {problem.hidden_size})")
     if x.dtype != problem.dtype:
         raise InvalidInput(
-            f"x is {x.dtype}, the problem's dtype is {problem.dtype}: convert x, or compose "
-            "for its dtype"
+            f"x is {x.dtype}, expected {problem.dtype}: convert x, or set dtype or params_dtype"
         )
     wanted = (shape[0], problem.top_k)
     for name, tensor in (("topk_ids", ids), ("topk_weights", topk_weights)):

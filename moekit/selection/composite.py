@@ -171,8 +171,8 @@ def _parse(name: str) -> Buckets:
         if all(a < b for a, b in pairwise([0, *bounds])):
             return split(name)
     raise UnknownBackend(
-        f"{name!r} is not a composite: give backends with the largest number of tokens that each "
-        "but the last serves, in rising order, for example 'triton:64|deepgemm'"
+        f"{name!r} is not a composite: each backend but the last needs its largest number of "
+        "tokens, in rising order, for example 'triton:64|deepgemm'"
     )
 
 

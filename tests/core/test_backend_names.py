@@ -116,7 +116,7 @@ def test_unknown_names(fakes: Fakes, find: Callable[[Registry, str], object]) ->
     said = str(caught.value)
     assert "named 'deepep'" in said and "install the package" in said
     assert ("torch" if find is Registry.expert else "local") in said
-    assert "plugin bad is broken: RuntimeError: CUDA_HOME is not set" in said
+    assert "plugin bad (broken): RuntimeError: CUDA_HOME is not set" in said
 
 
 def test_names_from_the_environment(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:

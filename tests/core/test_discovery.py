@@ -34,6 +34,14 @@ def test_other_packages_metadata_does_not_matter(fakes: Fakes) -> None:
     assert_usable(found, "good")
 
 
+def test_a_hook_may_return_one_spec(fakes: Fakes) -> None:
+    fakes.install("one", offers("one").replace("[spec(name) for name in ('one',)]", "spec('one')"))
+    fakes.install("none", offers("none").replace("[spec(name) for name in ('none',)]", "5"))
+    found = fakes.discover()
+    assert_usable(found, "one")
+    assert "moekit_experts returned 5, expected a list of" in state(found, "none").reason
+
+
 def test_the_user_can_still_interrupt(fakes: Fakes) -> None:
     fakes.install("slow", "raise KeyboardInterrupt")
     with pytest.raises(KeyboardInterrupt):
@@ -115,7 +123,7 @@ def test_allow_list(fakes: Fakes) -> None:
 def test_the_core_can_be_blocked_too(fakes: Fakes) -> None:
     found = fakes.discover(MOEKIT_PLUGINS="", MOEKIT_BLOCK="core")
     assert not found.dispatchers and not found.experts
-    with pytest.raises(NoBackend, match="plugin core is blocked: named in MOEKIT_BLOCK"):
+    with pytest.raises(NoBackend, match="plugin core .blocked.: named in MOEKIT_BLOCK"):
         moekit.compose(PROBLEM, backends=found)
 
 

@@ -93,7 +93,7 @@ def test_a_reference_backend_is_never_a_silent_choice(
     assert moekit.compose(PROBLEM, backends=slow).experts.spec.name == "reference"
     (warning,) = (record.getMessage() for record in caplog.records)
     assert "nothing faster than the experts backend 'reference'" in warning
-    assert "plugin alpha is clash" in warning
+    assert "plugin alpha (clash)" in warning
     caplog.clear()
     moekit.compose(PROBLEM, experts="reference", backends=slow)
     assert not caplog.records

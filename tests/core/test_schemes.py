@@ -218,7 +218,7 @@ def test_a_plugin_offers_a_scheme(fakes: Fakes, monkeypatch: pytest.MonkeyPatch)
     ("text", "says"),
     [
         (source("x", "bits=3"), "bits=3: it must be 1, 2, 4 or 8"),
-        (source("x", "bits=4, codebook=(0.0, 1.0)"), "codebook has 2 values, expected 2 ** bits"),
+        (source("x", "bits=4, codebook=(0.0, 1.0)"), "codebook has 2 values, expected 16"),
         (source("x", "bits=1, codebook=(0.0, float('nan'))"), "it must be a tuple of floats"),
         (source("x", "bits=4"), "largest=0.0: it must be"),
         (source("x", "largest=1.0, encode=abs"), "encode and decode must be given together"),
@@ -226,7 +226,7 @@ def test_a_plugin_offers_a_scheme(fakes: Fakes, monkeypatch: pytest.MonkeyPatch)
         (source("Bad Name"), "name='Bad Name': it must be lower-case"),
         (source("x", more=", activation=weight"), "its codes declare no error"),
         (source("x").replace("(1, 32)", "(0, 32)"), "group=(0, 32): it must be"),
-        (source("x").replace('"two_bits"', '"int4"'), "moekit's codes go by moekit's names"),
+        (source("x").replace('"two_bits"', '"int4"'), "other codes need another name"),
         (source("x").replace(f", codes=Codes({BOOK})", ""), "codes=None: it must be Codes"),
         (source("x").replace("return [", "return ['x'] or ["), "returned 'x'"),
         (source("x"), ""),
@@ -252,5 +252,5 @@ def test_clashes(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not state(found, "gamma").schemes and "shared" not in found.schemes
     monkeypatch.setattr(plugins, "_registry", found)
     assert SCHEMES["fp8_block"].activation is not None
-    with pytest.raises(InvalidProblem, match=re.escape("plugin broken is broken: OSError: no nf4")):
+    with pytest.raises(InvalidProblem, match=re.escape("plugin broken (broken): OSError: no nf4")):
         problem("nf4")

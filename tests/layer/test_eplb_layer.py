@@ -337,5 +337,5 @@ def test_an_interrupted_migration_leaves_no_weights(
     monkeypatch.setattr("moekit.eplb.rebalancer.migrate", broken)
     with pytest.raises(raised, match="broke off"):
         balancer.rebalance()
-    with pytest.raises(WeightsError, match="has no weights"):
+    with pytest.raises(WeightsError, match="has no packed weights"):
         layer(x, logits)

@@ -164,7 +164,7 @@ def test_compiled_code_raises_the_layers_errors() -> None:
     ):
         compiled(torch.randn(4, H), torch.randn(4, 3))
     layer.packed = None
-    with torch.no_grad(), pytest.raises(WeightsError, match="has no weights"):
+    with torch.no_grad(), pytest.raises(WeightsError, match="has no packed weights"):
         compiled(torch.randn(4, H), torch.randn(4, E))
 
 

@@ -152,9 +152,9 @@ def test_a_layer_does_not_run_after_loading_failed() -> None:
     wrong = weights.select([0, 1, 2, 3, 4])
     with pytest.raises(WeightsError, match=r"w13 has shape \(5, 192, 64\).*w2 has shape \(5, 64"):
         layer.load_weights(wrong)
-    with pytest.raises(WeightsError, match="has no weights: call load_weights"):
+    with pytest.raises(WeightsError, match="has no packed weights: call load_weights"):
         layer(x, logits)
-    with pytest.raises(WeightsError, match="has no weights"):
+    with pytest.raises(WeightsError, match="has no packed weights"):
         layer.warmup(4)
     assert "weights: not loaded" in repr(layer)
     layer.load_weights(weights)
@@ -162,7 +162,7 @@ def test_a_layer_does_not_run_after_loading_failed() -> None:
     check_logits(layer, weights, renormalize=True)
     layer.destroy()
     layer.destroy()
-    with pytest.raises(WeightsError, match="has no weights"):
+    with pytest.raises(WeightsError, match="has no packed weights"):
         layer(x, logits)
 
 

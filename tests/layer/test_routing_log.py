@@ -290,7 +290,7 @@ def test_all_layers_of_a_model_by_number() -> None:
             for n in (1, 3):
                 part = log[f"model.layers.{n}.mlp"]
                 assert torch.equal(part.choose(torch.zeros(5, 2).long()), array[:, n])
-    with pytest.raises(InvalidInput, match="which the one integer in each name numbers"):
+    with pytest.raises(InvalidInput, match="the one integer in each name is the index"):
         log.replay(array[:, :3])
 
 

@@ -184,5 +184,5 @@ def test_saved_file_is_read(tmp_path: Path) -> None:
     for which, a, b in (("w13", made.w13_a[:, 0], made.w13_b), ("w2", made.w2_a, made.w2_b)):
         assert torch.equal(a, held[which][0])
         assert torch.equal(b * made.scaling, held[which][1])
-    with pytest.raises(MoekitError, match="it has nothing for 'model.layers.7.mlp.experts'"):
+    with pytest.raises(MoekitError, match="no tensor is for 'model.layers.7.mlp.experts'"):
         read(tensors, config, kernel.problem, "model.layers.7.mlp.experts")

@@ -96,7 +96,7 @@ def test_every_rank_makes_the_same_number_of_chunks(ranks, most) -> None:
 )
 def test_no_rank_waits_for_one_that_failed(ranks, spread, fault) -> None:
     said = {
-        "no weights": "WeightsError: layer .* has no weights",
+        "no weights": "WeightsError: layer .* has no packed weights",
         "shape": r"InvalidInput: x must have shape .*got \(5, 63\)",
         "nan": "InvalidInput: router logits of 1 token",
         "shared raises": "ZeroDivisionError: planted",
@@ -118,7 +118,7 @@ def test_no_rank_waits_in_unchecked_calls(ranks, spread, fault) -> None:
     for rank, outcomes in enumerate(ranks.run(one_fails, case, fault)[: case.ranks]):
         assert outcomes[0] == outcomes[2] == "ok"
         assert ("PeerFailed: rank 1 failed" in outcomes[1]) == (rank != 1)
-        assert ("has no weights" if fault == "no weights" else "(5, 63)") in outcomes[1]
+        assert ("has no packed weights" if fault == "no weights" else "(5, 63)") in outcomes[1]
 
 
 @pytest.mark.parametrize("moving", [True, False])

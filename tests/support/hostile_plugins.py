@@ -153,7 +153,7 @@ CASES: dict[str, Case] = {
     # -- its backend's class
     "late_missing": late("", "has no attribute 'Late'"),
     "late_panics": late(PANIC + "raise PanicException('x')", "PanicException: x"),
-    "late_function": late("def Late(*args): return TorchExperts(*args)", "is no PermuteExpertsUnpermute"),
+    "late_function": late("def Late(*args): return TorchExperts(*args)", "does not derive from Permute"),
     "late_abstract": late("from moekit.kernel import PermuteExpertsUnpermute as Late", "lacks apply, pack, workspace"),
     "init_raises": method("def __init__(self, *a): raise RuntimeError('no context')", "cannot be made: RuntimeError: no context"),
     "init_panics": late(PANIC + "class Late(TorchExperts):\n    def __init__(self, *a): raise PanicException('x')", "PanicException: x"),

@@ -15,7 +15,7 @@ from moekit.discovery.entry_points import MoekitSpecs
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-GUIDES = [*sorted((ROOT / "docs" / "guide").glob("*.md")), ROOT / "docs" / "debugging.md"]
+GUIDES = [*sorted((ROOT / "docs" / "guide").glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 

@@ -259,8 +259,8 @@ def test_explain_notes_broken_plugins(only, capsys: pytest.CaptureFixture[str]) 
     fakes.install("bad", "raise RuntimeError('CUDA_HOME is not set')")
     fakes.install("other", offers("other"))
     out = explained(capsys)
-    assert "plugin bad is broken: RuntimeError: CUDA_HOME" in out and "blocked" not in out
-    assert "plugin other is blocked: not named in MOEKIT_PLUGINS" in explained(capsys, "--all")
+    assert "plugin bad (broken): RuntimeError: CUDA_HOME" in out and "blocked" not in out
+    assert "plugin other (blocked): not named in MOEKIT_PLUGINS" in explained(capsys, "--all")
 
 
 # -- problems of models ----------------------------------------------------------------------------

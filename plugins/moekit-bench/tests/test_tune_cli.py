@@ -298,5 +298,7 @@ def test_the_time_is_shared_and_what_is_left_is_continued(
     code, _, err = run(capsys, "--seconds", "100")
     assert asked == [["--shapes", SIZES, "--quant", "none", "--seconds", "50.0"]]
     assert code == 1 and "the time is over; 2 of 4 cells are left" in err
+    code, _, err = run(capsys, "--seconds", "30")
+    assert code == 1 and "the time is over; 2 of 2 cells are left" in err
     code, _, err = run(capsys, "--select", "--seconds", "100")
     assert code == 0 and "2 cells to measure" in err

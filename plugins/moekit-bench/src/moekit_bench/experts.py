@@ -19,7 +19,7 @@ from .internals import DTYPES
 from .limits import limit_us
 from .records import BASELINE, Ceilings, Cell, Result, Run, copied_share
 from .shapes import Shape, random_weights
-from .sweep import Sweep
+from .sweep import Sweep, say
 from .timer import attempt, release
 from .training import Step, TrainingCase
 
@@ -91,6 +91,7 @@ class ExpertsSweep(Sweep):
         self._calls.clear()
         release(self.device)
         problem = self.problems[self._group]
+        say(f"{cell.shape} {cell.scheme}: making random weights")  # may take minutes on a CPU
         weights, reason = attempt(
             self.device, random_weights, problem, self.device, self.settings.seed
         )

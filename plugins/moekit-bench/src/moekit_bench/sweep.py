@@ -50,17 +50,17 @@ class Sweep(ABC):
         try:
             for done, cell in enumerate(self.cells, 1):
                 if self.end is not None and time.monotonic() > self.end:
-                    _say(f"the time is over; {count - done + 1} of {count} cells are left")
+                    say(f"the time is over; {count - done + 1} of {count} cells are left")
                     break
                 text = self._measure(cell)
                 took = time.monotonic() - begin
                 left = timedelta(seconds=round(took / done * (count - done)))
-                _say(f"[{done}/{count}, {left} left] {cell}: {text}")
+                say(f"[{done}/{count}, {left} left] {cell}: {text}")
             self.finish()
         except DeviceLost as error:
-            _say(f"error: {error}; the remaining cells cannot be measured")
+            say(f"error: {error}; the remaining cells cannot be measured")
         except KeyboardInterrupt:
-            _say("interrupted; the cells measured so far are kept")
+            say("interrupted; the cells measured so far are kept")
 
     def finish(self) -> None:  # noqa: B027 (most have nothing to free)
         """Free what cells share; not called if the sweep was interrupted or lost its device."""
@@ -80,9 +80,9 @@ class Sweep(ABC):
             name=name, reason=reason, shape=cell.shape, scheme=cell.scheme, tokens=tokens
         )
         if (name, reason) not in {(r.name, r.reason) for r in self.run.refused}:
-            _say(f"{refusal.where}: without {name}: {reason}")
+            say(f"{refusal.where}: without {name}: {reason}")
         self.run = replace(self.run, refused=(*self.run.refused, refusal))
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

@@ -93,7 +93,7 @@ def _all(args: argparse.Namespace) -> int:
         print(f"python -m moekit tune {name} {' '.join(argv)}", file=sys.stderr, flush=True)
         codes.append(int(tune(argv)))
     if args.seconds is not None:
-        args.seconds = max(1e-3, args.seconds - (time.monotonic() - begin))
+        args.seconds -= time.monotonic() - begin
     return max(_select(args), *codes)
 
 
