@@ -472,9 +472,11 @@ def call(
     """
     x, routing = case.x, case.routing
     watch = Watch(x=x, topk_ids=routing.topk_ids, topk_weights=routing.topk_weights)
-    held = {} if case.adapters is None else case.adapters.tensors()
-    packed_watch = Watch(**packed.tensors(), **held)
-    packed = replace(packed, adapters=case.adapters)
+    held = {**packed.experts, **packed.shared}
+    if case.adapters is not None:
+        packed = replace(packed, adapters=case.adapters)
+        held |= case.adapters.tensors()
+    packed_watch = Watch(**held)
     guarded = PoisonedWorkspace()
     workspace, kernel.workspace = kernel.workspace, guarded
     behind = x.new_empty(0)

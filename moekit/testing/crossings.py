@@ -149,7 +149,7 @@ def _case(problem: MoEProblem, row: Row, key: object) -> Case:
     ids = ids.int() if row["ids"] == "int32" else ids
     case = replace(case, routing=Routing(weights.contiguous(), ids.contiguous()))
     made = case.weights
-    if row["replicas"]:  # scales of odd logical experts are twice those of their neighbours
+    if row["replicas"]:  # the scales of odd logical experts are doubled
         logical = torch.tensor([problem.logical_expert(p) for p in problem.local_experts])
         made = _rescaled(made, lambda t: (1 + logical % 2).to(t).view(-1, *[1] * (t.dim() - 1)))
     if row["scales"] == "signed":  # every second scale

@@ -125,7 +125,10 @@ class ExpertsBase(Conformance):
         return (8 if self._interpreted else 150) if self._on_cpu else 1100
 
     def _packed(
-        self, problem: MoEProblem, dispatcher: str = "", weights: ExpertWeights | None = None
+        self,
+        problem: MoEProblem,
+        dispatcher: str | None = None,
+        weights: ExpertWeights | None = None,
     ) -> tuple[ModularKernel, PackedWeights]:
         """Compose a kernel, behind the dispatcher of the native format by default, and pack."""
         kernel = self._compose(problem, dispatcher or self._native)

@@ -206,7 +206,7 @@ def wire(r: Rank, wanted: Call) -> tuple[set[Scales], set[Scales]]:
 
     def quantize(x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
         made = r.kernel.experts.quantize(x, r.packed, valid)
-        sent.update(map(tuple, made[1].tolist()))
+        sent.update(map(tuple, made[1].flatten(0, -2).tolist()))
         return made
 
     tokens = r.kernel.dispatcher.prepare(case.x, r.as_taken(case.routing), quantize).result()

@@ -255,7 +255,7 @@ class Rank:
         return pack(self.kernel, self.weights)
 
     def case(self, call: Call, index: object = 0) -> tuple[cases.Case, cases.Case]:
-        """Return this rank's input of the index-th call, and the call on one rank that is right.
+        """Return this rank's input of the index-th call, and the call with the right result.
 
         It is the call of the whole layer, or of this rank's share if the result is a partial sum.
         """
