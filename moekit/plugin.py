@@ -54,9 +54,15 @@ from moekit.problem.codes import INT4_ZERO, Codes
 from moekit.problem.problem import summary
 from moekit.problem.quant import WIRE_SCHEMES
 from moekit.problem.quantize import dequantize, quantize, unpack_int4
-from moekit.runtime.agreement import Agreement, Transfers, exchange, peer_timeout
+from moekit.runtime.agreement import (
+    Agreement,
+    Transfers,
+    exchange,
+    farewell,
+    gpu_fault,
+    peer_timeout,
+)
 from moekit.runtime.environment import ProcessVariables
-from moekit.runtime.farewell import farewell, gpu_fault
 from moekit.runtime.group import has_backend, resolve
 from moekit.runtime.rows import quantize_for_transfer
 from moekit.runtime.workspace import Located, Workspace, settle

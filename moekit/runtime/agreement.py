@@ -7,10 +7,11 @@ is left half-way, and a rank that does not answer is named.
 from __future__ import annotations
 
 import logging
+import time
 from contextlib import suppress
 from threading import Lock, RLock
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -276,6 +277,43 @@ class Agreement:
     def step(self) -> int:
         """Return the number of the next step. After a successful step it is equal on all ranks."""
         return self._sequence.step
+
+
+_lost: WeakSet[dist.ProcessGroup] = WeakSet()  # no later call waits for their ranks again
+
+
+def farewell(group: dist.ProcessGroup, what: str, fault: str = "", timeout: float = 20.0) -> str:
+    """Return why some rank does not free ``what`` now, or "" if all do. Collective.
+
+    fault: why this rank does not, or "". timeout: seconds to wait for the other ranks.
+    """
+    if group in _lost:
+        return "a rank did not answer before"
+    try:
+        dist.get_process_group_ranks(group)
+        Agreement(group, timeout).agree(f"free {what}", fault or None)
+    except PeerFailed as error:
+        fault = str(error)
+    except (KeyError, ValueError):
+        return "the process group was destroyed first; destroy kernels before their group"
+    if fault:
+        _lost.add(group)
+    return fault
+
+
+def gpu_fault(last: torch.cuda.Stream | None, timeout: float = 20.0) -> str:
+    """Return why the GPU does not end the work of the current stream and of ``last`` in time."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return ""
+    now, end = torch.cuda.current_stream(), time.monotonic() + timeout
+    try:
+        while not (now.query() and (last or now).query()):
+            if time.monotonic() > end:
+                return "its GPU still waits for another rank"
+            time.sleep(0.001)
+    except RuntimeError as error:
+        return f"its GPU has failed: {error}"
+    return ""
 
 
 class Transfers:

@@ -20,7 +20,7 @@ from moekit_deepep.dispatcher import Transfer  # noqa: E402
 
 from moekit import MoEProblem, ParallelConfig, Routing
 from moekit.errors import BackendBroken, GroupMismatch  # noqa: E402
-from moekit.runtime import farewell  # noqa: E402
+from moekit.runtime import agreement  # noqa: E402
 from moekit.testing.distributed import RankPool  # noqa: E402
 
 NAMES = ("deepep_ht_standin", "deepep_ll_standin", "deepep_elastic_standin")
@@ -207,7 +207,7 @@ def unresponsive_rank(rank, ranks):
     buffers._FAREWELL_SECONDS = before
     buffers.logger.removeHandler(handler)
     left = len(deepep_standin._Base.live)
-    for state in (buffers._shared._held, buffers._connected, farewell._lost):
+    for state in (buffers._shared._held, buffers._connected, agreement._lost):
         state.clear()
     deepep_standin._Base.live.clear()
     deepep_standin.Buffer._nvshmem.clear()

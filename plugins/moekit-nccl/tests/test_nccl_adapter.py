@@ -17,7 +17,7 @@ from moekit_nccl import buffers, library  # noqa: E402
 
 from moekit import MoEProblem, ParallelConfig, Routing
 from moekit.errors import BackendBroken, BackendError  # noqa: E402
-from moekit.runtime import farewell  # noqa: E402
+from moekit.runtime import agreement  # noqa: E402
 
 NAMES = ("nccl_ht_standin", "nccl_ll_standin")
 E, K, H = 16, 3, 128
@@ -225,7 +225,7 @@ def forget():
     """Forget what was left, and that a rank did not answer."""
     shared = (buffers._shared, buffers._connections)
     kept = [state for each in shared for state in (each._held, each._leases)]
-    for state in (*kept, buffers._left, farewell._lost):
+    for state in (*kept, buffers._left, agreement._lost):
         state.clear()
 
 

@@ -192,10 +192,9 @@ _ARGUMENTS = {
 
 
 @functools.cache
-def vllm_operator(name: str) -> Callable[..., Any]:
+def vllm_operator(name: str) -> Any:
     """Return an operator of vLLM's library; the first call loads it, or raises BackendBroken."""
-    found: Callable[..., Any] = VLLM.operator(f"_C::{name}", _ARGUMENTS[name])
-    return found
+    return VLLM.operator(f"_C::{name}", _ARGUMENTS[name])
 
 
 class Quack(Provider):
@@ -271,10 +270,9 @@ _QUACK = {
 
 
 @functools.cache
-def quack_entry(module: str, name: str) -> Callable[..., Any]:
+def quack_entry(module: str, name: str) -> Any:
     """Return a function of quack, or raise BackendBroken."""
-    found: Callable[..., Any] = getattr(library.QUACK[0].load(module, {name: _QUACK[name]}), name)
-    return found
+    return getattr(library.QUACK[0].load(module, {name: _QUACK[name]}), name)
 
 
 @functools.cache

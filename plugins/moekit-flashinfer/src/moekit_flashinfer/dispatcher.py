@@ -64,8 +64,7 @@ class AllToAll(PrepareAndFinalize):
         self.lease = self._acquire(self.group)
 
     @abstractmethod
-    def _acquire(self, group: dist.ProcessGroup) -> Lease[Any]:
-        """Take the group's buffers."""
+    def _acquire(self, group: dist.ProcessGroup) -> Lease[Any]: ...
 
     def prepare(
         self, x_TH: Tensor, routing: Routing, quantize: Quantizer | None
@@ -78,8 +77,7 @@ class AllToAll(PrepareAndFinalize):
         return Pending.ready(self._dispatch(payloads, routing))
 
     @abstractmethod
-    def _dispatch(self, payloads: dict[str, Tensor], routing: Routing) -> Dispatched:
-        """Send x and, if quantized, its scales."""
+    def _dispatch(self, payloads: dict[str, Tensor], routing: Routing) -> Dispatched: ...
 
     def max_rows(self, num_tokens: int) -> int:
         return self.group.size() * self._capacity

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -116,11 +116,9 @@ def memory() -> Any:
     return module.MnnvlMemory
 
 
-def autotune() -> AbstractContextManager[None]:
+def autotune() -> Any:
     """Return a context in which fused MoE calls time their kernels and remember the fastest."""
-    module = FLASHINFER.load("flashinfer.autotuner", {"autotune": "0"})
-    context: AbstractContextManager[None] = module.autotune()
-    return context
+    return FLASHINFER.load("flashinfer.autotuner", {"autotune": "0"}).autotune()
 
 
 @contextmanager
