@@ -16,7 +16,6 @@ from moekit.testing.memory import poison
 from moekit.testing.ranks import Call, Rank
 
 Delivery = tuple[int, int, int, float]  # source rank, token, physical expert, router weight
-Scales = tuple[float, ...]  # of a row
 
 
 def deliveries(r: Rank, wanted: Call) -> tuple[list[Delivery], list[Delivery]]:
@@ -196,29 +195,37 @@ def graph(r: Rank, num_tokens: int) -> None:
     check_graph(run, made)
 
 
-def wire(r: Rank, wanted: Call) -> tuple[set[Scales], set[Scales]]:
-    """Assert that tokens travel quantized. Return the scales of rows sent, and of rows arrived.
+def wire(r: Rank, wanted: Call) -> tuple[set[bytes], set[bytes]]:
+    """Assert that tokens travel quantized. Return the rows sent, and the rows arrived.
 
-    No scales count as sent by a dispatcher that quantizes by itself.
+    A row is its values and its scales. None is sent by a dispatcher that quantizes by itself.
     """
     case, _ = r.case(wanted)
-    sent: set[Scales] = set()
+    sent: set[bytes] = set()
 
     def quantize(x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
         made = r.kernel.experts.quantize(x, r.packed, valid)
-        sent.update(map(tuple, made[1].flatten(0, -2).tolist()))
+        sent.update(_bytes(*made))
         return made
 
     tokens = r.kernel.dispatcher.prepare(case.x, r.as_taken(case.routing), quantize).result()
     check_quantized(tokens.x, tokens.x_scale, r.problem)
     _check_contiguous(tokens.x)
     assert tokens.x_scale is not None
-    scales = tokens.x_scale.expand(*tokens.x.shape[:-1], -1)[_real(tokens)]
+    real = _real(tokens)
+    arrived = _bytes(tokens.x[real], tokens.x_scale.expand(*tokens.x.shape[:-1], -1)[real])
     y = torch.zeros((*tokens.x.shape[:-1], case.x.shape[1]), dtype=case.x.dtype).to(case.x.device)
     out = poison(torch.empty_like(case.x))
     r.kernel.dispatcher.finalize(y, tokens, out).result()
     assert not bool(out.any()), "finalize of zeros is not zero"
-    return sent, set(map(tuple, scales.tolist()))
+    return sent, arrived
+
+
+def _bytes(x_RH: Tensor, scale_RG: Tensor) -> set[bytes]:
+    """Return the bytes of each row, and of its scales."""
+    parts = x_RH, scale_RG.expand(len(x_RH), -1)
+    rows = torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
+    return {row.numpy().tobytes() for row in rows.cpu()}
 
 
 def _real(tokens: Dispatched) -> Tensor:

@@ -255,7 +255,7 @@ class ExchangesNothing(Local_):
 
 
 @killed_by("test_quantized_tokens", "fp8_channel_token", 1, handed=Quantizes_,
-           says="scales arrive that no rank sent")  # fmt: skip
+           says="rows arrive with other bits")  # fmt: skip
 def ScalesInAByte(self, tokens):
     """Sends scales as e4m3, which costs less than the rounding of the tokens themselves."""
     scale = tokens.x_scale
