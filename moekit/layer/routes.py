@@ -288,7 +288,7 @@ class RoutingLog:
             numbers = [re.findall(r"(?<![^.])\d+(?![^.])", name) for name in self.layers]
             places = [int(n[0]) if len(n) == 1 else -1 for n in numbers]
         if given.dim() != 3 or not all(0 <= place < given.shape[1] for place in places):
-            wanted = f"(T, K) by name, (T, {len(places)}, K) of {shown(self.layers)}, or (T, N, K)"
+            wanted = f"(T, {len(places)}, K) of {shown(self.layers)}, (T, K) by name, or (T, N, K)"
             every = "of N layers, where the one integer in each name is the index"
             raise InvalidInput(f"topk_ids must be {wanted} {every} (got {shown(given)})")
         return [given[:, place] for place in places]

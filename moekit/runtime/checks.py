@@ -85,8 +85,7 @@ def check_call(
         raise InvalidInput(f"topk_weights are {topk_weights.dtype}, expected float32")
     if device.type != problem.device.type:
         raise InvalidInput(
-            f"x is on {device}, the kernel was composed for {problem.device}: "
-            "move x, or set device in the problem"
+            f"x is on {device}, expected {problem.device}: move x, or set device in the problem"
         )
     if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
         name = "x" if x.requires_grad else "topk_weights"

@@ -171,8 +171,7 @@ def _parse(name: str) -> Buckets:
         if all(a < b for a, b in pairwise([0, *bounds])):
             return split(name)
     raise UnknownBackend(
-        f"{name!r} is not a composite: each backend but the last needs its largest number of "
-        "tokens, in rising order, for example 'triton:64|deepgemm'"
+        f"{name!r} is not a composite: give rising numbers of tokens, as in 'triton:64|deepgemm'"
     )
 
 

@@ -68,7 +68,7 @@ def test_out_and_shared() -> None:
     ("change", "said"),
     [
         (lambda x, r: (x[:, :-1], r), r"x has shape \(9, 63\), expected \(T, 64\)"),
-        (lambda x, r: (x.bfloat16(), r), "x is torch.bfloat16, the problem's dtype"),
+        (lambda x, r: (x.bfloat16(), r), "x is torch.bfloat16, expected torch"),
         (lambda x, r: (x, replace(r, topk_ids=r.topk_ids[:-1])), r"topk_ids has shape \(8, 2\)"),
         (lambda x, r: (x, replace(r, topk_weights=r.topk_weights[:, :1])), "topk_weights has sh"),
         (lambda x, r: (x, replace(r, topk_ids=r.topk_ids.float())), "expected int32 or int64"),

@@ -145,7 +145,7 @@ def _with(name: str, of: str) -> dict[str, Tensor]:
 FAULTS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
     "another module": (
         lambda: tensors_of(adapter(), "model.layers.4.mlp.experts"), {}, {},
-        "nothing for 'model.layers.3.mlp.experts', only for model.layers.4.mlp.experts",
+        "no tensor is for 'model.layers.3.mlp.experts', only for model.layers.4.mlp.experts",
     ),
     "another model": (
         lambda: tensors_of(adapter(), MODULE), {}, {"hidden_size": 40}, "is it of this model?",

@@ -180,7 +180,7 @@ def test_a_forgotten_block_is_an_error() -> None:
             model(x)
     with (
         log.replay(distinct(5, 2)),
-        pytest.raises(InvalidInput, match=r"'layers\.0' got 11 tokens, expected 5, at"),
+        pytest.raises(InvalidInput, match=r"'layers\.0' got 11 tokens in a block of 5; at"),
     ):
         model(x)
     with log.record(), pytest.raises(InvalidInput, match=r"got 12 tokens.* at most max.*=11"):
