@@ -51,10 +51,9 @@ def test_sorted_rows_override_older_measurements(monkeypatch) -> None:
     token tiles do from 96."""
     compiled(monkeypatch)
     monkeypatch.setattr(heuristics, "specializable", lambda p: True)
-    monkeypatch.setattr(
-        heuristics, "_nearest", lambda _, rows: (rows, heuristics.heuristic(fp8, rows))
-    )
     fp8 = problem(hidden_size=4096, intermediate_size=2048)
+    older = [(rows, heuristics.heuristic(fp8, rows)) for rows in (55.0, 95.0)]
+    monkeypatch.setattr(heuristics, "measured_plans", lambda p: older)
     for p, least in ((fp8, 56), (fp8.replace(quant="none"), 96)):
         assert type(choose_plan(p, 4 * least - 4, 2)) is Gathered
         assert isinstance(choose_plan(p, 4 * least, 2), Sorted)

@@ -220,9 +220,8 @@ def workspace(layer: Layer, rows: int) -> tuple[BufferSpec, ...]:
         plans.append(Copied(SpecializedTile(), SpecializedTile()))
     each = zip(*(plan.workspace(layer, rows, p.top_k) for plan in plans), strict=True)
     specs = [max(same, key=lambda spec: spec.shape[0]) for same in each]
-    if operand_bits(p)[1] == 4:
-        addends = BufferSpec((min(count * _MOST_SPLITS, _MOST_ADDENDS) * p.hidden_size,), p.dtype)
-        specs[GEMM_OUT] = max(specs[GEMM_OUT], addends, key=lambda spec: spec.shape[0])
+    addends = BufferSpec((_most_addends(p, count) * p.hidden_size,), p.dtype)
+    specs[GEMM_OUT] = max(specs[GEMM_OUT], addends, key=lambda spec: spec.shape[0])
     return tuple(specs)
 
 
@@ -235,6 +234,12 @@ def _for_few(problem: MoEProblem, plan: Gathered, rows: int, top_k: int) -> Gath
     direct = rows == 1 or 4 * count <= problem.num_local_experts
     kind = Direct if direct and plan.block_m <= 16 else Gathered
     return kind(plan.first, plan.second, plan.fused, _splits(problem, count))
+
+
+def _most_addends(problem: MoEProblem, count: int) -> int:
+    """Return the most rows of GEMM 2's output for up to ``count`` assignments, where programs share
+    K."""
+    return min(count * _MOST_SPLITS, _MOST_ADDENDS) if operand_bits(problem)[1] == 4 else 0
 
 
 def _splits(problem: MoEProblem, count: int) -> int:

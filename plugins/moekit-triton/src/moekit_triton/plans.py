@@ -63,6 +63,8 @@ from .kernels.tiles import (
 )
 from .kernels.token_tiles import list_token_tiles, tile_list_entries
 
+_Tiles = Sequence[Sequence[type[Tile]]]
+
 
 class _Plan:
     """The base of the launch plans: the members of `LaunchPlan`.
@@ -71,7 +73,7 @@ class _Plan:
     """
 
     kind: ClassVar[str]
-    tiles: ClassVar[Sequence[Sequence[type[Tile]]]]
+    tiles: ClassVar[_Tiles]
 
     def describe(self) -> str:
         """Return for example ``gathered: 16x128x128 w4 s3 | 16x64x128 w4 s5, fused``, which
@@ -90,7 +92,7 @@ class DotProducts(_Plan):
     """Both GEMMs by dot products, one for each assignment: see `kernels.gemv`."""
 
     kind = "dot_products"
-    tiles = ((DotTile,), (DotTile,))
+    tiles: ClassVar[_Tiles] = ((DotTile,), (DotTile,))
     up: DotTile
     down: DotTile
 
@@ -162,7 +164,7 @@ class _TwoGemms(_Plan):
     weights and few rows.
     """
 
-    tiles = ((GemmTile,), (GemmTile,))
+    tiles: ClassVar[_Tiles] = ((GemmTile,), (GemmTile,))
     first: GemmTile
     second: GemmTile
     fused: bool
@@ -331,7 +333,7 @@ class Sorted(_Plan):
     """GEMM 1 gathers tokens and stores expert-sorted rows; GEMM 2 reads them by descriptors."""
 
     kind = "sorted"
-    tiles = ((GemmTile,), (SortedTile, SpecializedTile))
+    tiles: ClassVar[_Tiles] = ((GemmTile,), (SortedTile, SpecializedTile))
     first: Any  # GemmTile; OrderedTile where tokens are copied
     second: OrderedTile
 
@@ -440,7 +442,7 @@ class Copied(Sorted):
     """Tokens are copied to expert-sorted rows, quantized if the scheme says so, before GEMM 1."""
 
     kind = "copied"
-    tiles = ((SortedTile, SpecializedTile, TokenTile),) * 2
+    tiles: ClassVar[_Tiles] = ((SortedTile, SpecializedTile, TokenTile),) * 2
 
     def gemm_1(self, call: Call, operands: _SortedOperands) -> None:
         """Copy x, then compute GEMM 2's input."""
@@ -465,7 +467,7 @@ class CopiedAhead(Copied):
     specialized warps."""
 
     kind = "ahead"
-    tiles = ((SpecializedTile,), (SortedTile, SpecializedTile))
+    tiles: ClassVar[_Tiles] = ((SpecializedTile,), (SortedTile, SpecializedTile))
 
     def gemm_1(self, call: Call, operands: _SortedOperands) -> None:
         """Compute GEMM 2's input, copying x on the way."""
@@ -494,7 +496,7 @@ def plan_from_text(text: str) -> LaunchPlan:
     rows = {getattr(tile, "block_m", 0) for tile in (first, second)}
     if len(rows) > 1:
         raise ValueError(f"the tiles have different numbers of rows: {rows}")
-    more = ()
+    more: tuple[Any, ...] = ()
     if issubclass(made, _TwoGemms):
         more = bool(match[4]), int(match[5] or 1)
     elif match[4] or match[5]:
