@@ -456,7 +456,8 @@ class ModularKernel:
 
         Args:
             ids_dtype: the dtype of all calls' ids; by default, calls may have int32 and int64.
-            above: make no calls of so many tokens or fewer, except ``num_tokens``.
+            above: make no calls of so many tokens or fewer, except ``num_tokens``. It has no
+                effect on libraries that time their kernels in these calls.
 
         Raises:
             PeerFailed: A rank warms up for another number of tokens, or did not come.
