@@ -32,13 +32,14 @@ def warm_up(
         mine = " ".join(map(str, sizes))
         for said in exchange(f"warm up with {num_tokens} tokens", mine, group):
             sizes.update(map(int, said.split()))
-    tuning = kernel.experts.tuning()
-    if isinstance(tuning, nullcontext):  # else a library times its kernels in these calls alone
+    members = getattr(kernel.experts, "members", (kernel.experts,))
+    # Otherwise a library times its kernels in these calls alone.
+    if all(isinstance(member.tuning(), nullcontext) for member in members):
         sizes = {size for size in sizes if size > above} | {num_tokens}
     taken = kernel.dispatcher.spec.ids_dtype
     dtypes = [torch.int64, torch.int32] if taken == "any" else [getattr(torch, taken)]
     dtypes = [dtype for dtype in dtypes if dtype == ids_dtype] or dtypes
-    with tuning:
+    with kernel.experts.tuning():
         # The largest first: the workspace grows once, and too little memory fails at once.
         for step, tokens in enumerate(sorted(sizes, reverse=True)):
             begin = time.perf_counter()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -150,19 +150,12 @@ class CompositeExperts(AdapterExperts):
             tokens = quantize_dispatched(member, tokens, own)
         return member, tokens, own, workspace[:-1]
 
-    def tuning(self) -> AbstractContextManager[object]:
-        contexts = [member.tuning() for member in self.members]
-        if all(isinstance(each, nullcontext) for each in contexts):
-            return nullcontext()
-        return _within(contexts)
-
-
-@contextmanager
-def _within(contexts: Iterable[AbstractContextManager[object]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for each in contexts:
-            stack.enter_context(each)
-        yield
+    @contextmanager
+    def tuning(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for member in self.members:
+                stack.enter_context(member.tuning())
+            yield
 
 
 def _merge(name: str, packed: Sequence[PackedWeights]) -> CompositeWeights:
