@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -439,12 +439,7 @@ class ModularKernel:
         return MemoryReport.of(self.dispatcher, self.experts, check_tokens(tokens))
 
     def warmup(
-        self,
-        weights: PackedWeights,
-        num_tokens: int,
-        *,
-        ids_dtype: torch.dtype | None = None,
-        above: int = 0,
+        self, weights: PackedWeights, num_tokens: int, *, ids_dtype: Any = None, above: int = 0
     ) -> None:
         """Run calls of 1, 2, 4 ... and ``num_tokens`` random tokens.
 
@@ -454,8 +449,9 @@ class ModularKernel:
         it with the same arguments.
 
         Args:
-            ids_dtype: the dtype of all calls' ids; by default, calls may have int32 and int64.
-            above: make no calls of so many tokens or fewer, except ``num_tokens``.
+            ids_dtype: the torch.dtype of all calls' ids; by default they may be int32 and int64.
+            above: make no calls of so many tokens or fewer, except ``num_tokens``. It has no
+                effect on libraries that time their kernels in these calls.
 
         Raises:
             PeerFailed: A rank warms up for another number of tokens, or did not come.

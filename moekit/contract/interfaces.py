@@ -420,7 +420,7 @@ class PermuteExpertsUnpermute(Backend):
     def tuning(self) -> AbstractContextManager[object]:
         """Return a context in which `apply` may search for a library's fastest kernels.
 
-        `ModularKernel.warmup` calls within it.
+        `ModularKernel.warmup` calls within it. A `nullcontext` says that there is no such search.
         """
         return nullcontext()
 

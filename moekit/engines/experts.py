@@ -38,30 +38,26 @@ class Computed:
     captured: int
 
     def warm_up(
-        self,
-        engine: Engine,
-        packed: PackedWeights,
-        num_tokens: int,
-        ids_dtype: torch.dtype,
-        most: int | None,
+        self, engine: Engine, packed: PackedWeights, tokens: int, ids: torch.dtype, most: int | None
     ) -> None:
-        """Compile the kernels of calls of up to ``num_tokens``, unless a larger call has done so.
+        """Compile the kernels of calls of up to ``tokens``, unless a larger call has done so.
 
         Otherwise they would compile while the engine serves. An engine's first call has the most
         tokens, because it measures the memory. Engines run each size of a graph before they capture
         it, so calls of up to ``captured`` tokens compile then. Kernels on CPUs are not compiled.
 
+        ids: Their dtype.
         most: The most tokens of any rank, where ranks exchange tokens: these warm up together.
         """
-        problem, known = self.kernel.problem, (self.kernel, ids_dtype)
-        largest = most or 0 if problem.parallel.moves_tokens else num_tokens
+        problem, known = self.kernel.problem, (self.kernel, ids)
+        largest = most or 0 if problem.parallel.moves_tokens else tokens
         if largest <= _warmed.get(known, 0):
             return
         _warmed[known] = largest
         if problem.device.type == "cpu" or torch.cuda.is_current_stream_capturing():
             return
         begin = time.perf_counter()
-        self.kernel.warmup(packed, largest, ids_dtype=ids_dtype, above=self.captured)
+        self.kernel.warmup(packed, largest, ids_dtype=ids, above=self.captured)
         seconds = time.perf_counter() - begin
         engine.say_once(
             f"moekit: {summary(problem)}: it took {seconds:.1f} s to compile or load the kernels "

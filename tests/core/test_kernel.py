@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -326,6 +327,10 @@ def test_warmup_of_the_calls_that_a_caller_does_not_make(monkeypatch) -> None:
     made.clear()
     kernel.warmup(packed, 3, above=8)
     assert made == [(3, torch.int64), (3, torch.int32)]
+    made.clear()
+    monkeypatch.setattr(kernel.experts, "tuning", contextlib.ExitStack)
+    kernel.warmup(packed, 3, ids_dtype=torch.int32, above=8)
+    assert [tokens for tokens, _ in made] == [3, 2, 1]
 
 
 @pytest.mark.parametrize("dispatcher", ["local", "batched_reference"])

@@ -3,15 +3,7 @@
 SGLang calls `register` in each of its processes, because this package has an entry point in the
 group ``sglang.srt.plugins``. From then on moekit computes the routed experts of every MoE layer
 that it can compute exactly. The other layers keep SGLang's own kernels, and one line of the log
-says why.
-
-    settings  the variable MOEKIT_SGLANG and the versions that this package supports
-    versions  the names of SGLang that this package uses, by version
-    hooks     the functions that SGLang's registry of hooks wraps, and the part of a quantization
-              method that moekit replaces
-    problem, weights
-              an MoE layer of SGLang as `Facts`, a `moekit.MoEProblem` and `moekit.ExpertWeights`
-    experts   the kernel and packed weights of a layer, and their updates
+says why. `moekit.engines` says how a layer goes through the modules.
 """
 
 from __future__ import annotations

@@ -3,15 +3,7 @@
 vLLM calls `register` in each of its processes, because this package has an entry point in the group
 ``vllm.general_plugins``. From then on moekit computes the routed experts of every MoE layer that it
 can compute exactly. The other layers keep vLLM's own kernels, and one line of the log says why.
-
-    settings  the variable MOEKIT_VLLM
-    versions  the versions of vLLM, and whether an installed one has the hooks
-    hooks     moekit's `RoutedExperts`, and the part of a quantization method that it replaces
-    problem, weights
-              an MoE layer of vLLM as `Facts`, a `moekit.MoEProblem` and `moekit.ExpertWeights`
-    experts   the kernel and packed weights of a layer, and `repack_`, which writes new ones
-    describe  `moekit explain --vllm`
-    layer     `FusedMoE` and `SharedFusedMoE`, with the interface of vLLM's, which need no vLLM
+`moekit.engines` says how a layer goes through the modules. ``layer`` needs no vLLM.
 """
 
 from __future__ import annotations
