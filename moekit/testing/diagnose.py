@@ -179,7 +179,8 @@ class _Draws:
         """Return numbers from -1 to 1 that are random functions of the magnitudes of x (fp32)."""
         factor, offset = torch.randint(2**62, (2,), generator=self._generator, device=x.device)
         bits = x.abs().contiguous().view(torch.int32).long()
-        return ((bits * (2 * factor + 1) + offset) >> 32).float() / 2**31
+        made: Tensor = ((bits * (2 * factor + 1) + offset) >> 32).float() / 2**31
+        return made
 
 
 def wrong_results(case: Case) -> dict[str, Tensor]:
