@@ -117,9 +117,7 @@ class _Draws:
         while self._count < count:
             found = self._draw()
             both = [*found, *(t.square() for t in found)]
-            self._sums = (
-                [a + b for a, b in zip(self._sums, both, strict=True)] if self._sums else both
-            )
+            self._sums = [a + b for a, b in zip(self._sums or [0] * 6, both, strict=True)]
             self._count += 1
         means = [t / count for t in self._sums]
         element_TH, row_T, (rms, scale, offset) = (
