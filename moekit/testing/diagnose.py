@@ -145,7 +145,8 @@ class _Draws:
     def _around(self, product: Product) -> Product:
         def made(name: str, rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
             static = self._weights.tensors().get(f"{name}_input_scale")
-            rows = self._rounded(rows) if self._operand is None else self._coded(rows, static)
+            coded = self._operand is not None and name in ("w13", "w2")  # not an adapter's
+            rows = self._coded(rows, static) if coded else self._rounded(rows)
             if self._weight is not None:
                 matrix = self._rounded(matrix)
             return self._rounded(product(name, rows, matrix, bias))
