@@ -110,14 +110,14 @@ class _Draws:
         self._weight = case.problem.quant.weight if self._operand is None else None
         self._weights = case.weights.canonical(case.problem)
         self._generator = generator("rounding", device=case.x.device)
-        self._sums: list[Tensor] = []
+        self._sums = [torch.zeros((), device=case.x.device)] * 6
 
     def explained(self, count: int, deviations: float) -> Rounding:
         """Return twice the mean of the errors of ``count`` draws, and so many ``deviations``."""
         while self._count < count:
             found = self._draw()
             both = [*found, *(t.square() for t in found)]
-            self._sums = [a + b for a, b in zip(self._sums or [0] * 6, both, strict=True)]
+            self._sums = [a + b for a, b in zip(self._sums, both, strict=True)]
             self._count += 1
         means = [t / count for t in self._sums]
         element_TH, row_T, (rms, scale, offset) = (
