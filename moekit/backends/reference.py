@@ -103,31 +103,39 @@ def _weighted_sum(
     for expert in torch.unique(ids_RK[ids_RK >= 0]).tolist():
         row, slot = (ids_RK == expert).nonzero(as_tuple=True)
         dense = held.select([expert]).dequantize(problem.quant, x_RH.dtype)
-        product = around(_adapted(*adapted, expert, row))
+        product = _adapted(*adapted, expert, row, around(_product))
         made = expert_mlp(x_RH[row], dense, 0, problem, product)
         out.index_add_(0, row, weights_RK[row, slot, None] * made)
     return out
 
 
 def _adapted(
-    adapters: Adapters | None, slots_R: Tensor | None, expert: int, row_N: Tensor
+    adapters: Adapters | None,
+    slots_R: Tensor | None,
+    expert: int,
+    row_N: Tensor,
+    plain: Product = _product,
 ) -> Product:
-    """Return the product of an expert's rows, to which it adds the deltas of adapters."""
+    """Return the product of an expert's rows, to which it adds the deltas of adapters.
+
+    plain: makes the product, and both products of a delta.
+    """
     if adapters is None or slots_R is None:
-        return _product
+        return plain
     slots_N = slots_R[row_N]
     present = torch.unique(slots_N[slots_N >= 0]).tolist()
 
     def product(name: str, rows_NK: Tensor, w_MK: Tensor, bias_M: Tensor | None) -> Tensor:
-        made_NM = _product(name, rows_NK, w_MK, bias_M)
+        made_NM = plain(name, rows_NK, w_MK, bias_M)
         if (pair := adapters.pair(name)) is None:
             return made_NM
         for slot in present:
             mine = (slots_N == slot).nonzero()[:, 0]
             a_GrK, b_Mr = (t[slot, expert].to(rows_NK.dtype) for t in pair)
             b_Gmr = b_Mr.view(len(a_GrK), -1, b_Mr.shape[1])
-            low_Gnr = torch.matmul(rows_NK[mine], a_GrK.mT) * adapters.scaling[slot]
-            delta_nM = torch.bmm(low_Gnr, b_Gmr.mT).transpose(0, 1).flatten(1)
+            low_Gnr = [plain("a", rows_NK[mine], a, None) * adapters.scaling[slot] for a in a_GrK]
+            pairs = zip(low_Gnr, b_Gmr, strict=True)
+            delta_nM = torch.cat([plain("b", low, b, None) for low, b in pairs], dim=1)
             made_NM = made_NM.index_add(0, mine, delta_nM)
         return made_NM
 

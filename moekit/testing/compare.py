@@ -210,8 +210,8 @@ def complain(
     )
     judged = out
     if rounding is not None:
-        row_T1 = rounding.row_T[:, None] / (_row_scale(ref) * bound.row)
-        element_TH = rounding.element_TH / (_row_scale(ref) * bound.element)
+        row_T1 = rounding.row_T[:, None].to(ref) / (_row_scale(ref) * bound.row)
+        element_TH = rounding.element_TH.to(ref) / (_row_scale(ref) * bound.element)
         judged = ref + (out - ref) / torch.maximum(row_T1, element_TH).clamp(min=1.0)
         names = "rms", "scale", "offset"
         bound = bound._replace(**{n: max(getattr(bound, n), getattr(rounding, n)) for n in names})

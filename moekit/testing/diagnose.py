@@ -110,16 +110,14 @@ class _Draws:
         self._weight = case.problem.quant.weight if self._operand is None else None
         self._weights = case.weights.canonical(case.problem)
         self._generator = generator("rounding", device=case.x.device)
-        self._sums: list[Tensor] = []
+        self._sums = [torch.zeros((), device=case.x.device)] * 6
 
     def explained(self, count: int, deviations: float) -> Rounding:
         """Return twice the mean of the errors of ``count`` draws, and so many ``deviations``."""
         while self._count < count:
             found = self._draw()
             both = [*found, *(t.square() for t in found)]
-            self._sums = (
-                [a + b for a, b in zip(self._sums, both, strict=True)] if self._sums else both
-            )
+            self._sums = [a + b for a, b in zip(self._sums, both, strict=True)]
             self._count += 1
         means = [t / count for t in self._sums]
         element_TH, row_T, (rms, scale, offset) = (
@@ -147,7 +145,8 @@ class _Draws:
     def _around(self, product: Product) -> Product:
         def made(name: str, rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
             static = self._weights.tensors().get(f"{name}_input_scale")
-            rows = self._rounded(rows) if self._operand is None else self._coded(rows, static)
+            coded = self._operand is not None and name in ("w13", "w2")  # not an adapter's
+            rows = self._coded(rows, static) if coded else self._rounded(rows)
             if self._weight is not None:
                 matrix = self._rounded(matrix)
             return self._rounded(product(name, rows, matrix, bias))
@@ -179,7 +178,8 @@ class _Draws:
         """Return numbers from -1 to 1 that are random functions of the magnitudes of x (fp32)."""
         factor, offset = torch.randint(2**62, (2,), generator=self._generator, device=x.device)
         bits = x.abs().contiguous().view(torch.int32).long()
-        return ((bits * (2 * factor + 1) + offset) >> 32).float() / 2**31
+        made: Tensor = ((bits * (2 * factor + 1) + offset) >> 32).float() / 2**31
+        return made
 
 
 def wrong_results(case: Case) -> dict[str, Tensor]:
