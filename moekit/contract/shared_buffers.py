@@ -115,10 +115,8 @@ class CallBuffers(Generic[T]):
         Raises InvalidInput if too many calls are in flight, or if it would be made while a CUDA
         graph is captured.
         """
-        for buffer in self.all:
-            if id(buffer) not in self._busy:
-                break
-        else:
+        buffer = next((each for each in self.all if id(each) not in self._busy), None)
+        if buffer is None:
             calls = len(self.all)
             if calls == self._most:
                 raise InvalidInput(

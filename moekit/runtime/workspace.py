@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache, partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,45 +20,34 @@ class Layout:
 
     def __init__(self, specs: Sequence[BufferSpec]) -> None:
         self._specs = tuple(specs)
-        sizes = (Workspace.nbytes_for([spec]) for spec in specs)
-        *starts, self.nbytes = accumulate(sizes, initial=0)
-        # The dtype, shape, strides and offset of each buffer, in its entries.
-        self._parts = [
-            (s.dtype, (s.shape, _strides(s.shape), start // s.dtype.itemsize))
-            for s, start in zip(specs, starts, strict=True)
-        ]
+        self.nbytes = Workspace.nbytes_for(specs)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Return the buffers as disjoint parts of ``buffer`` (uint8)."""
-        whole = {dtype: buffer.view(dtype) for dtype in {dtype for dtype, _ in self._parts}}
-        return [whole[dtype].as_strided(*part) for dtype, part in self._parts]
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
-    return tuple(math.prod(shape[at:]) for at in range(1, len(shape) + 1))
+        views, offset = [], 0
+        for spec in self._specs:
+            views.append(buffer[offset : offset + spec.nbytes].view(spec.dtype).view(spec.shape))
+            offset += Workspace.nbytes_for([spec])
+        return views
 
 
 layout_of = lru_cache(_MAX_LAYOUTS)(lambda *specs: Layout(specs))  # layers share layouts
 
 
 class Located(tuple[Tensor, ...]):
-    """Tensors that stay where they are.
-
-    addresses: of each. remainders: of the addresses, divided by 16.
-    """
+    """Tensors that stay where they are, their addresses, the remainders of these divided by 16, and
+    views that begin where the tensors do."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self.addresses = [each.data_ptr() for each in self]
-        self.remainders = tuple(address % 16 for address in self.addresses)
-        self._views: dict[object, Tensor] = {}
+        self.remainders = tuple([address % 16 for address in self.addresses])
+        self._views: dict[tuple[Any, ...], Tensor] = {}
 
-    def view(self, index: int, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
-        """Return a view that begins where a tensor does; calls of one size share it."""
-        key = index, shape, strides
-        if key not in self._views:
-            self._views[key] = self[index].as_strided(shape, strides)
-        return self._views[key]
+    def view(self, *part: Any) -> Tensor:
+        """Return the view of (index, shape, strides), which calls of one size share."""
+        if part not in self._views:
+            self._views[part] = self[part[0]].as_strided(*part[1:])
+        return self._views[part]
 
 
 class Scratch(Located):

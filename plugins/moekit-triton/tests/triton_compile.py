@@ -126,7 +126,7 @@ def call(problem: MoEProblem, plan: LaunchPlan, rows: int, live_R: Tensor | None
         memory = torch.empty(low_rank_entries(problem, rows))
         stack = random_adapters(problem.replace(device="cpu"))
         adapters = CallAdapters(stack, torch.zeros(rows, dtype=torch.int32), memory)
-    return Call(layer, x, None, ids, ids.float(), packed, y, buffers, live_R, adapters)
+    return Call(layer, packed, buffers, x, None, ids, ids.float(), y, live_R, adapters)
 
 
 class _NoValues(TorchDispatchMode):

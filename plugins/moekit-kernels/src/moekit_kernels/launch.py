@@ -227,19 +227,14 @@ def _span(tensor: torch.Tensor | None) -> range:
 
 
 def _recorded(tape: list[tuple[Any, ...]], spans: Sequence[range]) -> tuple[list[Any], ...]:
-    """Return the launches, and the values that they take their arguments from.
+    """Return the launches, and what they take their arguments from: the stream, the addresses of
+    ``spans``, constants, addresses within spans, and what functions make of values before.
 
-    The values begin with places for the stream and the addresses of ``spans``. Constants follow,
-    and places for addresses within spans and for what functions make of the values before. Raises
-    ValueError for a tensor that begins in none of ``spans``, or in two of them.
+    Raises ValueError for a tensor that begins in none of ``spans``, or in two of them.
     """
-    values: list[Any] = [None] * (1 + len(spans))
-    inner, makers = list[tuple[int, int, int]](), list[tuple[int, Callable[[list[Any]], Any]]]()
-    changing = set(range(len(values)))
+    values, inner, makers = [None] * (1 + len(spans)), list[Any](), list[Any]()
 
-    def place(value: Any, changes: bool = False) -> int:
-        if changes:
-            changing.add(len(values))
+    def place(value: Any) -> int:
         values.append(value)
         return len(values) - 1
 
@@ -247,26 +242,26 @@ def _recorded(tape: list[tuple[Any, ...]], spans: Sequence[range]) -> tuple[list
         described = hasattr(value, "block_shape")
         tensor = value.base if described else value
         if isinstance(value, tuple):
-            parts = [argument(each) for each in value]
-            if changing.isdisjoint(parts):
+            made = len(inner), len(makers)
+            parts = [*map(argument, value)]
+            if made == (len(inner), len(makers)) and all(at > len(spans) for at in parts):
                 return place(tuple([values[at] for at in parts]))
             pick = operator.itemgetter(*parts, 0)  # of two or more, which makes it a tuple
-            makers.append((made := place(None, True), lambda values: pick(values)[:-1]))
-            return made
-        if not isinstance(tensor, torch.Tensor):
+            makers.append((place(None), lambda values: pick(values)[:-1]))
+        elif not isinstance(tensor, torch.Tensor):
             return place(value)
-        if not tensor.numel():
+        elif not tensor.numel():
             return place(0)
-        (index,) = (i for i, span in enumerate(spans, 1) if tensor.data_ptr() in span)
-        offset = tensor.data_ptr() - spans[index - 1].start
-        if not described and not offset:
-            return index
-        made = place(None, True)
-        if described:
-            makers.append((made, _descriptors(value, index, offset)))
         else:
-            inner.append((made, index, offset))
-        return made
+            (index,) = (i for i, span in enumerate(spans, 1) if tensor.data_ptr() in span)
+            offset = tensor.data_ptr() - spans[index - 1].start
+            if described:
+                makers.append((place(None), _descriptors(value, index, offset)))
+            elif offset:
+                inner.append((place(None), index, offset))
+            else:
+                return index
+        return len(values) - 1
 
     launches = []
     for run, grid, how, args, constants in tape:

@@ -32,6 +32,7 @@ class Ranks:
     tp: int
     share: int
     larger: int
+    experts: int  # on this rank
 
     @classmethod
     def of(cls, problem: MoEProblem) -> Ranks:
@@ -39,7 +40,8 @@ class Ranks:
         count, shares = parallel.num_ranks, parallel.ep_size
         share, larger = divmod(problem.num_physical_experts, shares)
         copies = max(1, count // parallel.dp_size)
-        return cls(parallel.rank, count, copies, shares, parallel.tp_size, share, larger)
+        return cls(parallel.rank, count, copies, shares, parallel.tp_size, share, larger,
+                   problem.num_local_experts)  # fmt: skip
 
     @property
     def batches(self) -> int:

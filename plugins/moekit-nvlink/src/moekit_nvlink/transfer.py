@@ -210,11 +210,7 @@ class Transfer(ABC):
 
     def _rows(self, at: Layout, columns: int) -> tuple[int, ...]:
         """Return the shape of this rank's rows: (R, columns), or (experts, slots, columns)."""
-        return (self._experts, at.slots, columns) if self.batched else (at.rows, columns)
-
-    @cached_property
-    def _experts(self) -> int:
-        return self.problem.num_local_experts
+        return (self.ranks.experts, at.slots, columns) if self.batched else (at.rows, columns)
 
     def _arrived(self, call: Call, x: Tensor, scale: Tensor | None, **more: Any) -> Dispatched:
         buffer, at = call.buffer, call.layout
@@ -280,7 +276,7 @@ class AssignmentTransfer(Transfer):
     ) -> tuple[Callable[[], list[Step]], Dispatched]:
         p, r, at, (T, K) = self.problem, self.ranks, self.of_call(routing), routing.topk_ids.shape
         both = buffer.region(at.places, (2, T, K), torch.int32)
-        counts = buffer.region(at.received, (self._experts,), torch.int32)
+        counts = buffer.region(at.received, (r.experts,), torch.int32)
 
         def steps() -> list[Step]:
             positions, places = both

@@ -157,23 +157,15 @@ class Call(NamedTuple):
     """
 
     layer: Layer
+    weights: PackedWeights
+    workspace: Sequence[Tensor]
     x: Tensor
     x_scale: Tensor | None
     ids_RK: Tensor
     weights_RK: Tensor
-    weights: PackedWeights
     y: Tensor
-    workspace: Sequence[Tensor]
     live_R: Tensor | None = None
     adapters: CallAdapters | None = None
-
-    @property
-    def given(self) -> tuple[Tensor | None, ...]:
-        """Return the tensors of the call that are neither weights nor workspace."""
-        given = self.x, self.x_scale, self.ids_RK, self.weights_RK, self.y, self.live_R
-        if self.adapters is None:
-            return given
-        return *given, *vars(self.adapters.stack).values(), self.adapters.slots_R
 
     @property
     def buffers(self) -> Buffers:
@@ -201,21 +193,16 @@ class BatchedCall(NamedTuple):
     (L, C, H), written; buffers h_SN, a_SI, scale with L * C rows."""
 
     layer: Layer
+    weights: PackedWeights
+    buffers: tuple[Tensor, Tensor, Tensor]
     x: Tensor
     x_scale: Tensor | None
     counts_L: Tensor
-    weights: PackedWeights
     y: Tensor
-    buffers: tuple[Tensor, Tensor, Tensor]
     early_weights: None = None
 
     def low_rank(self, *_: object) -> None:
         """Return None: this format has no adapters."""
-
-    @property
-    def given(self) -> tuple[Tensor | None, ...]:
-        """Return the tensors of the call that are neither weights nor workspace."""
-        return self.x, self.x_scale, self.counts_L, self.y
 
 
 def sort_assignments(

@@ -89,9 +89,10 @@ class _TritonExperts(PermuteExpertsUnpermute):
         function: Callable[[], Any],
     ) -> Any:
         """Call ``function``, or repeat its launches for tensors of the same forms."""
-        held = call.weights.tensors()
-        given = *call.given, *held.values()
-        return self._launches((plan.text, *held), given, memory, function)
+        held, given = call.weights.tensors(), [*call[3:9]]  # from x to the adapters
+        if isinstance(call, Call) and call.adapters is not None:
+            given += *vars(call.adapters.stack).values(), call.adapters.slots_R
+        return self._launches((plan, *held), (*given, *held.values()), memory, function)
 
 
 class TritonExperts(_TritonExperts):
@@ -147,7 +148,7 @@ class TritonExperts(_TritonExperts):
         ids_RK, weights_RK = tokens.topk_ids.contiguous(), tokens.topk_weights.contiguous()
         plan: StandardPlan = self.plan(*ids_RK.shape)  # type: ignore[assignment]
         return plan, Call(
-            self._layer, tokens.x, tokens.x_scale, ids_RK, weights_RK, weights, y, workspace,
+            self._layer, weights, workspace, tokens.x, tokens.x_scale, ids_RK, weights_RK, y,
             tokens.num_rows,
         )  # fmt: skip
 
@@ -189,5 +190,5 @@ class BatchedTritonExperts(_TritonExperts):
         assert isinstance(plan, Batched)
         h, a, scale = workspace
         x, x_scale = tokens.x, tokens.x_scale
-        call = BatchedCall(self._layer, x, x_scale, counts_L, weights, y, (h, a, scale))
+        call = BatchedCall(self._layer, weights, (h, a, scale), x, x_scale, counts_L, y)
         self._repeat(plan, call, workspace, partial(plan.launch, call))

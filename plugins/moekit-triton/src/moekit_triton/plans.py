@@ -24,7 +24,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -80,11 +79,6 @@ class _Plan:
         `plan_from_text` reads."""
         first, second = (getattr(self, f.name) for f in fields(self)[:2])  # type: ignore[arg-type]
         return f"{self.kind}: {first.describe()} | {second.describe()}"
-
-    @cached_property
-    def text(self) -> str:
-        """What `describe` returns. Equal plans have equal texts, whose hashes cost less."""
-        return self.describe()
 
 
 @dataclass(frozen=True)

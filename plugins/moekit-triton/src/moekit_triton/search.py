@@ -229,7 +229,7 @@ class Case(NamedTuple):
         y = torch.empty(rows, p.hidden_size, dtype=p.dtype, device=device)
         ones = torch.ones(rows, p.top_k, device=device)
         ids = (s.topk(p.top_k, dim=1).indices for s in scores)
-        return cls(p, [Call(layer, x, x_scale, i, ones, packed, y, buffers) for i in ids])
+        return cls(p, [Call(layer, packed, buffers, x, x_scale, i, ones, y) for i in ids])
 
     def launches(self, plan: TilePlan, *steps: Step) -> Launches:
         """Prepare ``plan`` for every routing, and return the launches of ``steps``."""
