@@ -110,7 +110,7 @@ class _Draws:
         self._weight = case.problem.quant.weight if self._operand is None else None
         self._weights = case.weights.canonical(case.problem)
         self._generator = generator("rounding", device=case.x.device)
-        self._sums = [torch.zeros((), device=case.x.device)] * 6
+        self._sums = [torch.zeros((), device="cpu")] * 6  # adds to tensors of any device
 
     def explained(self, count: int, deviations: float) -> Rounding:
         """Return twice the mean of the errors of ``count`` draws, and so many ``deviations``."""
