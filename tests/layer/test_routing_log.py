@@ -371,7 +371,7 @@ def test_blocks_inside_blocks_and_passes_without_tokens() -> None:
         log["a"].choose(outer[:0])
         assert step.take().result().shape == (0, 1, K)
     with log.replay(inner[:0, None]):
-        with pytest.raises(InvalidInput, match="got 11 tokens, expected 0, at"):
+        with pytest.raises(InvalidInput, match="got 11 tokens in a block of 0; at"):
             log["a"].choose(outer)
         assert log["a"].choose(outer[:0]).shape == (0, K)
 
@@ -402,5 +402,5 @@ def test_ranks_log_their_share() -> None:
     with RankPool(2) as pool:
         (first, other), (second, wrong) = pool.run(_on_ranks, logits, ids)
     assert torch.equal(torch.cat([first, second])[:, 0].long(), moekit.route(logits, K).topk_ids)
-    assert wrong.startswith("InvalidInput") and "got 5 tokens, expected 4" in wrong
+    assert wrong.startswith("InvalidInput") and "got 5 tokens in a block of 4" in wrong
     assert other.startswith("PeerFailed: rank 1 failed: InvalidInput: layer 'fused_moe")
