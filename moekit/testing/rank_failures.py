@@ -127,14 +127,6 @@ def resolves(r: Rank) -> None:
     _check_next(r, "after")
 
 
-def group_mismatch(r: Rank, other: MoEProblem) -> None:
-    """Assert that every rank refuses ``other``, whose number of ranks is not the group's."""
-    size = other.parallel.ep_size
-    mine = replace(other.parallel, ep_rank=r.rank % size)
-    refused = _refuses(r, other.replace(parallel=mine))
-    assert refused, f"a group of {r.world_size} ranks was taken for {size}"
-
-
 def _refuses(r: Rank, problem: MoEProblem) -> bool:
     try:
         r.compose(problem)
