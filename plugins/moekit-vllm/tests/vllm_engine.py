@@ -38,7 +38,7 @@ def main() -> None:
     # One process, where vLLM has a choice: the other ones would import everything again.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":  # its kernels are Triton's
         _interpret()
     for line in sys.stdin:
         try:
