@@ -42,7 +42,7 @@ def test_bits_of_weights(device, quant, dtype):
             codes = torch.where(codes.float().isnan(), torch.zeros_like(codes), codes)
         scale = torch.randn(3, *operand.scale_shape(n, k), generator=draw) / 64
         if operand.microscaled:
-            scale = torch.exp2(scale.mul(640).round())
+            scale = torch.exp2(scale.mul(160).round())
         held = {"w2": codes, "w2_scale": scale}
         if operand.zero_points:
             held["w2_zero_points"] = torch.randint(0, 16, scale.shape, generator=draw).byte()

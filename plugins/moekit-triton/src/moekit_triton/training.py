@@ -41,7 +41,6 @@ from moekit.plugin import (
     ExpertWeights,
     InputGradients,
     MoEProblem,
-    OperandQuant,
     PackedWeights,
     TrainableExperts,
     Unreduced,
@@ -131,13 +130,13 @@ class TrainableTriton(TritonExperts, TrainableExperts):
 
     def __init__(self, spec: ExpertsSpec, problem: MoEProblem) -> None:
         super().__init__(spec, problem)
+        self._operand = problem.quant.weight
         # By the numbers alone, because a problem takes long to hash.
         self._choose = functools.lru_cache(1024)(functools.partial(choose_tiles, problem))
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
-        held = weights.tensors()  # canonical, so that quantized weights are no copies either
-        views = {name: t for name, t in held.items() if not name.endswith("input_scale")}
-        return PackedWeights(self.spec.name, views)
+        held = weights.tensors().items()  # no copies, of quantized weights either
+        return PackedWeights(self.spec.name, {n: t for n, t in held if "input_scale" not in n})
 
     def workspace(self, rows: int) -> Sequence[BufferSpec]:
         return () if self._operand is not None else super().workspace(rows)
@@ -258,8 +257,7 @@ class TrainableTriton(TritonExperts, TrainableExperts):
         return assignments * p.w13_rows * p.dtype.itemsize + lists
 
     def transient_bytes(self, rows: int) -> int:
-        """Return the most of the forward's bytes and the backward's, each with one dequantized
-        weight."""
+        """Return the most of the forward's bytes and the backward's."""
         p, assignments = self.problem, rows * self.problem.top_k
         H, inner, size = p.hidden_size, p.local_intermediate_size, p.dtype.itemsize
         tiles = choose_tiles(p, assignments)
@@ -268,24 +266,18 @@ class TrainableTriton(TritonExperts, TrainableExperts):
         backward = ((1 + tiles.specialized) * H + inner + p.w13_rows) * size + 4 * parts
         scratch = 4 * align_scratch(assignments, p.num_local_experts)
         if self._operand is not None:
-            scratch += p.num_local_experts * H * p.w13_rows * size
+            scratch += p.num_local_experts * H * p.w13_rows * size  # one dequantized weight
         return max(super().transient_bytes(rows), assignments * max(forward, backward) + scratch)
 
-    @property
-    def _operand(self) -> OperandQuant | None:
-        return self.problem.quant.weight
-
     def _matrix(self, name: str, weights: PackedWeights, rows: CompactRows) -> Tensor:
-        """Return w13 or w2 (L, N, K) in the problem's dtype; of quantized ones the experts that
-        have rows."""
+        """Return w13 or w2 (L, N, K); of quantized ones the experts that have rows."""
         if self._operand is None:
             return weights.experts[name]
         return dequantize(weights.experts, name, self._operand, self.problem.dtype, rows.ends_L)
 
     def _tiles(self, ids_RK: Tensor, weights: PackedWeights) -> Tiles:
-        held = weights.experts.values()
-        contiguous = self._operand is not None or all(map(_contiguous, held))
-        return self._choose(ids_RK.numel(), contiguous)
+        even = self._operand is not None or all(map(_contiguous, weights.experts.values()))
+        return self._choose(ids_RK.numel(), even)
 
     def _multiply(
         self,

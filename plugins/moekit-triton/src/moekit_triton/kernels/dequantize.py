@@ -24,15 +24,10 @@ def dequantize(
     dtype: torch.dtype,
     ends_L: torch.Tensor,
 ) -> torch.Tensor:
-    """Return a weight (L, N, K), contiguous, with the bits of `moekit.plugin.dequantize`.
+    """Return w13 or w2 (L, N, K), contiguous, with the bits of `moekit.plugin.dequantize`.
 
-    Experts without rows stay undefined.
-
-    Args:
-        experts: canonical tensors by name, of any strides.
-        name: w13 or w2.
-        operand: its groups are whole, or powers of two along K. Without act-order.
-        ends_L: int32 (L,), where each expert's rows end.
+    experts: canonical tensors of any strides, without act-order; groups along K are whole or powers
+    of two. ends_L: int32, where each expert's rows end. Experts without rows stay undefined.
     """
     codes, scale, zeros = (experts.get(name + end) for end in ("", "_scale", "_zero_points"))
     assert codes is not None and scale is not None and not operand.act_order
@@ -62,7 +57,6 @@ def _dequantize(
     """Write BLOCK_N rows and BLOCK_K columns, of one group along K. STORED: columns of codes."""
     if PDL:
         wait_then_launch_dependents()
-    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     across = tl.cdiv(STORED * EACH, BLOCK_K)
     tiles = tl.cdiv(N, BLOCK_N) * across
     expert, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
@@ -77,23 +71,21 @@ def _dequantize(
         scale_ptr += expert * scale_expert + group * scale_col
         scale = tl.load(scale_ptr + group_N * scale_row, mask=ok_N, other=0.0)[:, None]
         rows_N1 = row_N[:, None].to(tl.int64)
-        codes_ptr += expert * codes_expert
-        codes = tl.load(codes_ptr + rows_N1 * codes_row + col * codes_col, mask=ok, other=0.0)
+        codes_ptrs = codes_ptr + expert * codes_expert + rows_N1 * codes_row + col * codes_col
+        codes = tl.load(codes_ptrs, mask=ok, other=0.0)
         if EACH == 2:
             zero_N = tl.full((BLOCK_N,), _ZERO, tl.int32)
             if zeros_ptr is not None:
                 zeros_ptr += expert * zeros_expert + group * zeros_col
                 zero_N = tl.load(zeros_ptr + group_N * zeros_row, mask=ok_N, other=0).to(tl.int32)
-            zero = zero_N[:, None]
-            even = value_of_code(codes, zero, 0, E2M1, tl.float32) * scale
-            odd = value_of_code(codes, zero, 1, E2M1, tl.float32) * scale
-            value = tl.interleave(even, odd)
+            even = value_of_code(codes, zero_N[:, None], 0, E2M1, tl.float32)
+            value = tl.interleave(even, value_of_code(codes, zero_N[:, None], 1, E2M1, tl.float32))
         else:
-            value = codes.to(tl.float32) * scale
+            value = codes.to(tl.float32)
         out_col = first + tl.arange(0, BLOCK_K)[None, :]
         out_ptrs = out_ptr + (expert * N + rows_N1) * (STORED * EACH) + out_col
         ok = ok_N[:, None] & (out_col < STORED * EACH)
-        tl.store(out_ptrs, convert(value, DTYPE), mask=ok)
+        tl.store(out_ptrs, convert(value * scale, out_ptr.dtype.element_ty), mask=ok)
 
 
 _launch = Launcher(_dequantize)
