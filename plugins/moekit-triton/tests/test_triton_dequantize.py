@@ -60,16 +60,9 @@ def test_bits_of_weights(device, quant, dtype):
             assert torch.equal(got[::2].view(bits), want[::2].view(bits)), (n, k)
 
 
-@pytest.mark.parametrize("quant", ["fp8_block", "int8_channel_token", "int4_w4a16_g32_zp"])
-@pytest.mark.parametrize("adapters", [None, AdapterSlots(2, 4)])
-def test_step_equals_dequantized_weights(device, quant, adapters):
-    """Outputs and gradients have the bits of a call with dequantized weights."""
-    p = problem_of(device, quant, adapters=adapters)
-    case = make_case(p, 12, "masked")
-    stack = None if adapters is None else random_adapters(p)
-    if stack is not None:
-        ids = torch.arange(12, dtype=torch.int32, device=device) % 3 - 1
-        case = replace(case, adapters=stack, routing=replace(case.routing, adapter_ids=ids))
+def check_step(case):
+    """Compare a step in bits with the same step over dequantized weights."""
+    p, stack = case.problem, case.adapters
     plain = p.replace(quant="none")
     found, outs = [], []
     for problem, held in ((p, case.weights), (plain, case.weights.dequantize(p.quant, p.dtype))):
@@ -92,6 +85,25 @@ def test_step_equals_dequantized_weights(device, quant, adapters):
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)
     assert all(torch.equal(out, outs[0]) for out in outs[1:3])
+
+
+@pytest.mark.parametrize("quant", ["fp8_block", "int8_channel_token", "int4_w4a16_g32_zp"])
+@pytest.mark.parametrize("adapters", [None, AdapterSlots(2, 4)])
+def test_step_equals_dequantized_weights(device, quant, adapters):
+    p = problem_of(device, quant, adapters=adapters)
+    case = make_case(p, 12, "masked")
+    stack = None if adapters is None else random_adapters(p)
+    if stack is not None:
+        ids = torch.arange(12, dtype=torch.int32, device=device) % 3 - 1
+        case = replace(case, adapters=stack, routing=replace(case.routing, adapter_ids=ids))
+    check_step(case)
+
+
+@pytest.mark.parametrize("quant", ["fp8_block", "int4_w4a16_g128"])
+def test_specialized_warps(specialized, device, quant):
+    p = problem_of(device, quant, hidden_size=256)
+    assert training.choose_tiles(p, 2000).specialized
+    check_step(make_case(p, 1000, "masked"))
 
 
 @pytest.mark.parametrize("quant", ["fp8_w8a16_block", "mxfp4_w4a16"])
@@ -118,6 +130,8 @@ def test_memory_of_frozen_steps(device, monkeypatch, quant):
         monkeypatch.setattr(training, "dequantize", collected)
     said = beyond_stated(kernel, len(x), step, 2 * x.nbytes)
     assert not said, said
+    assert kernel.experts.workspace(8) == ()
+    assert kernel.experts.apply_unreduced(None, packed, ()) is None  # packed for training alone
     stated = kernel.experts.transient_bytes(8)
     plain = moekit.compose(p.replace(quant="none"), "local", "triton").experts
     largest = 8 * p.w13_rows * p.hidden_size * p.dtype.itemsize
