@@ -129,7 +129,9 @@ def test_explain_names_emulated_schemes(only, quant: str) -> None:
 def test_training_quantizes_no_activations(only) -> None:
     sizes = dict(num_experts=8, top_k=2, hidden_size=64, intermediate_size=64, device="cpu")
     problem = moekit.MoEProblem(**sizes, quant="fp8_channel_token", training=True)
-    assert moekit.explain(problem).note.startswith("activations stay exact (bfloat16) in training;")
+    assert moekit.explain(problem).note.startswith(
+        "activations stay exact (bfloat16), because gradients are wanted;"
+    )
     specs = registry()
     sends = {"wire_schemes": frozenset({problem.quant.name})}
     dispatcher, experts = replace(specs.dispatcher("local"), **sends), specs.expert("torch")
