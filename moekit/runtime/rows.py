@@ -30,9 +30,9 @@ def quantized_by(
     """Return who quantizes the activations of a scheme that quantizes them.
 
     The sender does, before the transfer, if both sides can; else the receiver, if the experts take
-    quantized rows only; else the experts, unless they emulate the scheme.
+    quantized rows only; else the experts, unless they emulate the scheme. Nobody does in training.
     """
-    if problem.quant.activation is None:
+    if problem.quant.activation is None or problem.training:
         return "nobody"
     sent = experts.takes_quantized and problem.quant.name in dispatcher.wire_schemes
     # Batch-invariant experts get tokens in one form, however many ranks there are.

@@ -27,6 +27,8 @@ def notes(problem: MoEProblem, candidate: Candidate) -> Iterator[str]:
 def _arithmetic(problem: MoEProblem, candidate: Candidate) -> Iterator[str]:
     """Yield who quantizes the activations, if the scheme quantizes them."""
     scheme = problem.quant.name
+    if problem.training and problem.quant.activation is not None:
+        yield f"activations stay exact ({problem.dtype_name}), because gradients are wanted"
     by = quantized_by(problem, candidate.dispatcher, candidate.experts)
     if by == "sender":
         yield f"activations are quantized to {scheme} for the transfer"

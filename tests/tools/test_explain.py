@@ -16,6 +16,7 @@ from moekit.cli import explain
 from moekit.cli.main import main
 from moekit.discovery import packages
 from moekit.discovery.registry import registry
+from moekit.runtime.rows import quantized_by
 
 SIZES = "--num-experts 256 --top-k 8 --hidden-size 7168 --intermediate-size 2048".split()
 NEEDY = ", requires=('json', 'no_such_lib'), install_hint='pip install no-such-lib'"
@@ -123,6 +124,19 @@ def test_explain_names_emulated_schemes(only, quant: str) -> None:
     exact = f"activations stay exact (bfloat16) in torch, which emulates {quant}; "
     assert note.startswith(exact) == quantized
     assert ("emulates" in note) == quantized
+
+
+def test_training_quantizes_no_activations(only) -> None:
+    sizes = dict(num_experts=8, top_k=2, hidden_size=64, intermediate_size=64, device="cpu")
+    problem = moekit.MoEProblem(**sizes, quant="fp8_channel_token", training=True)
+    assert moekit.explain(problem).note.startswith(
+        "activations stay exact (bfloat16), because gradients are wanted;"
+    )
+    specs = registry()
+    sends = {"wire_schemes": frozenset({problem.quant.name})}
+    dispatcher, experts = replace(specs.dispatcher("local"), **sends), specs.expert("torch")
+    assert quantized_by(problem, dispatcher, experts) == "nobody"
+    assert quantized_by(problem.replace(training=False), dispatcher, experts) == "sender"
 
 
 @pytest.mark.parametrize(

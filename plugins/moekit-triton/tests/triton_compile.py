@@ -78,7 +78,12 @@ _SMALL_TILES = training.Tiles(*[GemmTile(64, 32, 32, tma=True)] * 6)  # which co
 _TRAINING = training, training_adapters
 _TRAINED: list = [
     ("qwen3-30b", {}),
+    ("qwen3-30b", {"quant": "fp8_block"}),
+    ("qwen3-30b", {"quant": "int4_w4a16_g32_zp", "adapters": _SLOTS}),
     ("gpt-oss", {"has_bias": True, "activation": "swigluoai"}),
+    ("gpt-oss", {"quant": "mxfp4_w4a16", "has_bias": True, "activation": "swigluoai"}),
+    ("qwen3-30b", {"quant": "int8_channel_token", "dtype": torch.float32}),
+    ("qwen3-30b", {"quant": "int4_w4a16_channel", "dtype": torch.float16}),
     ("qwen3-30b", {"dtype": torch.float32}),
     ("qwen3-30b", {"dtype": torch.float16, "activation": "relu2"}),
     ("qwen3-30b", {"adapters": _SLOTS}),
@@ -145,6 +150,8 @@ def train(problem: MoEProblem, tiles: training.Tiles) -> None:
     with next(patched), next(patched), _NoValues():
         experts: Any = training.TrainableTriton(moekit_experts()[0], problem)
         packed, trained = experts.pack(weights), dict(weights.tensors())
+        if problem.quant.weight is not None:
+            trained = {}
         if problem.adapters is not None:
             experts = training_adapters.TrainableAdapterTriton(moekit_experts()[0], problem)
             stack = random_adapters(problem.replace(device="cpu"))
@@ -199,7 +206,7 @@ def main() -> int:
             plan.launch(call(problem, plan, 64, None))
             # So many rows are sorted in two launches.
             plan.launch(call(problem, plan, 1100, torch.zeros(1, dtype=torch.int32)))
-        for name, changes in _TRAINED[: 1 if args.quick else None]:
+        for name, changes in _TRAINED[: 3 if args.quick else None]:
             p = small_of(problem_of(name, device, training=True, **changes))
             plain = p.adapters is not None  # without specialized warps
             tiles = training.choose_tiles(p, 4096, not plain)

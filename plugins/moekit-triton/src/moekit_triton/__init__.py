@@ -44,11 +44,6 @@ def _check(problem: MoEProblem) -> list[str]:
         )
     elif device.type == "cpu" and _imported_compiled():
         reasons.append("TRITON_INTERPRET=1 was set after triton had been imported: set it earlier")
-    if problem.training and weight is not None:
-        reasons.append(
-            f"its backward takes unquantized experts, not {problem.quant.name}: choose another "
-            "backend for frozen quantized experts"
-        )
     fp8 = weight is not None and weight.dtype.startswith("float8")
     if fp8 and device.capability is not None and device.capability < _FP8_CAPABILITY:
         reasons.append(f"fp8 needs compute capability 8.9 or later, not {device}")
@@ -62,6 +57,8 @@ def _check(problem: MoEProblem) -> list[str]:
 
 
 def _describe(problem: MoEProblem, *, batched: bool = False) -> str:
+    if problem.training and problem.quant.weight is not None:
+        return f"products read w13 or w2 dequantized to {problem.dtype_name}"
     from .heuristics import describe
 
     return describe(problem, batched=batched)

@@ -5,6 +5,9 @@
                      gradient of x is the sum over k of W13' dh
     backward_weight  of W2: g (p a)'; of W13: dh x'; of the biases: p g and dh
 
+Quantized weights stay frozen: each product reads one dequantized weight, in the problem's dtype.
+Tokens are not quantized in any scheme.
+
 p is the router weight and g the gradient of the output row. The products gather x and g, or read
 sorted copies that specialized warps write meanwhile. The product for q writes dh, p a and partial
 sums of <q, a>.
@@ -32,6 +35,7 @@ from moekit_kernels.sorted_rows import copy_rows
 from torch import Tensor
 
 from moekit.plugin import (
+    BufferSpec,
     Dispatched,
     ExpertsSpec,
     ExpertWeights,
@@ -39,12 +43,14 @@ from moekit.plugin import (
     MoEProblem,
     PackedWeights,
     TrainableExperts,
+    Unreduced,
     Wanted,
 )
 
 from .calls import Layer
 from .capabilities import num_sms, shared_memory, specializable, tma_possible
 from .experts import TritonExperts
+from .kernels.dequantize import dequantize
 from .kernels.derivatives import list_blocks, router_gradient, sum_rows
 from .kernels.tiles import GemmTile, SpecializedTile
 from .kernels.training_gemm import CompactRows, Epilogue, outer_gemm, rows_gemm
@@ -75,7 +81,8 @@ def choose_tiles(problem: MoEProblem, assignments: int, contiguous: bool = True)
     Tiles have 128 rows, and as few as 16 for fewer rows per expert. ``contiguous``: whether the
     weights are, as specialized warps need.
     """
-    p, H, inner = problem, problem.hidden_size, problem.local_intermediate_size
+    p = problem.replace(quant="none")  # products read dequantized weights
+    H, inner = p.hidden_size, p.local_intermediate_size
     half, wide = p.dtype.itemsize == 2, (p.device.capability or (9, 0))[0] in (9, 10)
     per_expert = triton.cdiv(max(assignments, 1), p.num_local_experts)
     room, tma = shared_memory(p), tma_possible(p)
@@ -119,35 +126,52 @@ def _specializable(p: MoEProblem) -> bool:
 
 
 class TrainableTriton(TritonExperts, TrainableExperts):
-    """Unquantized weights of any strides, every activation, bias and clamp."""
+    """Weights of any strides, every activation, bias and clamp; quantized weights are frozen."""
 
     def __init__(self, spec: ExpertsSpec, problem: MoEProblem) -> None:
         super().__init__(spec, problem)
+        self._operand = problem.quant.weight
         # By the numbers alone, because a problem takes long to hash.
         self._choose = functools.lru_cache(1024)(functools.partial(choose_tiles, problem))
 
     def pack(self, weights: ExpertWeights) -> PackedWeights:
-        return PackedWeights(self.spec.name, weights.tensors())
+        held = weights.tensors().items()  # no copies, of quantized weights either
+        return PackedWeights(self.spec.name, {n: t for n, t in held if "input_scale" not in n})
+
+    def workspace(self, rows: int) -> Sequence[BufferSpec]:
+        return () if self._operand is not None else super().workspace(rows)
 
     def apply(
         self, y: Tensor, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
     ) -> None:
+        if self._operand is not None:
+            self.forward(y, tokens, weights)
+            return
         held = {name: t.contiguous() for name, t in weights.experts.items()}
         super().apply(y, tokens, replace(weights, experts=held), workspace)
+
+    def apply_unreduced(
+        self, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
+    ) -> Unreduced | None:
+        if self._operand is not None:
+            return None
+        return super().apply_unreduced(tokens, weights, workspace)
 
     def forward(self, y_RH: Tensor, tokens: Dispatched, weights: PackedWeights) -> list[Tensor]:
         ids_RK, topk_weights = _ids_and_weights(tokens)
         tiles, layer = self._tiles(ids_RK, weights), self._layer
         rows, places_A = self._sorted(ids_RK, tiles.up.block_m)
-        x, held, p, S = _unit(tokens.x), weights.experts, self.problem, ids_RK.numel()
+        x, p, S = _unit(tokens.x), self.problem, ids_RK.numel()
         h_SW = x.new_empty((S, p.w13_rows))
         a_SI = x.new_empty((S, p.local_intermediate_size))
         first = Epilogue("activation", layer.activation, h_SW, _bias(weights, "w13_bias"))
         y_SH = x.new_empty((S, p.hidden_size))  # holds a sorted copy of x until GEMM 2 writes y
-        self._multiply(x, held["w13"].mT, a_SI, rows, tiles.up, first, True, y_SH)
+        self._multiply(
+            x, self._matrix("w13", weights, rows).mT, a_SI, rows, tiles.up, first, True, y_SH
+        )
         kind, early = ("early", topk_weights) if layer.split_weights else ("store", None)
         second = Epilogue(kind, bias=_bias(weights, "w2_bias"), weights=early)
-        self._multiply(a_SI, held["w2"].mT, y_SH, rows, tiles.down, second)
+        self._multiply(a_SI, self._matrix("w2", weights, rows).mT, y_SH, rows, tiles.down, second)
         y = y_RH if y_RH.stride(1) == 1 else y_RH.new_empty(y_RH.shape)
         weighted_sum(
             y_SH, topk_weights, ids_RK, y, places_A, weight_before_applied=layer.split_weights
@@ -165,7 +189,7 @@ class TrainableTriton(TritonExperts, TrainableExperts):
         wanted: Wanted,
     ) -> InputGradients:
         ids_RK, topk_weights = _ids_and_weights(tokens)
-        tiles, held, p = self._tiles(ids_RK, weights), weights.experts, self.problem
+        tiles, p = self._tiles(ids_RK, weights), self.problem
         h_SW, places_A = saved[0], saved[2]
         rows, S = _rows(saved, tiles, ids_RK), ids_RK.numel()
         inner, new = p.local_intermediate_size, h_SW.new_empty
@@ -177,7 +201,9 @@ class TrainableTriton(TritonExperts, TrainableExperts):
         pa_SI = new((S, inner)) if "w2" in wanted.weights else None
         partials = new((S, parts), dtype=torch.float32) if wanted.topk_weights else None
         pull = Epilogue("pull", self._layer.activation, h_SW, None, topk_weights, dh_SW, partials)
-        self._multiply(grad_RH, held["w2"], pa_SI, rows, tiles.pull, pull, True, g)
+        self._multiply(
+            grad_RH, self._matrix("w2", weights, rows), pa_SI, rows, tiles.pull, pull, True, g
+        )
         dp_RK = dx_RH = None
         if partials is not None:
             dp_RK = torch.empty_like(topk_weights)
@@ -187,7 +213,9 @@ class TrainableTriton(TritonExperts, TrainableExperts):
         if wanted.x:
             assert dh_SW is not None
             dx_SH = new((S, p.hidden_size)) if g is None or pa_SI is not None else g
-            self._multiply(dh_SW, held["w13"], dx_SH, rows, tiles.back, Epilogue())
+            self._multiply(
+                dh_SW, self._matrix("w13", weights, rows), dx_SH, rows, tiles.back, Epilogue()
+            )
             dx_RH = grad_RH.new_empty(tokens.x.shape)
             weighted_sum(dx_SH, None, ids_RK, dx_RH, places_A)
         made = dh_SW, pa_SI, None if pa_SI is None else g
@@ -237,11 +265,19 @@ class TrainableTriton(TritonExperts, TrainableExperts):
         forward = (H + inner) * size
         backward = ((1 + tiles.specialized) * H + inner + p.w13_rows) * size + 4 * parts
         scratch = 4 * align_scratch(assignments, p.num_local_experts)
+        if self._operand is not None:
+            scratch += p.num_local_experts * H * p.w13_rows * size  # one dequantized weight
         return max(super().transient_bytes(rows), assignments * max(forward, backward) + scratch)
 
+    def _matrix(self, name: str, weights: PackedWeights, rows: CompactRows) -> Tensor:
+        """Return w13 or w2 (L, N, K); of quantized ones the experts that have rows."""
+        if self._operand is None:
+            return weights.experts[name]
+        return dequantize(weights.experts, name, self._operand, self.problem.dtype, rows.ends_L)
+
     def _tiles(self, ids_RK: Tensor, weights: PackedWeights) -> Tiles:
-        held = weights.experts.values()
-        return self._choose(ids_RK.numel(), all(map(_contiguous, held)))
+        even = self._operand is not None or all(map(_contiguous, weights.experts.values()))
+        return self._choose(ids_RK.numel(), even)
 
     def _multiply(
         self,

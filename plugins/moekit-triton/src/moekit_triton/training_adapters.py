@@ -1,4 +1,4 @@
-"""The backward of adapters (LoRA) over frozen, unquantized `triton` experts.
+"""The backward of adapters (LoRA) over frozen `triton` experts.
 
 Products of rows add the deltas of their tiles, as in a forward without gradients: the product for
 q adds A2' times ``s B2' g``, and the product for the gradient of x adds A13' times ``s B13' dh``.
@@ -90,7 +90,7 @@ class _Deltas:
 
 
 class TrainableAdapterTriton(TrainableTriton, AdapterTriton, TrainableAdapterExperts):
-    """Adapters over unquantized weights; `kernels.training_gemm` computes all products of rows."""
+    """Adapters over frozen weights; `kernels.training_gemm` computes all products of rows."""
 
     _deltas: _Deltas | None = None  # a copy of this object for one pass has them
 

@@ -60,8 +60,9 @@ _E2M1_FP16 = tl.constexpr(_e2m1_asm("f16x2", 10, 0x7400))
 
 
 @triton.jit
-def _value(w, offset, QUARTER: tl.constexpr, E2M1: tl.constexpr, DTYPE: tl.constexpr):
-    """Return one quarter's values, for the interpreter, which runs no inline assembly."""
+def value_of_code(w, offset, QUARTER: tl.constexpr, E2M1: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the values of the 4 bits from 4 * QUARTER on: in products for the interpreter alone,
+    which runs no inline assembly."""
     code = (w.to(tl.int32) >> (4 * QUARTER)) & 15
     if E2M1:
         bits = ((code & 7) << 22) | ((code & 8) << 28)
@@ -77,7 +78,7 @@ def _values(w, offsets, E2M1: tl.constexpr, DTYPE: tl.constexpr):
     values = ()
     if _INTERPRETED:
         for q in tl.static_range(4):
-            values += (_value(w, offsets[q], q, E2M1, DTYPE),)
+            values += (value_of_code(w, offsets[q], q, E2M1, DTYPE),)
     else:
         if E2M1:
             ASM: tl.constexpr = _E2M1_BF16 if DTYPE == tl.bfloat16 else _E2M1_FP16
