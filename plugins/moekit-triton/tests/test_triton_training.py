@@ -143,6 +143,24 @@ def test_transposed_and_interleaved_parameters(device, small):
     assert torch.equal(y_mixed, y)
 
 
+def test_views_reach_calls_that_leave_sums(device) -> None:
+    """The kernels of calls without gradients read contiguous weights, and got views."""
+    p = problem_of(device, has_bias=False, dtype=torch.bfloat16)
+    plain, (x, ids, weights) = parameters(p), inputs(p)
+    views = ExpertWeights(*(w.mT.contiguous().mT for w in (plain.w13, plain.w2)))
+    kernel = moekit.compose(p, "local", "triton")
+    tokens, found = Dispatched(torch.nan_to_num(x), None, ids, weights), []
+    for held in (plain, views):
+        scratch = kernel.workspace.take(kernel.experts.workspace(len(x)), x.device)
+        rows = kernel.experts.apply_unreduced(tokens, kernel.experts.pack(held), scratch)
+        assert rows is not None
+        places = (
+            torch.arange(ids.numel()).view_as(ids) if rows.places_RK is None else rows.places_RK
+        )
+        found.append(rows.rows_NH[places[ids >= 0].long()].clone())
+    assert torch.equal(*found)
+
+
 class Step:
     """The methods of the experts, called one after another."""
 

@@ -25,6 +25,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
+from typing import Any
 
 import torch
 import triton
@@ -47,13 +48,14 @@ from moekit.plugin import (
     Wanted,
 )
 
-from .calls import Layer
+from .calls import Call, Layer
 from .capabilities import num_sms, shared_memory, specializable, tma_possible
 from .experts import TritonExperts
 from .kernels.dequantize import dequantize
 from .kernels.derivatives import list_blocks, router_gradient, sum_rows
 from .kernels.tiles import GemmTile, SpecializedTile
 from .kernels.training_gemm import CompactRows, Epilogue, outer_gemm, rows_gemm
+from .plans import StandardPlan
 
 
 @dataclass(frozen=True)
@@ -146,9 +148,8 @@ class TrainableTriton(TritonExperts, TrainableExperts):
     ) -> None:
         if self._operand is not None:
             self.forward(y, tokens, weights)
-            return
-        held = {name: t.contiguous() for name, t in weights.experts.items()}
-        super().apply(y, tokens, replace(weights, experts=held), workspace)
+        else:
+            super().apply(y, tokens, weights, workspace)
 
     def apply_unreduced(
         self, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
@@ -156,6 +157,12 @@ class TrainableTriton(TritonExperts, TrainableExperts):
         if self._operand is not None:
             return None
         return super().apply_unreduced(tokens, weights, workspace)
+
+    def _call(
+        self, y: Any, tokens: Dispatched, weights: PackedWeights, workspace: Sequence[Tensor]
+    ) -> tuple[StandardPlan, Call]:
+        held = {name: t.contiguous() for name, t in weights.experts.items()}
+        return super()._call(y, tokens, replace(weights, experts=held), workspace)
 
     def forward(self, y_RH: Tensor, tokens: Dispatched, weights: PackedWeights) -> list[Tensor]:
         ids_RK, topk_weights = _ids_and_weights(tokens)
