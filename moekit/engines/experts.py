@@ -24,7 +24,7 @@ _warmed: dict[tuple[ModularKernel, torch.dtype], int] = {}
 
 @dataclass(eq=False)
 class Computed:
-    """What computes a layer.
+    """Compute one layer with a kernel and its packed weights.
 
     Attributes:
         kernel: Shared by layers with equal problems.

@@ -1,4 +1,4 @@
-"""What an engine says of one MoE layer, in the same words for every engine."""
+"""Describe an engine's MoE layer in the same words for all engines."""
 
 from __future__ import annotations
 
