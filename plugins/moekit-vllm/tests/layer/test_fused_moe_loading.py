@@ -148,7 +148,8 @@ def call_without_weights(layer: FusedMoE) -> None:
 def test_calls_need_processed_weights() -> None:
     layer, tensors = make(), stacks()
     lacks = f"{3 * E} of {3 * E} tensors of this rank were not loaded: experts.0"
-    with pytest.raises(WeightsError, match=f"no weights: {lacks}.*; pass them to weight_loader"):
+    advice = f"no packed weights: {lacks}.*; pass them to weight_loader"
+    with pytest.raises(WeightsError, match=advice):
         call_without_weights(layer)
     with pytest.raises(WeightsError, match=lacks):
         layer.process_weights_after_loading()
@@ -164,7 +165,8 @@ def test_calls_need_processed_weights() -> None:
     assert layer.packed is packed
     layer.w2_weight.weight_loader(layer.w2_weight, tensors["w2"][1], "w2_weight", "w2", 1)
     began = "experts.1.w2.weight came after a complete round of loading and began a new one, and"
-    with pytest.raises(WeightsError, match=f"no weights: {began} {3 * E - 1} of {3 * E} tensors"):
+    advice = f"no packed weights: {began} {3 * E - 1} of {3 * E} tensors"
+    with pytest.raises(WeightsError, match=advice):
         call_without_weights(layer)  # an update has begun
 
 
