@@ -7,6 +7,7 @@ them, and the formats read those as they read a checkpoint's.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from typing import Any
@@ -135,6 +136,16 @@ def method_of(config: Mapping[str, Any]) -> Method | None:
     return method
 
 
+@cache  # one warning for all tensors of a checkpoint
+def _warn_of_unknown(method: str) -> None:
+    # Such a method may still change plain values, for example by a rotation.
+    logging.getLogger("moekit").warning(
+        "moekit does not know the quantization method %s: it reads tensors by their names and "
+        "dtypes alone. Compare the model's outputs with another library's.",
+        method,
+    )
+
+
 def format_of(matrix: Matrix) -> Format | None:
     """Return the format in which a matrix is stored, as if it were stored (out, in).
 
@@ -146,6 +157,8 @@ def format_of(matrix: Matrix) -> Format | None:
     """
     for method in _candidates(matrix.method):
         if (found := method.read(matrix)) is not None:
+            if matrix.method and _named(matrix.method) is None:
+                _warn_of_unknown(matrix.method)
             return found
     if not matrix.method:
         return None

@@ -231,6 +231,13 @@ def test_formats_that_are_not_supported(
         problem_from_config(changed(format, change, **config), device="cpu")
 
 
+def test_plain_tensors_of_an_unknown_method_are_read_with_a_warning(changed, caplog) -> None:
+    path = changed("bf16", nothing, quant_method="rotated")
+    for _ in range(2):
+        assert problem_from_config(path, device="cpu").quant.name == "none"
+    assert caplog.text.count("does not know the quantization method rotated") == 1
+
+
 @pytest.mark.parametrize(
     ("format", "scheme", "said"),
     [
