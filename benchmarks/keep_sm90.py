@@ -54,15 +54,15 @@ def kernels(cubin: bytes) -> str:
         return subprocess.run(command, shell=True, capture_output=True, text=True).stdout
 
 
-def main() -> None:
-    source, target, *pattern = sys.argv[1:]
+def keep(source: str, target: str, *pattern: str) -> None:
+    """Write a library without the code of other architectures, and of kernels the pattern omits."""
     data = bytearray(Path(source).read_bytes())
     kept = zeroed = 0
     for kind, architecture, place in entries(bytes(data), *section(source)):
-        keep = (kind, architecture) == (_CUBIN, _SM90)
-        if keep and pattern:
-            keep = re.search(pattern[0], kernels(bytes(data[place]))) is not None
-        if keep:
+        needed = (kind, architecture) == (_CUBIN, _SM90)
+        if needed and pattern:
+            needed = re.search(pattern[0], kernels(bytes(data[place]))) is not None
+        if needed:
             kept += place.stop - place.start
         else:
             zeroed += place.stop - place.start
@@ -72,4 +72,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    keep(*sys.argv[1:])
