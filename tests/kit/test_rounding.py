@@ -131,7 +131,10 @@ def test_scales_may_be_taken_in_the_dtype(monkeypatch) -> None:
             assert_close(wrong.bfloat16(), ref, p, case=case)
 
 
-@pytest.mark.parametrize("seed", ["133", "204", "226"])
+_FULL = [pytest.param(seed, marks=pytest.mark.full) for seed in ("204", "226")]
+
+
+@pytest.mark.parametrize("seed", ["133", *_FULL])
 def test_tokens_of_few_columns_or_squares_are_right(seed, monkeypatch) -> None:
     """Right experts failed: for a token of 32 columns, and for tokens of relu(gate)**2 * up."""
     monkeypatch.setenv(cases.SEED_VARIABLE, seed)

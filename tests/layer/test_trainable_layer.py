@@ -102,9 +102,10 @@ class Model(torch.nn.Module):
             return self.experts(x.tanh(), logits).sin()
 
 
-@pytest.mark.parametrize(
-    "form", ["plain", "two", "chunks", "zero_experts", "autocast", "selective"]
-)
+_FULL = [pytest.param(form, marks=pytest.mark.full) for form in ("plain", "autocast", "two")]
+
+
+@pytest.mark.parametrize("form", ["chunks", "zero_experts", "selective", *_FULL])
 def test_compiled_layers_give_the_bits_of_eager_mode(form) -> None:
     arguments = {"chunks": {"max_num_tokens": 16}, "zero_experts": {"zero_expert_num": 2}}
     model: torch.nn.Module = Model(has_bias=True, **arguments.get(form, {}))

@@ -68,6 +68,17 @@ _KIND_INTERPRETED: Mapping[str, Callable[..., object]] = {
     "test_batch_invariant_tokens": lambda dtype: "any",
     "test_weight_and_reduce": lambda dtype: "any",
     "test_many_experts": lambda **parameters: _NOT_IN_CI,
+    # Weights of all schemes are compared in bits elsewhere.
+    **dict.fromkeys(
+        (
+            "test_adapters_over_scheme",
+            "test_adapter_gradients_over_scheme",
+            "test_gradients_through_frozen_experts",
+        ),
+        lambda scheme: _order(scheme),
+    ),
+    # The adapters' gradients are of most of these calls.
+    "test_adapters": lambda name: name if name in ("clamped", "rank_72") else _NOT_IN_CI,
 }
 # CI runs these for each class, and more for the first class of a folder: the classes of a package
 # share the code around their kernels.

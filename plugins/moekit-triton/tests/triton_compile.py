@@ -47,11 +47,8 @@ _SIZES = {
     "qwen3-30b": (128, 8, 2048, 768), "mixtral": (8, 2, 4096, 14336), "gpt-oss": (32, 4, 2880, 2880)
 }  # fmt: skip
 _SLOTS = AdapterSlots(2, 32)
-_QUICK = [("qwen3-30b", {}, (1,)), ("qwen3-30b", {"batch_invariant": True}, (1,)),
-          ("qwen3-30b", {"quant": "fp8_block"}, (16,)),
-          ("qwen3-30b", {"quant": "int4_w4a16_g128"}, (16,)),
-          ("qwen3-30b", {"adapters": _SLOTS}, (1, 16, 1024)),
-          ("qwen3-30b", {"adapters": AdapterSlots(1, 192)}, (16,)),
+_QUICK = [("qwen3-30b", {}, (1,)), ("qwen3-30b", {"quant": "int4_w4a16_g128"}, (16,)),
+          ("qwen3-30b", {"adapters": _SLOTS}, (1,)),
           ("qwen3-30b", {"adapters": _SLOTS, "quant": "fp8_block"}, (16,))]  # fmt: skip
 _MOST_SINGLES = 64  # a kernel loads that many scales
 _TOKENS = (1, 16, 64, 256, 1024, 4096, 16384)
@@ -203,7 +200,8 @@ def main() -> int:
     bad, most = 0, capabilities.shared_memory(p)
     with recorded(capability=capability) as launches:
         for problem, plan in plans(_QUICK if args.quick else _ALL, device):
-            plan.launch(call(problem, plan, 64, None))
+            if not args.quick:
+                plan.launch(call(problem, plan, 64, None))
             # So many rows are sorted in two launches.
             plan.launch(call(problem, plan, 1100, torch.zeros(1, dtype=torch.int32)))
         for name, changes in _TRAINED[: 3 if args.quick else None]:
