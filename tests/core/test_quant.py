@@ -244,8 +244,13 @@ def test_e2m1_rounds_to_the_nearest_value():
 
 
 @pytest.mark.parametrize(
-    "name", ["fp8_block", "int4_w4a16_g128", "int4_w4a16_g32_zp", "mxfp4_w4a16", "nvfp4"]
-)
+    "name",
+    [
+        "int4_w4a16_g32_zp", "nvfp4",
+        *(pytest.param(name, marks=pytest.mark.full)
+          for name in ("fp8_block", "int4_w4a16_g128", "mxfp4_w4a16")),
+    ],
+)  # fmt: skip
 def test_weights_are_converted_a_few_experts_at_a_time(name, monkeypatch):
     """The same bits as at once, with the memory of a few experts beside the results."""
     scheme, E, H, N = SCHEMES[name], 24, 256, 512

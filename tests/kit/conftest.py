@@ -17,7 +17,8 @@ _REPEATS = re.compile(
             # one scheme for each number of bits, group and kind of activation shows both.
             r"TestTorch::test_cases\[(fp8_tensor|fp8_channel|fp8_w8a16|int8_w8a16|int4_w4a16_(channel|g32_)"
             r"|int4_w4a8|mxfp4_w4a8|mxfp8|nvfp4_w)",
-            r"TestTorch::test_batch_invariant_scheme\[\w+_(g64|g128|act_order|channel|static|zp)",
+            r"TestTorch::test_batch_invariant_scheme\[\w+_(g\d+|act_order|channel|static|tensor|token|zp)",
+            r"TestTorch::test_batch_invariant_tokens\[float16",
             # TestLocal runs as many calls.
             r"TestBatchedReference::test_long_run_of_one_shape",
             # The path of another scheme's tokens.
@@ -27,7 +28,7 @@ _REPEATS = re.compile(
     )  # fmt: skip
 )
 
-_LONG = ("test_long_run_of_one_shape",)
+_LONG = ("test_layers_in_turn", "test_long_run_of_one_shape", "test_memory_is_stated")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest applies -m

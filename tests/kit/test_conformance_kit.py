@@ -21,6 +21,7 @@ from moekit.errors import Unsupported
 from moekit.problem.activation import Activation
 from moekit.problem.quant import SCHEMES
 from moekit.testing import (
+    AdapterConformance,
     DispatcherConformance,
     ExpertsConformance,
     GradientConformance,
@@ -366,7 +367,7 @@ def test_a_backend_that_is_not_installed_is_named_in_one_line(pytester, kit):
 
 def test_known_paths_name_tests_of_the_kit():
     """A renamed test or parameter must not leave its cases unmarked."""
-    kits = ExpertsConformance, DispatcherConformance, GradientConformance
+    kits = ExpertsConformance, DispatcherConformance, GradientConformance, AdapterConformance
     assert all(any(hasattr(kit, name) for kit in kits) for name in kit_full._OF_ADAPTERS)
     for name, kind in (*kit_full._KIND_OF_CASE.items(), *kit_full._KIND_INTERPRETED.items()):
         wanted = inspect.signature(kind).parameters.values()

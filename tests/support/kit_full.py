@@ -52,6 +52,10 @@ _KIND_OF_CASE: Mapping[str, Callable[..., object]] = {
         ("test_long_run_of_one_shape", "test_many_assignments"), lambda **ranks: _NOT_IN_CI
     ),
 }
+_OF_ADAPTED_CALLS = (
+    "masked_with_bias", "gate_and_up_apart", "no_gate", "rank_5", "slice_of_experts",
+    "shared_by_experts", "w13_alone", "w2_alone",
+)  # fmt: skip
 # In Triton's interpreter.
 _KIND_INTERPRETED: Mapping[str, Callable[..., object]] = {
     "test_scheme": lambda scheme: path_of(SCHEMES[scheme]),
@@ -77,8 +81,8 @@ _KIND_INTERPRETED: Mapping[str, Callable[..., object]] = {
         ),
         lambda scheme: _order(scheme),
     ),
-    # The adapters' gradients are of most of these calls.
     "test_adapters": lambda name: name if name in ("clamped", "rank_72") else _NOT_IN_CI,
+    "test_adapter_gradients": lambda name: name if name in _OF_ADAPTED_CALLS else _NOT_IN_CI,
 }
 # CI runs these for each class, and more for the first class of a folder: the classes of a package
 # share the code around their kernels.
@@ -92,8 +96,8 @@ _OF_EACH_CLASS = (
 _OF_ADAPTERS = (
     *_OF_EACH_CLASS, "test_activation", "test_capacity", "test_dtype",
     "test_failure_after_dispatch", "test_group_is_resolved", "test_input_form",
-    "test_memory_is_stated", "test_quantized_tokens", "test_repeated_calls",
-    "test_slices_and_shared_tokens", "test_two_calls_in_flight",
+    "test_quantized_tokens", "test_repeated_calls", "test_slices_and_shared_tokens",
+    "test_two_calls_in_flight",
 )  # fmt: skip
 _WITHOUT_STAND_INS = ("moekit-naive", "moekit-nvlink", "moekit-triton")
 
