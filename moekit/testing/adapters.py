@@ -144,7 +144,7 @@ class AdapterConformance(OfAnotherClass, ExpertsBase):
         given, grad = replace(leaves(case, names), weights=frozen), random_grad(case)
         found, right = gradients(kernel, given, grad), right_gradients(case, grad)
         assert not set(found) - set(names), f"wanted: {names}, found: {[*found]}"
-        assert_right_gradients(found, {n: right[n] for n in names}, case)
+        assert_right_gradients(found, {n: right[n] for n in names}, case, grad)
 
     @pytest.mark.parametrize("name", [n for n in _CALLS if n != "clamped"])  # h may cross it
     def test_adapter_gradients(self, name: str) -> None:

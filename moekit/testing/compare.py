@@ -168,6 +168,17 @@ def beyond(found: Errors, bound: Tolerance) -> str:
     return f"relative error too large: {', '.join(wrong)}" if wrong else ""
 
 
+def beyond_bound(out: Tensor, ref: Tensor, bound: Tolerance, rounding: Rounding | None) -> str:
+    """Describe the errors of ``out`` beyond the bound, and beyond those that rounding explains."""
+    if rounding is not None:
+        row_T1 = rounding.row_T[:, None].to(ref) / (_row_scale(ref) * bound.row)
+        element_TH = rounding.element_TH.to(ref) / (_row_scale(ref) * bound.element)
+        out = ref + (out - ref) / torch.maximum(row_T1, element_TH).clamp(min=1.0)
+        names = "rms", "scale", "offset"
+        bound = bound._replace(**{n: max(getattr(bound, n), getattr(rounding, n)) for n in names})
+    return beyond(errors(out, ref), bound)
+
+
 def complain(
     out: Tensor,
     ref: Tensor,
@@ -208,14 +219,7 @@ def complain(
     bound = tolerance(
         problem, used, effective_tokens=effective, rounds_activations=rounds_activations
     )
-    judged = out
-    if rounding is not None:
-        row_T1 = rounding.row_T[:, None].to(ref) / (_row_scale(ref) * bound.row)
-        element_TH = rounding.element_TH.to(ref) / (_row_scale(ref) * bound.element)
-        judged = ref + (out - ref) / torch.maximum(row_T1, element_TH).clamp(min=1.0)
-        names = "rms", "scale", "offset"
-        bound = bound._replace(**{n: max(getattr(bound, n), getattr(rounding, n)) for n in names})
-    wrong = beyond(errors(judged, ref), bound)
+    wrong = beyond_bound(out, ref, bound, rounding)
     if not wrong:
         return ""
     if not bool(out.any()):

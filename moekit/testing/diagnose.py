@@ -7,7 +7,7 @@ says which experts the wrong tokens share. It runs only when a comparison has fa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -83,29 +83,40 @@ def complain_of(out: Tensor, ref: Tensor, case: Case, *, rounds_activations: boo
     larger. Values that share a scale or a mantissa are rounded alike, so their errors add up.
     """
     compare = partial(complain, out, ref, case.problem, rounds_activations=rounds_activations)
-    if said := compare():
-        draws = _Draws(case, rounds_activations)
-        for count, deviations in _DRAWS:
-            if said := compare(rounding=draws.explained(count, deviations)):
-                break  # more draws take seconds in vain
+    return compare() and beyond_rounding(compare, Draws(case, rounds_activations))
+
+
+def beyond_rounding(compare: Callable[..., str], draws: Draws) -> str:
+    """Return what ``compare(rounding=...)`` says, "" if rounding explains the errors."""
+    said = ""
+    for count, deviations in _DRAWS:
+        if said := compare(rounding=draws.explained(count, deviations)):
+            break  # more draws take seconds in vain
     return said
 
 
 def rounding_errors(case: Case) -> Rounding:
     """Return the errors of this call's output that rounding explains."""
-    return _Draws(case).explained(*_DRAWS[-1])
+    return Draws(case).explained(*_DRAWS[-1])
 
 
-class _Draws:
-    """Random draws of the rounding errors of a call's output.
+class Draws:
+    """Random draws of the rounding errors of a call's output, or of a gradient of it.
 
     A draw adds rounding errors to all that kernels may round: weights' scales and dequantized
     weights (unless activations are quantized), both operands and the result of each product, and
     the output. Other arithmetic is exact. Activations are rounded to the scheme, or to the dtype.
     """
 
-    def __init__(self, case: Case, rounds_activations: bool = True) -> None:
-        self._case, self._exact, self._count = case, case.reference(), 0
+    def __init__(
+        self,
+        case: Case,
+        rounds_activations: bool = True,
+        result: Callable[..., Tensor] = Case.reference,
+    ) -> None:
+        """result: Returns the exact result (T, H) of a call, also ``around`` its products."""
+        self._case, self._exact, self._count = case, result(case), 0
+        self._result = result
         self._operand = case.problem.quant.activation if rounds_activations else None
         self._weight = case.problem.quant.weight if self._operand is None else None
         self._weights = case.weights.canonical(case.problem)
@@ -137,7 +148,7 @@ class _Draws:
                 unit = 2.0 ** math.frexp(float(scale.abs().max()))[1]
                 changes[name] = unit * self._rounded(scale / unit)
             case = replace(case, weights=replace(w, **changes))
-        out = self._rounded(case.reference(self._around))
+        out = self._rounded(self._result(case, around=self._around))
         error_TH = (out - self._exact).abs()
         found = [abs(value) for value, _ in errors(out, self._exact).values()]
         return error_TH, error_TH.square().mean(dim=1).sqrt(), torch.tensor([found[0], *found[3:]])
@@ -162,7 +173,8 @@ class _Draws:
         (mantissa, exponent), info = torch.frexp(x), torch.finfo(dtype)
         least = math.frexp(info.tiny)[1]  # smaller numbers have fewer bits
         half = torch.ldexp(mantissa.sign() * info.eps / 4, exponent.clamp(min=least))
-        return torch.where(x == x.to(dtype), x, x + half * self._noise(mantissa))
+        noise = torch.where(x == x.to(dtype), 0.0, half * self._noise(mantissa))
+        return x + noise.detach()
 
     def _coded(self, x: Tensor, static: Tensor | None) -> Tensor:
         """Return x (rows, columns) with the rounding errors of its codes, of random signs.
@@ -172,7 +184,7 @@ class _Draws:
         operand = self._operand
         assert operand is not None
         near = dequantize(*quantize(x, operand, static if operand.static else None), operand)
-        return x + (near - x) * self._noise(x).sign()
+        return x + ((near - x) * self._noise(x).sign()).detach()
 
     def _noise(self, x: Tensor) -> Tensor:
         """Return numbers from -1 to 1 that are random functions of the magnitudes of x (fp32)."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -63,36 +64,50 @@ _SOME = (("x",), ("topk_weights", "w2"), ("w13",), ("x", "w2_bias"))
 
 @dataclass(frozen=True)
 class _Right:
-    """This rank's call, the gradient of its output, and the right gradients.
+    """This rank's call, and what its right gradients are made of.
 
-    whole: the call as the oracle sees it.
+    batches: the calls of all batches as the oracle sees them, and the gradients of their outputs.
+    alone: its output is a partial sum, to which the other ranks' weights add nothing.
     """
 
     case: Case
-    grad: Tensor
-    gradients: Gradients
-    whole: Case
+    batches: Sequence[tuple[Case, Tensor]]
+    batch: int
+    alone: bool
 
     @classmethod
     def of(cls, r: Rank, wanted: Call, index: int, how: str) -> _Right:
-        """Weights get the sum over all batches, from which this rank's share of them is cut."""
-        problem, parallel = cases.whole(r.problem), r.problem.parallel
-        weights, batches = cases.random_weights(problem), list[_Right]()
-        for batch in range(parallel.dp_size):
+        problem = cases.whole(r.problem)
+        weights, mine, batches = cases.random_weights(problem), list[Case](), []
+        for batch in range(r.problem.parallel.dp_size):
             there = copy(r)
             there.batch = batch
-            case, _ = there.case(wanted, index)
-            whole = Case(problem, weights, case.x, case.routing)
-            grad = FORMS.get(how, torch.clone)(random_grad(whole, (index, batch)))
-            batches.append(cls(case, grad, right_gradients(whole, grad), whole))
-        mine, names = batches[r.batch], weights.tensors()
-        total: dict[str, Any] = {n: sum(b.gradients[n] for b in batches) for n in names}
-        if r.alone and r.world_size > 1:  # partial sums
-            mine = replace(mine, gradients=right_gradients(mine.case, mine.grad), whole=mine.case)
-        held = ExpertWeights(**total).select(list(r.problem.local_experts))
-        if parallel.tp_size > 1:
-            held = cases.tp_shard(held, r.problem)
-        return replace(mine, gradients={**mine.gradients, **held.tensors()})
+            mine.append(there.case(wanted, index)[0])
+            case = Case(problem, weights, mine[-1].x, mine[-1].routing)
+            batches.append((case, FORMS.get(how, torch.clone)(random_grad(case, (index, batch)))))
+        return cls(mine[r.batch], batches, r.batch, r.alone and r.world_size > 1)
+
+    @property
+    def grad(self) -> Tensor:
+        return self.batches[self.batch][1]
+
+    @property
+    def whole(self) -> Case:
+        return self.case if self.alone else self.batches[self.batch][0]
+
+    def gradients(self, times: int, _: Case | None = None, **around: Any) -> Gradients:
+        """Weights get the sum over all batches, from which this rank's share of them is cut."""
+        each = [right_gradients(case, times * grad, **around) for case, grad in self.batches]
+        mine, problem = each[self.batch], self.case.problem
+        if self.alone:
+            mine = right_gradients(self.case, times * self.grad, **around)
+        total: dict[str, Any] = {
+            name: sum(found[name] for found in each) for name in self.case.weights.tensors()
+        }
+        held = ExpertWeights(**total).select(list(problem.local_experts))
+        if problem.parallel.tp_size > 1:
+            held = cases.tp_shard(held, problem)
+        return {**mine, **held.tensors()}
 
 
 def gradients_of_calls(r: Rank, sequence: Sequence[Call], how: str) -> None:
@@ -114,8 +129,10 @@ def gradients_of_calls(r: Rank, sequence: Sequence[Call], how: str) -> None:
     for index, right in enumerate(made):
         if how == "dropped" and not index:
             continue
-        want = {name: (1 + (how == "twice")) * right.gradients[name] for name in asked}
-        said = fault(found[index], want, right.whole)
+        gradients = partial(right.gradients, 1 + (how == "twice"))
+        whole = gradients()
+        want = {name: whole[name] for name in asked}
+        said = fault(found[index], want, right.whole, gradients)
         r.expect(not said, f"rank {r.rank}, call {index} of {sequence}: {said}")
 
 

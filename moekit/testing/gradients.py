@@ -35,7 +35,8 @@ from moekit.testing.cases import (
     random_weights,
     seed,
 )  # fmt: skip
-from moekit.testing.compare import beyond, errors, tolerance
+from moekit.testing.compare import Tolerance, beyond_bound, tolerance
+from moekit.testing.diagnose import Draws, beyond_rounding
 from moekit.testing.experts_base import ExpertsBase
 from moekit.testing.invariance import rows_of
 from moekit.testing.memory import beyond_stated, measure, most_memory, poisoned_allocations
@@ -103,8 +104,8 @@ def random_grad(case: Case, key: object = 0) -> Tensor:
     return made.to(case.problem.dtype).to(case.x.device)
 
 
-def right_gradients(case: Case, grad: Tensor) -> Gradients:
-    """Return the gradients of the oracle by autograd, in fp32.
+def right_gradients(case: Case, grad: Tensor, **around: Any) -> Gradients:
+    """Return the gradients of the oracle by autograd, in fp32. around: as for `Case.reference`.
 
     Quantized weights have none, and neither have weights under adapters. w2's bias has one on
     every rank of tensor parallelism, though only the first adds it.
@@ -121,7 +122,7 @@ def right_gradients(case: Case, grad: Tensor) -> Gradients:
             first = problem.replace(parallel=replace(p, tp_rank=0))
             zero = replace(given.weights, w2_bias=b - b.detach())
             given = replace(given, problem=first, weights=zero)
-        out = given.reference()
+        out = given.reference(**around)
     if not out.requires_grad:  # no token has an expert
         return {name: torch.zeros_like(t) for name, t in asked.items()}
     made = torch.autograd.grad(out, list(asked.values()), grad.float(), materialize_grads=True)
@@ -217,16 +218,27 @@ def kept_beyond_stated(kernel: TrainableKernel, case: Case, times: int = 1) -> s
     return ""
 
 
-def fault(found: Mapping[str, Tensor], want: Mapping[str, Tensor], case: Case) -> str:
-    """Describe the first gradient of a call that is wrong or missing, or return ""."""
-    for name, right in want.items():
-        said = _complaint(name, found[name], right, case) if name in found else "is missing"
+def fault(
+    found: Mapping[str, Tensor],
+    want: Mapping[str, Tensor],
+    case: Case,
+    right: Callable[..., Gradients] | None,
+) -> str:
+    """Describe the first gradient of a call that is wrong or missing, or return "".
+
+    right: Returns ``want`` for a case like this one, also ``around`` its products. None: no errors
+        are compared with draws of rounding errors.
+    """
+    for name, wanted in want.items():
+        said = _complaint(name, found[name], wanted, case, right) if name in found else "is missing"
         if said:
             return f"the gradient of {name} {said}"
     return ""
 
 
-def _complaint(name: str, found: Tensor, want: Tensor, case: Case) -> str:
+def _complaint(
+    name: str, found: Tensor, want: Tensor, case: Case, right: Callable[..., Gradients] | None
+) -> str:
     dtype = torch.float32 if name == "topk_weights" else case.problem.dtype
     if found.shape != want.shape or found.dtype not in (dtype, torch.float32):
         return f"is {found.dtype} {tuple(found.shape)}, expected {dtype} {tuple(want.shape)}"
@@ -235,46 +247,50 @@ def _complaint(name: str, found: Tensor, want: Tensor, case: Case) -> str:
     if name == "topk_weights":
         if bool(found[case.routing.topk_ids < 0].any()):
             return "is not zero where the id is -1"
-        return _beyond(name, found.view(1, -1), want.view(1, -1), case)
-    if case.adapters is not None and name != "x":  # of S adapters with L experts each
-        found, want = found.flatten(0, 1), want.flatten(0, 1)
-        if len(unmoved := (want.flatten(1).any(dim=1) & ~found.flatten(1).any(dim=1)).nonzero()):
+        found, want = found.view(1, -1), want.view(1, -1)
+    elif case.adapters is not None and name != "x":  # of S adapters with L experts each
+        found, want = found.flatten(0, 1).flatten(1), want.flatten(0, 1).flatten(1)
+        if len(unmoved := (want.any(dim=1) & ~found.any(dim=1)).nonzero()):
             return f"is zero for matrices {unmoved.flatten().tolist()}"
-    found, want = found.flatten(1), want.flatten(1)
+    else:
+        found, want = found.flatten(1), want.flatten(1)
     if len(wrong := (~want.any(dim=1) & found.any(dim=1)).nonzero()):
         whose = "tokens without an expert" if name == "x" else "experts without tokens"
         return f"is not zero for {whose}: {wrong.flatten().tolist()}"
-    return _beyond(name, found, want, case)
+    compare = partial(beyond_bound, found.float(), want.float(), _bound(name, case.problem))
+    if not (said := compare(rounding=None)) or right is None:
+        return said
+
+    def result(case: Case, **around: Any) -> Tensor:
+        return right(case, **around)[name].view(want.shape)
+
+    return beyond_rounding(compare, Draws(case, result=result))
 
 
-def _beyond(name: str, found: Tensor, want: Tensor, case: Case) -> str:
-    """Describe the errors beyond the bounds on outputs, of which all but the RMS's are wider.
+def _bound(name: str, problem: MoEProblem) -> Tolerance:
+    """Return the bounds on outputs, of which all but the RMS's are wider.
 
-    There the slope of the activation magnifies the rounding of h. The gradient of a router weight
-    is a product of two vectors that may nearly cancel, so its size is an average over other
-    incoming gradients as well.
+    There the slope of the activation magnifies the rounding of h.
     """
-    wider = _WIDER if name in ("x", "topk_weights") else _WIDER_OF_PRODUCTS
-    bound = tolerance(case.problem, effective_tokens=1)
+    bound = tolerance(problem, effective_tokens=1)
     more = {name: _WIDER * getattr(bound, name) for name in ("row", "scale", "offset")}
-    bound = bound._replace(**more, element=wider * bound.element)
-    if name == "topk_weights":  # few elements: one may be as large as all others (seen: 1.15)
-        bound = bound._replace(rms=1.5 * bound.rms)
-    wrong = beyond(errors(found, want), bound)
-    if wrong and name == "topk_weights":
-        draws = [right_gradients(case, random_grad(case, i))[name] for i in range(8)]
-        size = torch.stack([want, *(t.view(1, -1) for t in draws)]).square().mean(dim=0).sqrt()
-        apart = ((found - want) / size)[want != 0]
-        if float(apart.square().mean().sqrt()) < bound.rms:
-            return ""
-    return wrong
+    wider = _WIDER if name in ("x", "topk_weights") else _WIDER_OF_PRODUCTS
+    return bound._replace(**more, element=wider * bound.element)
 
 
 def assert_right_gradients(
-    found: Mapping[str, Tensor], want: Mapping[str, Tensor], case: Case, what: str = "the call"
+    found: Mapping[str, Tensor],
+    want: Mapping[str, Tensor],
+    case: Case,
+    grad: Tensor | None,
+    what: str = "the call",
 ) -> None:
-    """Assert that all gradients are the oracle's, up to the bounds on outputs."""
-    if said := fault(found, want, case):
+    """Assert that all gradients are the oracle's, up to the bounds on outputs.
+
+    grad: The gradient of the output; None if ``want`` is a sum over calls.
+    """
+    right = None if grad is None else partial(right_gradients, grad=grad)
+    if said := fault(found, want, case, right):
         raise AssertionError(
             f"{what}: {said}\n  problem: {case.problem!r}\n  repeat with {SEED_VARIABLE}={seed()}"
         )
@@ -331,7 +347,7 @@ class GradientConformance(OfAnotherClass, ExpertsBase):
         """Compare a call with the oracle, and a second one, under autocast, with it in bits."""
         kernel, grad = self._trainable(case.problem), random_grad(case)
         found = gradients(kernel, leaves(case), grad)
-        assert_right_gradients(found, right_gradients(case, grad), case, what)
+        assert_right_gradients(found, right_gradients(case, grad), case, grad, what)
         other = torch.float16 if case.problem.dtype != torch.float16 else torch.bfloat16
         with torch.autocast(case.x.device.type, other):
             again = gradients(kernel, leaves(case), grad)
@@ -385,7 +401,7 @@ class GradientConformance(OfAnotherClass, ExpertsBase):
         names, frozen = ("x", "topk_weights"), kernel.pack(case.weights)
         given = replace(leaves(case, names), weights=frozen)  # type: ignore[arg-type]
         found, right = gradients(kernel, given, grad), right_gradients(case, grad)
-        assert_right_gradients(found, {n: right[n] for n in names}, case)
+        assert_right_gradients(found, {n: right[n] for n in names}, case, grad)
 
     def test_wanted_gradients(self) -> None:
         """Every subset of the inputs may require gradients; the others get none."""
@@ -396,7 +412,7 @@ class GradientConformance(OfAnotherClass, ExpertsBase):
         for wanted in list(subsets)[:: 7 if self._interpreted else 1]:
             found, what = gradients(kernel, leaves(case, wanted), grad), f"wanted: {wanted}"
             assert not set(found) - set(wanted), f"{what}; found: {sorted(found)}"
-            assert_right_gradients(found, {n: right[n] for n in wanted}, case, what)
+            assert_right_gradients(found, {n: right[n] for n in wanted}, case, grad, what)
 
     # -- calls together ---------------------------------------------------------------------------
 
@@ -411,8 +427,8 @@ class GradientConformance(OfAnotherClass, ExpertsBase):
         for index, (case, grad) in enumerate(made):
             right = right_gradients(case, grad)
             if way == "twice":
-                right = {name: 2 * t for name, t in right.items()}
-            assert_right_gradients(found[index], right, case, f"layer {index}, {way}")
+                right, grad = {name: 2 * t for name, t in right.items()}, 2 * grad
+            assert_right_gradients(found[index], right, case, grad, f"layer {index}, {way}")
 
     @pytest.mark.parametrize("into", ["grad", "buffer", "float32_buffer"])
     def test_accumulation(self, into: str) -> None:
@@ -434,14 +450,14 @@ class GradientConformance(OfAnotherClass, ExpertsBase):
             given = replace(leaves(case), weights=shared)
             found = gradients(kernel, given, grad, **options)
             mine = {n: right.pop(n) for n in ("x", "topk_weights")}
-            assert_right_gradients(found, mine, case, f"micro-batch {key}")
+            assert_right_gradients(found, mine, case, grad, f"micro-batch {key}")
             for name, part in right.items():
                 total[name] = total[name] + part if name in total else part
         if into != "grad":
             assert not (set(found) & set(total)), "add_to was given, and .grad is set as well"
             found = buffers.tensors()
             assert all(t.dtype == begun[n].dtype for n, t in found.items())
-        assert_right_gradients(found, total, case, "three micro-batches")
+        assert_right_gradients(found, total, case, None, "three micro-batches")
 
     def test_changed_in_place(self) -> None:
         """The backward raises if a parameter has changed, and never computes with a changed x."""
@@ -459,7 +475,7 @@ class GradientConformance(OfAnotherClass, ExpertsBase):
                 assert "inplace" in str(error), error
                 continue
             assert name in ("x", "topk_weights"), f"{name} changed before the backward: no error"
-            assert_right_gradients(found_gradients(given), right, case, f"{name} has changed")
+            assert_right_gradients(found_gradients(given), right, case, grad, f"{name} has changed")
 
     def _rows_to_measure(self) -> tuple[TrainableKernel, Case]:
         case = leaves(self._case("hot", 64 if self._on_cpu else 1000, num_experts=8, top_k=4))
@@ -497,4 +513,4 @@ class GradientConformance(OfAnotherClass, ExpertsBase):
             grad[:-64] = 0  # so that the oracle needs the last tokens alone
             found = gradients(kernel, leaves(case), grad)
             found |= {name: found[name][last] for name in ("x", "topk_weights")}
-            assert_right_gradients(found, right_gradients(few, grad[last]), few)
+            assert_right_gradients(found, right_gradients(few, grad[last]), few, grad[last])

@@ -85,7 +85,7 @@ def check(p: MoEProblem, weights: ExpertWeights, x, ids, topk_weights) -> list[t
     case = Case(p, weights, x, Routing(topk_weights, ids))
     kernel, grad = moekit.compose(p, "local", "triton"), random_grad(case)
     found = gradients(kernel, leaves(case), grad)
-    assert_right_gradients(found, right_gradients(case, grad), case)
+    assert_right_gradients(found, right_gradients(case, grad), case, grad)
     return [found[name] for name in inputs_of(case)]
 
 
