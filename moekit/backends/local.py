@@ -91,7 +91,8 @@ class LocalBatchedDispatcher(PrepareAndFinalize):
         places_TK, counts_L = batched_places(ids, L, tokens)
 
         def batched(rows: Tensor) -> Tensor:
-            return to_batched(rows, places_TK, (L, tokens), self._empty(L * tokens + 1, rows))
+            empty = rows.new_empty(L * tokens + 1, rows.shape[1])
+            return to_batched(rows, places_TK, (L, tokens), empty)
 
         dispatched = Dispatched(
             x=batched(x),
@@ -100,9 +101,6 @@ class LocalBatchedDispatcher(PrepareAndFinalize):
             handle=(places_TK, ids, routing.topk_weights),
         )
         return Pending.ready(dispatched)
-
-    def _empty(self, count: int, rows: Tensor) -> Tensor:
-        return rows.new_empty((count, rows.shape[1]))
 
     def finalize(self, y: Tensor, dispatched: Dispatched, out_TH: Tensor) -> Pending[Tensor]:
         places_TK, ids, weights = dispatched.handle

@@ -211,10 +211,11 @@ class PushedExperts:
         if shard == "w13":
             halves = self._halves(suffix, part, tensor)
             given = list(zip(("w1", "w3"), halves, strict=True))
-        needed: dict[str, _Given] = {}
+        names, needed = self._share.names, dict[str, _Given]()
+        templates = {"w1": names.gate or names.up, "w2": names.down, "w3": names.up}
         for each, half in given:
             for physical, logical, one in self._by_expert(suffix, part, each, expert, half):
-                name = self._share.name(self._template(each), logical, suffix)
+                name = self._share.name(templates[each], logical, suffix)
                 if name in self._wanted:  # all replicas of an expert have the same
                     needed.setdefault(name, _Given(part, physical, one))
         with self._lock:
@@ -273,10 +274,6 @@ class PushedExperts:
                 "process_weights_after_loading() before updating weights"
             )
         return before is None
-
-    def _template(self, shard: str) -> str:
-        names = self._share.names
-        return {"w1": names.gate or names.up, "w2": names.down, "w3": names.up}[shard]
 
     def _take(self, given: Mapping[str, _Given]) -> None:
         """Place or keep ``given``, and convert the layer when it is complete."""

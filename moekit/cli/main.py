@@ -14,7 +14,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
-from functools import partial
 
 import moekit
 from moekit.cli import commands, explain, plugins
@@ -142,7 +141,7 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     if not given or given[0] not in _OWN:
         for name, line in commands.helps().items():
             added = verbs.add_parser(name, help=line.replace("%", "%%"))
-            added.set_defaults(run=partial(_added, name), answers=False)
+            added.set_defaults(run=lambda _, name=name: commands.run(name, []) or 0, answers=False)
     return parser
 
 
@@ -179,7 +178,3 @@ def _check(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     doctor = importlib.import_module("moekit.cli.doctor")
     return int(doctor.run(args.out, as_json=args.json, seconds=args.time_limit))
-
-
-def _added(name: str, args: argparse.Namespace) -> int:
-    return commands.run(name, []) or 0

@@ -45,7 +45,8 @@ def run(out: TextIO, *, as_json: bool = False, seconds: float = 120.0) -> int:
         if not as_json:  # at once: a library may take the process down
             if not found or found[-1].group != finding.group:
                 print(f"{finding.group}:", file=out)
-            print(_line(finding), file=out, flush=True)
+            line = f"  {finding.state:<3} {finding.name:<{_NAME}} {finding.text}".rstrip()
+            print(wrap(line, _NAME + 7), file=out, flush=True)
         found.append(finding)
     faults = [finding for finding in found if finding.state == "bad"]
     if as_json:
@@ -71,8 +72,3 @@ def examine(seconds: float) -> Iterator[Finding]:
                 yield Finding(group, name, state, printable(text))
         except Exception as error:  # the other groups may say why
             yield Finding(group, "looking", "bad", describe(error))
-
-
-def _line(finding: Finding) -> str:
-    text = f"  {finding.state:<3} {finding.name:<{_NAME}} {finding.text}".rstrip()
-    return wrap(text, _NAME + 7)
