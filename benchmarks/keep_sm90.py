@@ -54,14 +54,14 @@ def kernels(cubin: bytes) -> str:
         return subprocess.run(command, shell=True, capture_output=True, text=True).stdout
 
 
-def keep(source: str, target: str, *pattern: str) -> None:
+def keep(source: str, target: str, pattern: str = "") -> None:
     """Write a library without the code of other architectures, and of kernels the pattern omits."""
     data = bytearray(Path(source).read_bytes())
     kept = zeroed = 0
     for kind, architecture, place in entries(bytes(data), *section(source)):
         needed = (kind, architecture) == (_CUBIN, _SM90)
         if needed and pattern:
-            needed = re.search(pattern[0], kernels(bytes(data[place]))) is not None
+            needed = re.search(pattern, kernels(bytes(data[place]))) is not None
         if needed:
             kept += place.stop - place.start
         else:

@@ -29,24 +29,25 @@ def unpack(wheel: Path, site: Path, drop: list[str]) -> None:
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
             parts = Path(name).parts
-            inner = parts[2:] if parts[0].endswith(".data") else parts
             if name.endswith("/") or any(fnmatch(name, pattern) for pattern in drop):
                 continue
-            if parts[0].endswith(".data") and parts[1] not in ("purelib", "platlib"):
-                continue
-            target = site.joinpath(*inner)
+            if parts[0].endswith(".data"):
+                if parts[1] not in ("purelib", "platlib"):
+                    continue  # scripts and headers
+                parts = parts[2:]
+            target = site.joinpath(*parts)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(archive.read(name))
 
 
 def shrink(site: Path, kernels: dict[str, str]) -> None:
-    """Drop symbols and device code of other architectures from the libraries below ``site``."""
+    """Zero the device code of other architectures in the libraries below ``site``."""
     for library in site.rglob("*.so*"):
         name = str(library.relative_to(site))
-        regex = next((regex for pattern, regex in kernels.items() if fnmatch(name, pattern)), None)
+        regex = next((regex for pattern, regex in kernels.items() if fnmatch(name, pattern)), "")
         sections = subprocess.run(["readelf", "-SW", library], capture_output=True, text=True)
         if ".nv_fatbin" in sections.stdout and regex != "all":
-            keep(str(library), str(library), *([] if regex is None else [regex]))
+            keep(str(library), str(library), regex)
 
 
 def main() -> None:

@@ -211,7 +211,8 @@ class PushedExperts:
         if shard == "w13":
             halves = self._halves(suffix, part, tensor)
             given = list(zip(("w1", "w3"), halves, strict=True))
-        names, needed = self._share.names, dict[str, _Given]()
+        needed: dict[str, _Given] = {}
+        names = self._share.names
         templates = {"w1": names.gate or names.up, "w2": names.down, "w3": names.up}
         for each, half in given:
             for physical, logical, one in self._by_expert(suffix, part, each, expert, half):

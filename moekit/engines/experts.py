@@ -24,7 +24,7 @@ _warmed: dict[tuple[ModularKernel, torch.dtype], int] = {}
 
 @dataclass(eq=False)
 class Computed:
-    """Compute one layer with a kernel and its packed weights.
+    """The kernel and the packed weights of one layer.
 
     Attributes:
         kernel: Shared by layers with equal problems.

@@ -114,7 +114,7 @@ class Draws:
         rounds_activations: bool = True,
         result: Callable[..., Tensor] = Case.reference,
     ) -> None:
-        """result: Returns the exact result (T, H) of a call, also ``around`` its products."""
+        """result: Returns a fp32 matrix for a case and ``around``, as `Case.reference` does."""
         self._case, self._exact, self._count = case, result(case), 0
         self._result = result
         self._operand = case.problem.quant.activation if rounds_activations else None

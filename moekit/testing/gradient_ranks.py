@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
@@ -66,14 +65,15 @@ _SOME = (("x",), ("topk_weights", "w2"), ("w13",), ("x", "w2_bias"))
 class _Right:
     """This rank's call, and what its right gradients are made of.
 
-    batches: the calls of all batches as the oracle sees them, and the gradients of their outputs.
-    alone: its output is a partial sum, to which the other ranks' weights add nothing.
+    grad: the gradient (T, H) of its output.
+    whole: the call as the oracle sees it; a partial sum has this rank's experts alone.
+    batches: such calls of all batches, and the gradients of their outputs.
     """
 
     case: Case
+    grad: Tensor
+    whole: Case
     batches: Sequence[tuple[Case, Tensor]]
-    batch: int
-    alone: bool
 
     @classmethod
     def of(cls, r: Rank, wanted: Call, index: int, how: str) -> _Right:
@@ -83,27 +83,23 @@ class _Right:
             there = copy(r)
             there.batch = batch
             mine.append(there.case(wanted, index)[0])
-            case = Case(problem, weights, mine[-1].x, mine[-1].routing)
-            batches.append((case, FORMS.get(how, torch.clone)(random_grad(case, (index, batch)))))
-        return cls(mine[r.batch], batches, r.batch, r.alone and r.world_size > 1)
+            whole = Case(problem, weights, mine[-1].x, mine[-1].routing)
+            batches.append((whole, FORMS.get(how, torch.clone)(random_grad(whole, (index, batch)))))
+        case, (whole, grad) = mine[r.batch], batches[r.batch]
+        return cls(case, grad, case if r.alone and r.world_size > 1 else whole, batches)
 
-    @property
-    def grad(self) -> Tensor:
-        return self.batches[self.batch][1]
+    def fault(self, found: Gradients, asked: Sequence[str], times: int) -> str:
+        """Describe the first gradient of ``asked`` that is wrong after ``times`` backwards."""
+        right = self._gradients(times)
+        want = {name: right[name] for name in asked}
+        return fault(found, want, self.whole, lambda _, **a: self._gradients(times, **a))
 
-    @property
-    def whole(self) -> Case:
-        return self.case if self.alone else self.batches[self.batch][0]
-
-    def gradients(self, times: int, _: Case | None = None, **around: Any) -> Gradients:
+    def _gradients(self, times: int, **around: Any) -> Gradients:
         """Weights get the sum over all batches, from which this rank's share of them is cut."""
+        mine = right_gradients(self.whole, times * self.grad, **around)
         each = [right_gradients(case, times * grad, **around) for case, grad in self.batches]
-        mine, problem = each[self.batch], self.case.problem
-        if self.alone:
-            mine = right_gradients(self.case, times * self.grad, **around)
-        total: dict[str, Any] = {
-            name: sum(found[name] for found in each) for name in self.case.weights.tensors()
-        }
+        weights, problem = self.case.weights.tensors(), self.case.problem
+        total: dict[str, Any] = {name: sum(found[name] for found in each) for name in weights}
         held = ExpertWeights(**total).select(list(problem.local_experts))
         if problem.parallel.tp_size > 1:
             held = cases.tp_shard(held, problem)
@@ -129,10 +125,7 @@ def gradients_of_calls(r: Rank, sequence: Sequence[Call], how: str) -> None:
     for index, right in enumerate(made):
         if how == "dropped" and not index:
             continue
-        gradients = partial(right.gradients, 1 + (how == "twice"))
-        whole = gradients()
-        want = {name: whole[name] for name in asked}
-        said = fault(found[index], want, right.whole, gradients)
+        said = right.fault(found[index], asked, 1 + (how == "twice"))
         r.expect(not said, f"rank {r.rank}, call {index} of {sequence}: {said}")
 
 

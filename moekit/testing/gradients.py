@@ -244,34 +244,32 @@ def _complaint(
         return f"is {found.dtype} {tuple(found.shape)}, expected {dtype} {tuple(want.shape)}"
     if bad := found.numel() - int(found.isfinite().sum()):
         return f"is NaN or infinite in {bad} of {found.numel()} elements"
-    if name == "topk_weights":
-        if bool(found[case.routing.topk_ids < 0].any()):
-            return "is not zero where the id is -1"
-        found, want = found.view(1, -1), want.view(1, -1)
-    elif case.adapters is not None and name != "x":  # of S adapters with L experts each
-        found, want = found.flatten(0, 1).flatten(1), want.flatten(0, 1).flatten(1)
-        if len(unmoved := (want.any(dim=1) & ~found.any(dim=1)).nonzero()):
-            return f"is zero for matrices {unmoved.flatten().tolist()}"
-    else:
-        found, want = found.flatten(1), want.flatten(1)
-    if len(wrong := (~want.any(dim=1) & found.any(dim=1)).nonzero()):
+    if name == "topk_weights" and bool(found[case.routing.topk_ids < 0].any()):
+        return "is not zero where the id is -1"
+    of_adapters = case.adapters is not None and name not in ("x", "topk_weights")
+
+    def rows(gradient: Tensor) -> Tensor:
+        """Return a matrix with a row for each token or expert, or one for all router weights."""
+        if name == "topk_weights":
+            return gradient.view(1, -1)
+        return gradient.flatten(0, 1).flatten(1) if of_adapters else gradient.flatten(1)
+
+    found, want = rows(found).float(), rows(want).float()
+    moved, wanted = found.any(dim=1), want.any(dim=1)
+    if of_adapters and len(lost := (wanted & ~moved).nonzero()):
+        return f"is zero for matrices {lost.flatten().tolist()}"
+    if len(wrong := (moved & ~wanted).nonzero()) and name != "topk_weights":
         whose = "tokens without an expert" if name == "x" else "experts without tokens"
         return f"is not zero for {whose}: {wrong.flatten().tolist()}"
-    compare = partial(beyond_bound, found.float(), want.float(), _bound(name, case.problem))
+    compare = partial(beyond_bound, found, want, _bound(name, case.problem))
     if not (said := compare(rounding=None)) or right is None:
         return said
-
-    def result(case: Case, **around: Any) -> Tensor:
-        return right(case, **around)[name].view(want.shape)
-
-    return beyond_rounding(compare, Draws(case, result=result))
+    draws = Draws(case, result=lambda case, **around: rows(right(case, **around)[name]))
+    return beyond_rounding(compare, draws)
 
 
 def _bound(name: str, problem: MoEProblem) -> Tolerance:
-    """Return the bounds on outputs, of which all but the RMS's are wider.
-
-    There the slope of the activation magnifies the rounding of h.
-    """
+    """Return the bounds on outputs, all but the RMS's wider: silu's slope magnifies roundings."""
     bound = tolerance(problem, effective_tokens=1)
     more = {name: _WIDER * getattr(bound, name) for name in ("row", "scale", "offset")}
     wider = _WIDER if name in ("x", "topk_weights") else _WIDER_OF_PRODUCTS

@@ -38,9 +38,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         mutant = getattr(item, "callspec", None) and item.callspec.params.get("mutant")
         if hasattr(mutant, "kit_test"):
-            test = mutant.test.partition("[")[0]
-            repeats = test in seen or test in _LONG
-            seen.add(test)
+            repeats = mutant.test in seen or mutant.test in _LONG
+            seen.add(mutant.test)
         else:
             repeats = "/kit/" in item.nodeid and _REPEATS.search(item.nodeid)
         if repeats:

@@ -52,7 +52,7 @@ _KIND_OF_CASE: Mapping[str, Callable[..., object]] = {
         ("test_long_run_of_one_shape", "test_many_assignments"), lambda **ranks: _NOT_IN_CI
     ),
 }
-_OF_ADAPTED_CALLS = (
+_CALLS_WITH_ADAPTERS = (
     "masked_with_bias", "gate_and_up_apart", "no_gate", "rank_5", "slice_of_experts",
     "shared_by_experts", "w13_alone", "w2_alone",
 )  # fmt: skip
@@ -72,7 +72,7 @@ _KIND_INTERPRETED: Mapping[str, Callable[..., object]] = {
     "test_batch_invariant_tokens": lambda dtype: "any",
     "test_weight_and_reduce": lambda dtype: "any",
     "test_many_experts": lambda **parameters: _NOT_IN_CI,
-    # Weights of all schemes are compared in bits elsewhere.
+    # test_triton_dequantize.py compares the weights of all schemes, and test_scheme the products.
     **dict.fromkeys(
         (
             "test_adapters_over_scheme",
@@ -82,7 +82,7 @@ _KIND_INTERPRETED: Mapping[str, Callable[..., object]] = {
         lambda scheme: _order(scheme),
     ),
     "test_adapters": lambda name: name if name in ("clamped", "rank_72") else _NOT_IN_CI,
-    "test_adapter_gradients": lambda name: name if name in _OF_ADAPTED_CALLS else _NOT_IN_CI,
+    "test_adapter_gradients": lambda name: name if name in _CALLS_WITH_ADAPTERS else _NOT_IN_CI,
 }
 # CI runs these for each class, and more for the first class of a folder: the classes of a package
 # share the code around their kernels.

@@ -141,7 +141,7 @@ def test_memory_of_frozen_steps(device, monkeypatch, quant):
 
 
 def test_refusals():
-    """Scales in two levels and act-order are refused; so are gradients of quantized weights."""
+    """Scales in two levels and act-order are refused, and frozen fp8 blocks are not."""
     p = MoEProblem(num_experts=4, top_k=2, hidden_size=256, intermediate_size=256,
                    device=DeviceSpec("cuda", (9, 0)), training=True)  # fmt: skip
     for quant in ("nvfp4_w4a16", "int4_w4a16_g32_act_order"):

@@ -29,7 +29,7 @@ _lock = threading.Lock()  # SGLang may load experts in several threads
 
 @dataclass(eq=False)
 class LayerExperts(Computed):
-    """Compute a layer's experts instead of SGLang's kernel.
+    """A layer's experts, which moekit computes instead of SGLang's kernel.
 
     Attributes:
         scale: The factor of the router's weights.

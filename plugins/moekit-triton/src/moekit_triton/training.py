@@ -283,8 +283,8 @@ class TrainableTriton(TritonExperts, TrainableExperts):
         return dequantize(weights.experts, name, self._operand, self.problem.dtype, rows.ends_L)
 
     def _tiles(self, ids_RK: Tensor, weights: PackedWeights) -> Tiles:
-        even = self._operand is not None or all(map(_contiguous, weights.experts.values()))
-        return self._choose(ids_RK.numel(), even)
+        dense = self._operand is not None or all(map(_contiguous, weights.experts.values()))
+        return self._choose(ids_RK.numel(), dense)
 
     def _multiply(
         self,

@@ -21,7 +21,7 @@ from moekit_vllm.settings import VLLM, Mode
 
 @dataclass(eq=False)
 class LayerExperts(Computed):
-    """Compute a layer's routed experts instead of vLLM's kernel.
+    """A layer's routed experts, which moekit computes instead of vLLM's kernel.
 
     Attributes:
         parameters: The packed weights by the names under which the layer holds them.

@@ -61,8 +61,10 @@ _E2M1_FP16 = tl.constexpr(_e2m1_asm("f16x2", 10, 0x7400))
 
 @triton.jit
 def value_of_code(w, offset, QUARTER: tl.constexpr, E2M1: tl.constexpr, DTYPE: tl.constexpr):
-    """Return the values of the 4 bits from 4 * QUARTER on: in products for the interpreter alone,
-    which runs no inline assembly."""
+    """Return the values of the 4 bits from bit 4 * QUARTER on.
+
+    Compiled products use inline assembly instead, which the interpreter does not run.
+    """
     code = (w.to(tl.int32) >> (4 * QUARTER)) & 15
     if E2M1:
         bits = ((code & 7) << 22) | ((code & 8) << 28)
