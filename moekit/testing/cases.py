@@ -351,13 +351,16 @@ def make_case(
     """Return a random call. Tokens without any expert are NaN.
 
     The kinds masked and rows have a token of zeros, whose dynamic scale must not be 0, and two
-    tokens that differ in their routing alone, as where a prompt repeats a word.
+    neighbours that differ in their routing alone, as where a prompt repeats a word.
     """
     routing = random_routing(problem, num_tokens, kind, key)
     x = random_x(problem, num_tokens, key)
+    routed = (routing.topk_ids >= 0).any(dim=1)
     if kind in ("masked", "rows") and num_tokens > 3:
-        x[1], x[3] = 0, x[2]
-    x[(routing.topk_ids < 0).all(dim=1)] = float("nan")
+        for first in (routed[:-1] & routed[1:]).nonzero()[-1:, 0]:
+            x[first + 1] = x[first]
+        x[routed.nonzero()[:1, 0]] = 0
+    x[~routed] = float("nan")
     return Case(problem, weights or random_weights(problem), x, routing)
 
 
