@@ -2,8 +2,10 @@
 
     python benchmarks/device/gradients.py --shapes qwen3-30b --tokens 16384
     python benchmarks/device/gradients.py kernels --experts triton cutlass
+    python benchmarks/device/gradients.py kernels --adapters 1:8 --tokens 16384
 
-kernels: the times of each kernel of a step (torch.profiler).
+kernels: the times of each kernel of a step (torch.profiler). --adapters N:RANK: of a step that
+trains N adapters (LoRA) of that rank over frozen experts.
 tiles: µs of forward and backward, with one product's tile after another; the first is the rule's.
 """
 
@@ -24,28 +26,33 @@ from unittest import mock
 import torch
 from common import DEVICE, part, problem_of, routings_of, run_parts, say
 from moekit_bench import random_weights
+from moekit_bench.shapes import random_adapters
 from torch import Tensor
 
 import moekit
-from moekit import ExpertWeights, MoEProblem, Routing
+from moekit import ExpertWeights, Routing
+from moekit.plugin import Adapters, AdapterSlots
 
 SHAPES = ("qwen3-30b", "olmoe", "mixtral", "dsv3-ep8")
 
 Layer = Callable[[Tensor, ExpertWeights, Routing], Tensor]
 
 
-def layer_of(problem: MoEProblem, experts: str) -> Layer:
-    kernel: Any = moekit.compose(problem, "local", experts)
-    return kernel  # type: ignore[no-any-return]
-
-
 class Step:
     """Inputs and parameters of a shape, and a step of a layer."""
 
-    def __init__(self, name: str, tokens: int) -> None:
-        self.problem = problem_of(name, training=True)
+    def __init__(self, name: str, tokens: int, adapters: str = "") -> None:
+        count, rank = map(int, adapters.split(":")) if adapters else (0, 0)
+        room = AdapterSlots(count, rank) if adapters else None
+        self.problem = problem_of(name, training=True, adapters=room)
         torch.manual_seed(0)
-        self.weights = random_weights(self.problem, DEVICE)._map(lambda t: t.requires_grad_())
+        self.weights, self.adapters = random_weights(self.problem, DEVICE), None
+        self.trained: ExpertWeights | Adapters = self.weights
+        if room is None:
+            self.trained = self.weights = self.weights._map(lambda t: t.requires_grad_())
+        else:
+            self.trained = self.adapters = random_adapters(self.problem, DEVICE)
+            self.slots = (torch.arange(tokens, device=DEVICE) % count).int()
         self.routings = routings_of(self.problem, tokens)
         sizes = tokens, self.problem.hidden_size
         self.x, self.grad = (torch.randn(sizes, device=DEVICE).bfloat16() for _ in range(2))
@@ -53,7 +60,7 @@ class Step:
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        return {"x": self.x, **self.weights.tensors()}
+        return {"x": self.x, **self.trained.tensors()}
 
     def routing(self, index: int) -> Routing:
         made = self.routings[index % len(self.routings)]
@@ -67,6 +74,14 @@ class Step:
         inputs = {"topk_weights": routing.topk_weights, **self.inputs}
         made = torch.autograd.grad(y, list(inputs.values()), self.grad, allow_unused=True)
         return dict(zip(inputs, made, strict=True))
+
+
+def layer_of(step: Step, experts: str) -> Layer:
+    kernel: Any = moekit.compose(step.problem, "local", experts)
+    if step.adapters is None:
+        return kernel  # type: ignore[no-any-return]
+    packed = replace(kernel.pack(step.weights), adapters=step.adapters)
+    return lambda x, _, routing: kernel(x, packed, replace(routing, adapter_ids=step.slots))
 
 
 def times(step: Step, layers: Mapping[str, Layer], calls: int = 8) -> dict[str, list[float]]:
@@ -93,14 +108,15 @@ def times(step: Step, layers: Mapping[str, Layer], calls: int = 8) -> dict[str, 
 
 def kernels(args: argparse.Namespace) -> None:
     """Print the kernels of a step that take at least 1 % of its time."""
-    for name, tokens, title in product(args.shapes, args.tokens, args.experts):
-        step = Step(name, tokens)
-        layers = {title: layer_of(step.problem, title)}
+    sizes = args.shapes, args.tokens, args.experts, args.adapters or [""]
+    for name, tokens, title, adapters in product(*sizes):
+        step = Step(name, tokens, adapters)
+        layers = {title: layer_of(step, title)}
         times(step, layers, 1)
         activities = [torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profile:
             times(step, layers, 3)
-        say(f"\n{name} {tokens} {title}: µs a step, in the order of a step")
+        say(f"\n{name} {tokens} {title} {adapters}: µs a step, in the order of a step")
         events = [e for e in profile.events() if e.device_type.name == "CUDA"]
         order, total = dict[str, float](), sum(e.device_time for e in events)
         each = len(events) // 5  # two warm up; kernels of one name stay apart by position
@@ -126,7 +142,7 @@ def tiles(args: argparse.Namespace) -> None:
     """Time forward and backward with other tiles for one product after another."""
     for name, tokens, title in product(args.shapes, args.tokens, args.experts):
         step = Step(name, tokens)
-        layers = {title: layer_of(step.problem, title)}
+        layers = {title: layer_of(step, title)}
         rule = training_of(title).choose_tiles(step.problem, tokens * step.problem.top_k)
         say(f"\n{name} {tokens} {title}: forward, backward µs")
         tried = [
@@ -149,7 +165,7 @@ def compile_plan(name: str, experts: str, plan: Any) -> None:
     """Fill the cache of Triton or quack: run a small step in another process."""
     step = Step(name, 256)
     with using(experts, plan), suppress(Exception):  # the run that is timed shows it
-        step.backward(*step.forward(layer_of(step.problem, experts)))
+        step.backward(*step.forward(layer_of(step, experts)))
 
 
 def triton_tiles(step_product: str, tile: Any) -> list[Any]:
@@ -192,4 +208,4 @@ OTHERS: Mapping[str, Callable[[str, Any], list[Any]]] = {
 
 if __name__ == "__main__":
     run_parts(__doc__, {"kernels": kernels, "tiles": tiles}, (4096, 16384), SHAPES,
-              experts=("triton",))  # fmt: skip
+              experts=("triton",), adapters=())  # fmt: skip

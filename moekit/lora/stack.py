@@ -57,6 +57,10 @@ class Stack:
             faults.append(f"its rank is {adapter.rank}, and there is room for {self.room.rank}")
         if mine.w13_a is not None and mine.w13_a.shape[1] == 2 and not self.room.separate:
             faults.append("gate and up have an A each: set AdapterSlots(separate=True)")
+        dtype = self.problem.dtype
+        for which, t in mine.tensors().items():
+            if not bool(t.to(dtype).isfinite().all()):  # it would spoil the other tokens of a tile
+                faults.append(f"{which} has NaN or infinite values as {dtype}")
         if faults:
             raise WeightsError(f"the adapter {name!r} does not fit: {'; '.join(faults)}")
         free = set(range(self.room.count)) - set(self.slots.values())

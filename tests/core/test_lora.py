@@ -258,6 +258,17 @@ def test_too_large_a_rank_and_separate_matrices() -> None:
     assert not stack.slots
 
 
+@pytest.mark.parametrize(("value", "dtype"), [(float("nan"), torch.float32), (1e6, torch.float16)])
+def test_values_that_are_not_finite(value: float, dtype: torch.dtype) -> None:
+    """A kernel may multiply them by zeros, for tokens of other adapters."""
+    stack, made = Stack(problem(dtype=dtype), "cpu"), adapter()
+    assert made.w2_b is not None
+    made.w2_b[-1, -1, -1] = value
+    with pytest.raises(WeightsError, match=f"w2_b has NaN or infinite values as {dtype}"):
+        stack.load("x", made)
+    assert not stack.slots
+
+
 # -- calls ---------------------------------------------------------------------------------------
 
 

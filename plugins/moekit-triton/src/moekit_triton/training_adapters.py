@@ -2,10 +2,10 @@
 
 Products of rows add the deltas of their tiles, as in a forward without gradients: the product for
 q adds A2' times ``s B2' g``, and the product for the gradient of x adds A13' times ``s B13' dh``.
-The vectors between two matrices are kept for the outer products, whose rows are sorted by slot and
-expert.
+The vectors between two matrices are kept for the outer products, in which the columns of all slots
+are one matrix.
 
-Shape suffixes beyond `training`'s and `kernels.low_rank`'s: Q slots times local experts.
+Shape suffixes: see `training` and `kernels.low_rank`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from moekit.plugin import (
 
 from .calls import low_rank_entries, low_rank_sizes
 from .experts import AdapterTriton
-from .kernels.low_rank import LowRank, shrink
+from .kernels.low_rank import LowRank, shrink, spread_low
 from .kernels.operands import Rows
 from .kernels.tiles import GemmTile
 from .kernels.training_gemm import CompactRows, Epilogue, outer_gemm
@@ -114,53 +114,55 @@ class TrainableAdapterTriton(TrainableTriton, AdapterTriton, TrainableAdapterExp
         into: Mapping[str, Tensor], add: bool,
     ) -> None:  # fmt: skip
         ids_RK, slots_R, topk_weights = tokens.topk_ids, tokens.adapter_ids, tokens.topk_weights
-        slots, L = self.problem.adapters, self.problem.num_local_experts
-        assert ids_RK is not None and slots_R is not None and topk_weights is not None and slots
-        count, slots_R1, x = slots.count * L, slots_R[:, None], tokens.x
-        named_RK = torch.where((ids_RK < 0) | (slots_R1 < 0), count, slots_R1 * L + ids_RK)
-        named_S, order_S = torch.sort(named_RK.view(-1), stable=True)
-        each_Q = torch.arange(count, device=x.device, dtype=named_S.dtype)
-        ends_Q = torch.searchsorted(named_S, each_Q, right=True, out_int32=True)
-        order = order_S.int()
-        place_S = saved[2].index_select(0, order).clamp_(0, len(order) - 1)  # -1: no expert
-        rows = CompactRows(order, ends_Q, order, 0, ids_RK.shape[1])
-        (dh, pa), p_S1 = kept[:2], topk_weights.reshape(-1, 1).index_select(0, order)
+        assert ids_RK is not None and slots_R is not None and topk_weights is not None
+        assert self.problem.adapters is not None
+        (_, order_S, _, ends_L, _), slots = saved[:5], self.problem.adapters.count
+        rows = CompactRows(order_S, ends_L, order_S, 0, ids_RK.shape[1])
+        (dh_SW, pa_SI), x = kept[:2], tokens.x
         names = ("ax", "aa", "bdh", "bg")
         low = dict(zip(names, (*saved[5:], *kept[2:]), strict=True))
 
-        def outer(a: Tensor, b: Tensor, out_QMN: Tensor, gather: str = "") -> None:
-            m, n = (min(128, max(16, next_power_of_2(size))) for size in out_QMN.shape[1:])
-            tile = GemmTile(m, n, 32, num_warps=8 if m * n > 128 * 64 else 4)
-            outer_gemm(a, b, out_QMN, rows, tile, gather=gather, add=add)
+        def spread(name: str, weights_RK: Tensor | None = None) -> Tensor:
+            made = x.new_empty((len(order_S), slots * low[name].shape[2]))
+            spread_low(low[name], slots_R, order_S, ends_L, rows.top_k, made, weights_RK)
+            return made
 
-        def between(name: str, weights_S1: Tensor | float = 1.0) -> Tensor:
-            rows_SU = low[name].sum(dim=0).index_select(0, order)
-            return (rows_SU * weights_S1).to(dh.dtype)
+        def outer(a: Tensor, b: Tensor, out: Tensor, dim: int, gather: str = "") -> None:
+            by_expert = out.movedim(0, dim)
+            out_LMN = by_expert.flatten(dim, dim + 1)  # a view of one slot's, else a copy
+            m, n = (min(128, max(16, next_power_of_2(size))) for size in out_LMN.shape[1:])
+            tile = GemmTile(m, n, 32, num_warps=8 if m * n > 128 * 64 else 4)
+            outer_gemm(a, b, out_LMN, rows, tile, gather=gather, add=add)
+            if slots > 1:
+                by_expert.copy_(out_LMN.view_as(by_expert))
 
         if (out := into.get("w2_a")) is not None:
-            outer(between("bg"), pa.index_select(0, place_S), out.flatten(0, 1))
+            outer(spread("bg"), pa_SI, out, 1)
         if (out := into.get("w2_b")) is not None:
-            outer(grad_RH, between("aa", p_S1), out.flatten(0, 1), "a")
+            outer(grad_RH, spread("aa", topk_weights.contiguous()), out, 2, "a")
         if (out := into.get("w13_a")) is not None:
             x = x if x.stride(1) == 1 else x.contiguous()
-            outer(between("bdh"), x, out.view(count, -1, out.shape[-1]), "b")
+            outer(spread("bdh"), x, out.flatten(2, -2), 1, "b")
         if (out := into.get("w13_b")) is not None:
-            groups = low["ax"].shape[2] // out.shape[3]
-            dh_S = dh.index_select(0, place_S)
-            parts = (dh_S, 1), (between("ax"), 1), (out.flatten(0, 1), 1)
-            for part in zip(*(t.chunk(groups, dim) for t, dim in parts), strict=True):
-                outer(*part)
+            ax, groups = spread("ax"), low["ax"].shape[2] // out.shape[3]
+            parts = ax.view(len(ax), slots, groups, out.shape[3]).unbind(2)
+            each = dh_SW.chunk(groups, 1), parts, out.chunk(groups, 2)
+            for dh, part, into_part in zip(*each, strict=True):
+                outer(dh, part.flatten(1), into_part, 2)
 
     def saved_bytes(self, rows: int) -> int:
         return super().saved_bytes(rows) + 8 * low_rank_entries(self.problem, rows)
 
     def transient_bytes(self, rows: int) -> int:
-        """Add copies of rows in the order of slots, and both sorts."""
+        """Add the vectors between two matrices, and a gradient that several slots share."""
         p = self.problem
-        wide = p.hidden_size + p.w13_rows + p.local_intermediate_size
-        each = wide * p.dtype.itemsize + 8 * 16
-        between = 24 * low_rank_entries(p, rows)
-        return super().transient_bytes(rows) + between + rows * p.top_k * each
+        assert p.adapters is not None
+        slots = p.adapters.count
+        columns = slots * p.adapters.rank * (1 + p.adapters.separate)
+        spread = 2 * rows * p.top_k * columns * p.dtype.itemsize
+        shared = 4 * p.num_local_experts * columns * max(p.hidden_size, p.w13_rows)
+        between = 8 * low_rank_entries(p, rows) + spread + (shared if slots > 1 else 0)
+        return super().transient_bytes(rows) + between
 
     def _pass(
         self, tokens: Dispatched, weights: PackedWeights, places_A: Tensor | None = None

@@ -88,6 +88,8 @@ class _Finish(Constants):
     rank: int
     low_columns: int
     low_addends: int
+    low_slots: int
+    low_multiple: int
     top_k: int
 
 
@@ -187,7 +189,7 @@ def grouped_gemm(
         TOP_K=rows.top_k, ROWS=rows.kind, IN_ORDER=rows.in_order, SCHEME=scheme,
         FINISH=_finish(bias_LN is not None, act.name, act.gated, act.limit is not None,
                        epilogue.quantize, QMAX.get(out.dtype, 0.0),
-                       *(low_rank.form if low_rank else (0, 0, 0, 1))),
+                       *(low_rank.form if low_rank else (0, 0, 0, 0, 0, 1))),
         TILE=constants, BLOCK_M=tile.block_m, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 
@@ -431,9 +433,9 @@ def _compute(
         if PDL:
             cuda.gdc_wait()
         value, up_value = add_low_rank(
-            value, up_value, pointers.low, pointers.low_b, slot_M, row_ok, assignment_M, expert,
+            value, up_value, pointers.low, pointers.low_b, slot_M, assignment_M, expert,
             row0, tl.cast(up_rows, tl.int32), W_ROWS, low_strides, FINISH.rank, FINISH.low_columns,
-            FINISH.low_addends, TWO,
+            FINISH.low_addends, FINISH.low_slots, FINISH.low_multiple, TWO,
         )  # fmt: skip
     if GATED:
         value = numerics.activate_gated(value, up_value, alpha, limit, ACTIVATION, FINISH.clamp)

@@ -111,7 +111,7 @@ class _Form(Constants):
     """The constants of a launch: the tile, and what follows the sums.
 
     tma: weights come through a descriptor. across: as (N, K), because K is contiguous. even: the
-    tile divides N and K. rank, low_columns, low_addends: `LowRank.form`, 0 for none.
+    tile divides N and K. rank to low_multiple: `LowRank.form`, 0 for none.
     """
 
     n: int
@@ -128,6 +128,8 @@ class _Form(Constants):
     rank: int
     low_columns: int
     low_addends: int
+    low_slots: int
+    low_multiple: int
 
 
 _form = functools.cache(_Form)
@@ -178,7 +180,7 @@ def rows_gemm(
         act.limit or 0.0,
         FORM=_form(tile.block_n, tile.block_k, rows.top_k, gather, tma, across,
                    n % tile.block_n == 0 and k % tile.block_k == 0, e.kind, act.name, act.gated,
-                   act.limit is not None, *(low.form[:3] if low else (0, 0, 0))),
+                   act.limit is not None, *(low.form[:5] if low else (0, 0, 0, 0, 0))),
         BLOCK_M=tile.block_m, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 
@@ -302,9 +304,9 @@ def _rows(
     if FORM.rank > 0:
         slot_M = tl.load(pointers.slots + assignment_M // FORM.top_k, mask=ok_M, other=-1)
         acc, up = add_low_rank(
-            acc, up, pointers.low, pointers.low_b, slot_M, ok_M, assignment_M, expert, col0,
+            acc, up, pointers.low, pointers.low_b, slot_M, assignment_M, expert, col0,
             tl.cast(N, tl.int32), 2 * N if TWO else N, low_strides, FORM.rank,
-            FORM.low_columns, FORM.low_addends, TWO,
+            FORM.low_columns, FORM.low_addends, FORM.low_slots, FORM.low_multiple, TWO,
         )  # fmt: skip
     weight_M1 = tl.zeros((BLOCK_M, 1), tl.float32)
     if pointers.weights is not None:
