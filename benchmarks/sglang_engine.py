@@ -1,6 +1,6 @@
 """Time an SGLang engine with and without moekit, in turns, on random weights.
 
-    python benchmarks/sglang_engine.py --model qwen3-30b --layers 8 --batches 1,32,256
+    python benchmarks/sglang_engine.py --model qwen3-30b --batches 1,32,256 --prefill 8192
     python benchmarks/sglang_engine.py --model qwen3-30b --quant fp8_block --stock triton,deep_gemm
 
 Each turn is an engine in a new process: one with MOEKIT_SGLANG=off for each runner of --stock, and

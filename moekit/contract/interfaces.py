@@ -120,8 +120,8 @@ class Adapters:
 
     The last two dimensions are contiguous, and each matrix begins at a multiple of 16 bytes if its
     rows are such a multiple. The other strides are arbitrary, and 0 where experts share a matrix.
-    An adapter of a smaller rank is padded with zeros. All values are finite: a kernel may multiply
-    those of another token's adapter by zero. The memory keeps its address: adapters are
+    An adapter of a smaller rank is padded with zeros. All values are finite, because kernels may
+    multiply other tokens' adapters by zero. The memory keeps its address: adapters are
     replaced in place, also between replays of a CUDA graph.
     """
 
