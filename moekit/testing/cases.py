@@ -21,7 +21,6 @@ from torch import Tensor
 
 from moekit.backends.reference import Product, oracle
 from moekit.contract import Adapters, Routing
-from moekit.layer.replicas import to_physical
 from moekit.problem import MoEProblem, ParallelConfig
 from moekit.problem.activation import apply_activation
 from moekit.problem.quant import OperandQuant
@@ -331,14 +330,13 @@ class Case:
         return oracle(self.x, self.weights, self.routing, self.problem, self.adapters, around)
 
     def physical(self) -> Case:
-        """Return the same call with ids of replicas, where the problem has some."""
-        p = self.problem
-        if not (extra := p.num_redundant_experts):
-            return self
-        replicas = torch.full((p.num_experts, 2), -1, device=self.x.device)
-        replicas[:, 0] = torch.arange(p.num_experts)
-        replicas[:extra, 1] = torch.arange(p.num_experts, p.num_physical_experts)
-        return replace(self, routing=to_physical(self.routing, replicas))
+        """Return the same call with ids of replicas, where the problem has some. Each expert's
+        assignments take turns: a hash may send few tokens to one of two replicas."""
+        p, ids = self.problem, self.routing.topk_ids.clone()
+        for expert in range(p.num_redundant_experts):
+            token, column = (ids == expert).nonzero()[1::2].T
+            ids[token, column] = p.num_experts + expert
+        return replace(self, routing=replace(self.routing, topk_ids=ids))
 
 
 def make_case(
