@@ -350,7 +350,7 @@ class DispatcherConformance(DispatcherBase):
         self._check(ends, ranks.calls, sequence, **wide)
         self._check(ends, ranks.calls, sequence, "fresh", experts="reference", quant=scheme)
         if scheme in self._spec().wire_schemes:
-            results = self._check(ends, interface.wire, sequence[0], quant=scheme)
+            results = self._check(ends, interface.wire, sequence[0], **wide)
             sent, arrived = (set[bytes]().union(*rows) for rows in zip(*results, strict=True))
             assert not sent or arrived <= sent, "rows arrive with other bits than any rank sent"
 
