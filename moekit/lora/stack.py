@@ -57,9 +57,9 @@ class Stack:
             faults.append(f"its rank is {adapter.rank}, and there is room for {self.room.rank}")
         if mine.w13_a is not None and mine.w13_a.shape[1] == 2 and not self.room.separate:
             faults.append("gate and up have an A each: set AdapterSlots(separate=True)")
-        dtype = self.problem.dtype
-        for which, t in mine.tensors().items():
-            if not bool(t.to(dtype).isfinite().all()):  # it would spoil the other tokens of a tile
+        dtype, given = self.problem.dtype, mine.tensors()
+        for which, values in given.items():
+            if not bool(values.to(dtype).isfinite().all()):  # zeros times them spoil other tokens
                 faults.append(f"{which} has NaN or infinite values as {dtype}")
         if faults:
             raise WeightsError(f"the adapter {name!r} does not fit: {'; '.join(faults)}")
@@ -67,7 +67,6 @@ class Stack:
         if name not in self.slots and not free:
             raise InvalidInput(f"all {self.room.count} slots are taken: drop one before {name!r}")
         slot = self.slots[name] if name in self.slots else min(free)
-        given = mine.tensors()
         for which, into in self.adapters.tensors().items():
             into[slot].zero_()
             if (t := given.get(which)) is not None:
