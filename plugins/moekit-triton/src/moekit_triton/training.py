@@ -198,7 +198,7 @@ class TrainableTriton(TritonExperts, TrainableExperts):
         ids_RK, topk_weights = _ids_and_weights(tokens)
         tiles, p = self._tiles(ids_RK, weights), self.problem
         h_SW, places_A = saved[0], saved[2]
-        rows, S = _rows(saved, tiles, ids_RK), ids_RK.numel()
+        rows, S = rows_of(saved, tiles, ids_RK), ids_RK.numel()
         inner, new = p.local_intermediate_size, h_SW.new_empty
         parts = cdiv(inner, tiles.pull.block_n)
         special, grad_RH = tiles.specialized, _unit(grad_RH)
@@ -240,7 +240,7 @@ class TrainableTriton(TritonExperts, TrainableExperts):
     ) -> None:
         ids_RK, topk_weights = _ids_and_weights(tokens)
         tiles = self._choose(ids_RK.numel())
-        rows, x, copied = _rows(saved, tiles, ids_RK), _unit(tokens.x), False
+        rows, x, copied = rows_of(saved, tiles, ids_RK), _unit(tokens.x), False
         copy = (x, _empty_copy(x, rows)) if tiles.specialized and "w13" in into else None
         if "w2" in into:
             g, gather = (kept[2], "") if len(kept) == 3 else (_unit(grad_RH), "a")
@@ -301,7 +301,7 @@ class TrainableTriton(TritonExperts, TrainableExperts):
 
         Specialized warps copy such rows to ``sorted_SK``.
         """
-        epilogue = self._epilogue(epilogue, a, gather)
+        epilogue = self._epilogue(epilogue, a, rows, gather)
         if isinstance(tile, SpecializedTile):
             a, source = (a, None) if sorted_SK is None else (sorted_SK, a)
             _specialized().specialized_rows(
@@ -310,7 +310,7 @@ class TrainableTriton(TritonExperts, TrainableExperts):
         else:
             rows_gemm(a, w_LKN, out, rows, tile, gather=gather, epilogue=epilogue)
 
-    def _epilogue(self, epilogue: Epilogue, a: Tensor, gather: bool) -> Epilogue:
+    def _epilogue(self, epilogue: Epilogue, a: Tensor, rows: CompactRows, gather: bool) -> Epilogue:
         """Return the epilogue of a product of rows of ``a``; adapters add their deltas to it."""
         return epilogue
 
@@ -369,7 +369,7 @@ def _specialized() -> ModuleType:
     return specialized_training
 
 
-def _rows(saved: list[Tensor], tiles: Tiles, ids_RK: Tensor) -> CompactRows:
+def rows_of(saved: list[Tensor], tiles: Tiles, ids_RK: Tensor) -> CompactRows:
     _, order_S, _, ends_L, blocks = saved
     return CompactRows(order_S, ends_L, blocks, tiles.up.block_m, ids_RK.shape[1])
 

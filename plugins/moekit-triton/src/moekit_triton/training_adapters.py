@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
-from moekit_kernels.align import SortedAssignments, align, align_capacity, align_scratch
 from moekit_kernels.launch import next_power_of_2
 from torch import Tensor
 
@@ -23,7 +22,6 @@ from moekit.plugin import (
     Adapters,
     Dispatched,
     InputGradients,
-    MoEProblem,
     PackedWeights,
     TrainableAdapterExperts,
     Wanted,
@@ -35,23 +33,20 @@ from .kernels.low_rank import LowRank, shrink, spread_low
 from .kernels.operands import Rows
 from .kernels.tiles import GemmTile
 from .kernels.training_gemm import CompactRows, Epilogue, outer_gemm
-from .training import Tiles, TrainableTriton, choose_tiles
+from .training import Tiles, TrainableTriton, choose_tiles, rows_of
 
 
 @dataclass
 class _Deltas:
     """The deltas of one pass, forward or ``back``. made: `LowRank.low_PAU` of w13 and w2."""
 
-    problem: MoEProblem
     stack: Adapters
     slots_R: Tensor
     ids_RK: Tensor
     back: bool
-    places_A: Tensor | None = None
     made: dict[str, Tensor] = field(default_factory=dict)
-    aligned: SortedAssignments | None = None
 
-    def of(self, name: str, x: Tensor, gather: bool) -> LowRank | None:
+    def of(self, name: str, x: Tensor, compact: CompactRows, gather: bool) -> LowRank | None:
         """Return the deltas for a product of rows ``x``. gather: x has a row for each token."""
         pair = self.stack.pair(name)
         if pair is None:
@@ -66,27 +61,13 @@ class _Deltas:
         sizes = low_rank_sizes(self.ids_RK.numel(), groups * rank)
         low_PAU = x.new_empty(sizes, dtype=torch.float32)
         self.made[name] = low_PAU
-        aligned = self._sorted()
-        rows = Rows.aligned(aligned, top_k)
+        rows = Rows("compact", compact.blocks, compact.most_blocks, compact.order_S, top_k,
+                    in_order=not gather, ends_L=compact.ends_L)  # fmt: skip
         for i, (matrix, x_part) in enumerate(zip(first, x.chunk(len(first), 1), strict=True)):
             columns = low_PAU[:, :, i * rank :][..., : matrix.shape[2] * rank]
             low = LowRank(columns, second, self.slots_R, top_k)
-            places = None if gather else self.places_A
-            shrink(x_part, None, matrix, self.stack.scaling, low, rows, aligned.block_m, places)
+            shrink(x_part, None, matrix, self.stack.scaling, low, rows, compact.block_m)
         return LowRank(low_PAU, second, self.slots_R, top_k)
-
-    def _sorted(self) -> SortedAssignments:
-        """Sort the assignments by expert in whole blocks, once."""
-        if self.aligned is None:
-            count, L = self.ids_RK.numel(), self.problem.num_local_experts
-            block_m = min(64, max(16, next_power_of_2(count // L)))
-            capacity = align_capacity(count, L, block_m)
-            sizes = capacity, capacity // block_m, 1, align_scratch(count, L)
-            of_rows, of_blocks, used, scratch = (self.slots_R.new_empty(size) for size in sizes)
-            self.aligned = SortedAssignments(of_rows, of_blocks, used, block_m)
-            if count:
-                align(self.ids_RK, L, self.aligned, scratch)
-        return self.aligned
 
 
 class TrainableAdapterTriton(TrainableTriton, AdapterTriton, TrainableAdapterExperts):
@@ -102,11 +83,13 @@ class TrainableAdapterTriton(TrainableTriton, AdapterTriton, TrainableAdapterExp
         self, grad_RH: Tensor, tokens: Dispatched, weights: PackedWeights, saved: list[Tensor],
         wanted: Wanted,
     ) -> InputGradients:  # fmt: skip
-        one, names = self._pass(tokens, weights, saved[2]), wanted.weights
+        one, names = self._pass(tokens, weights, back=True), wanted.weights
         base = replace(wanted, weights=frozenset({"w2"} if names else ()))
         given = TrainableTriton.backward_input(one, grad_RH, tokens, weights, saved[:5], base)
         if "w13_a" in names and not wanted.x and one._deltas is not None:
-            one._deltas.of("w13", given.kept[0], gather=False)
+            assert tokens.topk_ids is not None
+            rows = rows_of(saved[:5], self._tiles(tokens.topk_ids, weights), tokens.topk_ids)
+            one._deltas.of("w13", given.kept[0], rows, gather=False)
         return replace(given, kept=(*given.kept, *one._made()) if names else ())
 
     def backward_weight(
@@ -165,14 +148,14 @@ class TrainableAdapterTriton(TrainableTriton, AdapterTriton, TrainableAdapterExp
         return super().transient_bytes(rows) + between
 
     def _pass(
-        self, tokens: Dispatched, weights: PackedWeights, places_A: Tensor | None = None
+        self, tokens: Dispatched, weights: PackedWeights, back: bool = False
     ) -> TrainableAdapterTriton:
         """Return a copy of this object whose products add the call's deltas."""
         made, stack = copy.copy(self), weights.adapters
         if stack is not None:
             assert tokens.topk_ids is not None and tokens.adapter_ids is not None
-            ids_RK, back = tokens.topk_ids.contiguous(), places_A is not None
-            made._deltas = _Deltas(self.problem, stack, tokens.adapter_ids, ids_RK, back, places_A)
+            ids_RK = tokens.topk_ids.contiguous()
+            made._deltas = _Deltas(stack, tokens.adapter_ids, ids_RK, back)
         return made
 
     def _made(self) -> list[Tensor]:
@@ -183,18 +166,12 @@ class TrainableAdapterTriton(TrainableTriton, AdapterTriton, TrainableAdapterExp
         empty = deltas.stack.scaling[:0]
         return [deltas.made.get(name, empty) for name in ("w13", "w2")]
 
-    def _epilogue(self, epilogue: Epilogue, a: Tensor, gather: bool) -> Epilogue:
+    def _epilogue(self, epilogue: Epilogue, a: Tensor, rows: CompactRows, gather: bool) -> Epilogue:
         if self._deltas is None:
             return epilogue
         first = epilogue.kind == ("pull" if self._deltas.back else "activation")
         name = "w2" if first == self._deltas.back else "w13"
-        return epilogue._replace(low_rank=self._deltas.of(name, a, gather))
-
-    def _sorted(self, ids_RK: Tensor, block_m: int) -> tuple[CompactRows, Tensor]:
-        rows, places_A = super()._sorted(ids_RK, block_m)
-        if self._deltas is not None:
-            self._deltas.places_A = places_A
-        return rows, places_A
+        return epilogue._replace(low_rank=self._deltas.of(name, a, rows, gather))
 
     def _tiles(self, ids_RK: Tensor, weights: PackedWeights) -> Tiles:
         return choose_tiles(self.problem, ids_RK.numel(), False)  # not specialized

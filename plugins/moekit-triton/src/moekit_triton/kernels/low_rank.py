@@ -55,12 +55,11 @@ class LowRank(NamedTuple):
 def shrink(
     x: torch.Tensor, x_scale: torch.Tensor | None, a_SLGrK: torch.Tensor,
     scaling_S: torch.Tensor, low: LowRank, rows: Rows, block_m: int,
-    places_A: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write ``low.low_PAU`` for the assignments in ``rows``; each addend sums a part of K.
 
     x (rows, K), of A's dtype, or quantized with ``x_scale`` as in `grouped_gemm`. a_SLGrK: any
-    strides. places_A: the row of x of each assignment; None: ``assignment // rows.top_k``.
+    strides.
     """
     slots, _, groups, rank, k = a_SLGrK.shape
     parts, _, columns = low.low_PAU.shape
@@ -75,10 +74,10 @@ def shrink(
     _launch_shrink(
         (rows.blocks * parts, cdiv(all_columns, block_j)),
         x, a_SLGrK, low.low_PAU, rows.experts, rows.assignments, low.slots_R, scaling_S, x_scale,
-        places_A, low.slots_R.numel() * low.top_k, k, x.stride(0), a_SLGrK.stride(),
+        rows.ends_L, low.slots_R.numel() * low.top_k, rows.blocks, k, x.stride(0), a_SLGrK.stride(),
         low.low_PAU.stride()[:2], scale,
-        IDS=low.top_k, TOP_K=rows.top_k, DIRECT=rows.kind == "direct", SCALE=kind, RANK=rank,
-        COLUMNS=columns, PARTS=parts, BLOCK_M=block_m, BLOCK_J=block_j,
+        IDS=low.top_k, TOP_K=0 if rows.in_order else rows.top_k, ROWS=rows.kind, SCALE=kind,
+        RANK=rank, COLUMNS=columns, PARTS=parts, BLOCK_M=block_m, BLOCK_J=block_j,
         BLOCK_K=SCALE_GROUP if block_m <= 32 else SCALE_GROUP // 2, num_warps=4, num_stages=4,
     )  # fmt: skip
 
@@ -88,23 +87,33 @@ def _padded(columns: int) -> int:
     return min(64, max(8, next_power_of_2(columns)))
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "blocks"])
 def _shrink(
-    x, a, low, experts, assignments, slots, scaling, x_scale, places, count, K, x_stride, a_strides,
-    low_strides, scale_strides, IDS: tl.constexpr, TOP_K: tl.constexpr, DIRECT: tl.constexpr,
-    SCALE: tl.constexpr, RANK: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    x, a, low, experts, assignments, slots, scaling, x_scale, ends, count, blocks, K, x_stride,
+    a_strides, low_strides, scale_strides, IDS: tl.constexpr, TOP_K: tl.constexpr,
+    ROWS: tl.constexpr, SCALE: tl.constexpr, RANK: tl.constexpr, COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Store scaling x @ A.T for BLOCK_M rows, BLOCK_J columns and one part of K."""
+    """Store scaling x @ A.T for BLOCK_M rows, BLOCK_J columns and one part of K. TOP_K is 0 where
+    x has the order of compact rows."""
     if PDL:
         wait_then_launch_dependents()
     block, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    if ROWS == "compact":
+        if block >= tl.load(experts):
+            return
+        experts += 1
     expert = tl.load(experts + block).to(tl.int64)
     if expert < 0:
         return
     m = tl.arange(0, BLOCK_M)
     column_J = tl.program_id(1) * BLOCK_J + tl.arange(0, BLOCK_J)
-    if DIRECT:  # one row, so the columns of one slot
+    if ROWS == "compact":
+        row_M = tl.load(experts + blocks + block) + m
+        end = tl.load(ends + expert)
+        assignment_M = tl.load(assignments + row_M, mask=row_M < end, other=count)
+    elif ROWS == "direct":  # one row, so the columns of one slot
         column_J += tl.load(slots + block // IDS) * COLUMNS
         assignment_M = tl.where(m == 0, block, count)
     else:
@@ -117,10 +126,9 @@ def _shrink(
         return
     used_M = tl.max(mine_MJ.to(tl.int32), axis=1) > 0
     k = part * BLOCK_K + tl.arange(0, BLOCK_K)
-    if places is None:
-        row_M = (assignment_M // TOP_K).to(tl.int64)
-    else:
-        row_M = tl.load(places + assignment_M, mask=used_M, other=0).to(tl.int64)
+    if TOP_K > 0:
+        row_M = assignment_M // TOP_K
+    row_M = row_M.to(tl.int64)
     x_ptrs = x + row_M[:, None] * x_stride + k[None, :]
     a_rows = slot_J.to(tl.int64) * a_strides[0] + expert * a_strides[1]
     a_rows += (u // RANK).to(tl.int64) * a_strides[2] + u % RANK * a_strides[3]

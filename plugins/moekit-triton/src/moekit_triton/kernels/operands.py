@@ -32,8 +32,9 @@ class Rows:
 
     kind: "aligned": `SortedAssignments` lists them; "direct": ``experts`` are the ids (R, K), and
     each assignment is a block; "batched": ``experts`` are the used rows of each expert, of
-    ``capacity`` rows. top_k: assignments that share a row of the input. in_order: the output is
-    expert-sorted, not by assignment.
+    ``capacity`` rows; "compact": ``experts`` is `list_blocks`'s list, and ``assignments`` are the
+    rows, which end at ``ends_L``. top_k: assignments that share a row of the input. in_order: the
+    output, or of compact rows the input, is expert-sorted, not by assignment.
     """
 
     kind: str
@@ -43,6 +44,7 @@ class Rows:
     top_k: int = 1
     capacity: int = 0
     in_order: bool = False
+    ends_L: torch.Tensor | None = None
 
     @classmethod
     def aligned(cls, aligned: SortedAssignments, top_k: int = 1, *, in_order: bool = False) -> Rows:
