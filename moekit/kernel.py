@@ -439,9 +439,8 @@ class ModularKernel:
         return MemoryReport.of(self.dispatcher, self.experts, check_tokens(tokens))
 
     def warmup(
-        self, weights: PackedWeights, num_tokens: int, *, ids_dtype: torch.dtype | None = None,
-        above: int = 0,
-    ) -> None:  # fmt: skip
+        self, weights: PackedWeights, num_tokens: int, *, ids_dtype: Any = None, above: int = 0
+    ) -> None:
         """Run calls of 1, 2, 4 ... and ``num_tokens`` random tokens.
 
         This grows the workspace, and compiles what compiles at first use, for every size up to
@@ -450,7 +449,7 @@ class ModularKernel:
         it with the same arguments.
 
         Args:
-            ids_dtype: of all calls' ids; by default they may be int32 and int64.
+            ids_dtype: the torch.dtype of all calls' ids; by default they may be int32 and int64.
             above: make no calls of so many tokens or fewer, except ``num_tokens``. It has no
                 effect on libraries that time their kernels in these calls.
 
