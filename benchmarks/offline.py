@@ -6,9 +6,9 @@
         --kernels '*_vllm_fa3*=C<128> >, 128, cutlass::bfloat16_t|FwdCombine|prepare_varlen'
 
 The archive holds a folder for PYTHONPATH. Of device code it keeps cubins of sm_90 (see
-keep_sm90.py). --drop leaves out files that match a pattern. --kernels PATTERN=REGEX keeps only the
-kernels of such a library whose names match. PATTERN=all keeps the whole library, for example one
-whose code for Hopper is PTX.
+keep_sm90.py), and of other libraries no symbols. --drop leaves out files that match a pattern.
+--kernels PATTERN=REGEX keeps only the kernels of such a library whose names match. PATTERN=all
+keeps the whole library, for example one whose code for Hopper is PTX.
 """
 
 from __future__ import annotations
@@ -41,12 +41,15 @@ def unpack(wheel: Path, site: Path, drop: list[str]) -> None:
 
 
 def shrink(site: Path, kernels: dict[str, str]) -> None:
-    """Zero the device code of other architectures in the libraries below ``site``."""
+    """Zero the device code of other architectures in the libraries below ``site``, and strip
+    those without device code."""
     for library in site.rglob("*.so*"):
         name = str(library.relative_to(site))
         regex = next((regex for pattern, regex in kernels.items() if fnmatch(name, pattern)), "")
         sections = subprocess.run(["readelf", "-SW", library], capture_output=True, text=True)
-        if ".nv_fatbin" in sections.stdout and regex != "all":
+        if ".nv_fatbin" not in sections.stdout:
+            subprocess.run(["strip", "-s", library], stderr=subprocess.DEVNULL)  # some are no ELF
+        elif regex != "all":
             keep(str(library), str(library), regex)
 
 
