@@ -116,7 +116,7 @@ def kernels(args: argparse.Namespace) -> None:
         activities = [torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profile:
             times(step, layers, 3)
-        say(f"\n{name} {tokens} {title} {adapters}: µs a step, in the order of a step")
+        say(f"\n{name} {tokens} {title}{adapters and f' {adapters}'}: µs of a step, in its order")
         events = [e for e in profile.events() if e.device_type.name == "CUDA"]
         order, total = dict[str, float](), sum(e.device_time for e in events)
         each = len(events) // 5  # two warm up; kernels of one name stay apart by position

@@ -355,8 +355,8 @@ def make_case(
     x = random_x(problem, num_tokens, key)
     routed = (routing.topk_ids >= 0).any(dim=1)
     if kind in ("masked", "rows") and num_tokens > 3:
-        for first in (routed[:-1] & routed[1:]).nonzero()[-1:, 0]:
-            x[first + 1] = x[first]
+        if len(pairs := (routed[:-1] & routed[1:]).nonzero()):
+            x[pairs[-1] + 1] = x[pairs[-1]]
         x[routed.nonzero()[:1, 0]] = 0
     x[~routed] = float("nan")
     return Case(problem, weights or random_weights(problem), x, routing)

@@ -70,7 +70,7 @@ def fused_moe() -> Any:
 
 
 def _compiled(name: str, calls: Mapping[str, str], jit: str, make_spec: str, *args: str) -> Any:
-    """Return a module that offers ``calls``; the last call compiles it."""
+    """Return a module that has the functions ``calls``. The last one compiles the module."""
     module = FLASHINFER.load(f"flashinfer.{name}", calls)
     made = FLASHINFER.load(f"flashinfer.jit.{jit}", {make_spec: "0"})
     with compiling(getattr(made, make_spec)):

@@ -138,14 +138,19 @@ def low_rank_sizes(count: int, columns: int) -> tuple[int, int, int]:
     return next(n for most, n in _ADDENDS if count <= most), -(-count // 16) * 16, columns
 
 
+def low_rank_columns(problem: MoEProblem) -> int:
+    """Return U of `LowRank.low_PAU` for w13, which has at least as many columns as for w2."""
+    slots = problem.adapters
+    assert slots is not None
+    return slots.rank * (2 if slots.separate and problem.activation.gated else 1)
+
+
 def low_rank_entries(problem: MoEProblem, rows: int) -> int:
     """Return the entries of `CallAdapters.memory` for calls of at most ``rows`` rows: low, and
     `CallAdapters.done_R`."""
-    slots, count = problem.adapters, rows * problem.top_k
-    assert slots is not None
-    columns = slots.rank * (2 if slots.separate and problem.activation.gated else 1)
-    low = columns * max((min(count, most) + 15) * addends for most, addends in _ADDENDS)
-    return low + rows
+    count = rows * problem.top_k
+    low = max((min(count, most) + 15) * addends for most, addends in _ADDENDS)
+    return low_rank_columns(problem) * low + rows
 
 
 class Call(NamedTuple):

@@ -27,13 +27,13 @@ from moekit.plugin import (
     Wanted,
 )
 
-from .calls import low_rank_entries, low_rank_sizes
+from .calls import low_rank_columns, low_rank_entries, low_rank_sizes
 from .experts import AdapterTriton
 from .kernels.low_rank import LowRank, shrink, spread_low
 from .kernels.operands import Rows
 from .kernels.tiles import GemmTile
 from .kernels.training_gemm import CompactRows, Epilogue, outer_gemm
-from .training import Tiles, TrainableTriton, choose_tiles, rows_of
+from .training import Tiles, TrainableTriton, rows_of
 
 
 @dataclass
@@ -88,7 +88,7 @@ class TrainableAdapterTriton(TrainableTriton, AdapterTriton, TrainableAdapterExp
         given = TrainableTriton.backward_input(one, grad_RH, tokens, weights, saved[:5], base)
         if "w13_a" in names and not wanted.x and one._deltas is not None:
             assert tokens.topk_ids is not None
-            rows = rows_of(saved[:5], self._tiles(tokens.topk_ids, weights), tokens.topk_ids)
+            rows = self._compact_rows(saved, tokens.topk_ids)
             one._deltas.of("w13", given.kept[0], rows, gather=False)
         return replace(given, kept=(*given.kept, *one._made()) if names else ())
 
@@ -99,18 +99,18 @@ class TrainableAdapterTriton(TrainableTriton, AdapterTriton, TrainableAdapterExp
         ids_RK, slots_R, topk_weights = tokens.topk_ids, tokens.adapter_ids, tokens.topk_weights
         assert ids_RK is not None and slots_R is not None and topk_weights is not None
         assert self.problem.adapters is not None
-        (_, order_S, _, ends_L, _), slots = saved[:5], self.problem.adapters.count
-        rows = CompactRows(order_S, ends_L, order_S, 0, ids_RK.shape[1])
+        rows, slots = self._compact_rows(saved, ids_RK), self.problem.adapters.count
         (dh_SW, pa_SI), x = kept[:2], tokens.x
         names = ("ax", "aa", "bdh", "bg")
         low = dict(zip(names, (*saved[5:], *kept[2:]), strict=True))
 
         def spread(name: str, weights_RK: Tensor | None = None) -> Tensor:
-            made = x.new_empty((len(order_S), slots * low[name].shape[2]))
-            spread_low(low[name], slots_R, order_S, ends_L, rows.top_k, made, weights_RK)
+            made = x.new_empty((ids_RK.numel(), slots * low[name].shape[2]))
+            spread_low(low[name], slots_R, rows.order_S, rows.ends_L, rows.top_k, made, weights_RK)
             return made
 
         def outer(a: Tensor, b: Tensor, out: Tensor, dim: int, gather: str = "") -> None:
+            """Write the gradient ``out`` (slots, L, M, N), whose dimension dim + 1 is r."""
             by_expert = out.movedim(0, dim)
             out_LMN = by_expert.flatten(dim, dim + 1)  # a view of one slot's, else a copy
             m, n = (min(128, max(16, next_power_of_2(size))) for size in out_LMN.shape[1:])
@@ -141,7 +141,7 @@ class TrainableAdapterTriton(TrainableTriton, AdapterTriton, TrainableAdapterExp
         p = self.problem
         assert p.adapters is not None
         slots = p.adapters.count
-        columns = slots * p.adapters.rank * (1 + p.adapters.separate)
+        columns = slots * low_rank_columns(p)
         spread = 2 * rows * p.top_k * columns * p.dtype.itemsize
         shared = 4 * p.num_local_experts * columns * max(p.hidden_size, p.w13_rows)
         between = 8 * low_rank_entries(p, rows) + spread + (shared if slots > 1 else 0)
@@ -174,4 +174,7 @@ class TrainableAdapterTriton(TrainableTriton, AdapterTriton, TrainableAdapterExp
         return epilogue._replace(low_rank=self._deltas.of(name, a, rows, gather))
 
     def _tiles(self, ids_RK: Tensor, weights: PackedWeights) -> Tiles:
-        return choose_tiles(self.problem, ids_RK.numel(), False)  # not specialized
+        return self._choose(ids_RK.numel(), False)  # not specialized
+
+    def _compact_rows(self, saved: list[Tensor], ids_RK: Tensor) -> CompactRows:
+        return rows_of(saved[:5], self._choose(ids_RK.numel(), False), ids_RK)

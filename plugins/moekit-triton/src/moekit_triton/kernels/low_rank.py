@@ -1,9 +1,8 @@
 """Low-rank deltas of expert rows (LoRA): `shrink` computes low = A row, and GEMMs add B low.
 
 A tile of rows of one expert may have rows of several slots. Both products treat the matrices of all
-slots as one matrix, and mask what is of another slot than the row: a step of 64 columns serves
-eight slots of rank 8. So a product with an infinite value of another slot's B would be NaN;
-`moekit.lora.Stack` loads finite matrices alone.
+slots as one matrix, and put zeros where a column belongs to another slot than the row: a step of 64
+columns serves eight slots of rank 8. Zero times infinity is NaN, so all matrices must be finite.
 
 Shape suffixes beyond `plans`': U columns between A and B, G * r of w13 and r of w2; J columns of
 all slots, U or r of each.
@@ -37,14 +36,15 @@ class LowRank(NamedTuple):
 
     @property
     def form(self) -> tuple[int, int, int, int, int, int]:
-        """Return the constants of `add_low_rank`, r, U, addends, the slots of a step and the
-        multiple of B's rows, and assignments of a token."""
+        """Return the constants of `add_low_rank` and ``top_k``: r, U, addends, the slots of a step,
+        and a power of 2 that divides the offsets of B's rows."""
         slots, _, _, rank = self.b_SLNr.shape
         *_, row, unit = self.b_SLNr.stride()
         multiple = rank & -rank if (row, unit) == (rank, 1) else 1
         at_once = min(64 // _padded(rank), next_power_of_2(slots))
+        at_once = max(at_once, 16 // _padded(rank))  # `dot` needs 16 columns
         columns, addends = self.low_PAU.shape[2], self.low_PAU.shape[0]
-        return rank, columns, addends, max(at_once, 16 // _padded(rank)), multiple, self.top_k
+        return rank, columns, addends, at_once, multiple, self.top_k
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -76,7 +76,7 @@ def shrink(
         x, a_SLGrK, low.low_PAU, rows.experts, rows.assignments, low.slots_R, scaling_S, x_scale,
         rows.ends_L, low.slots_R.numel() * low.top_k, rows.blocks, k, x.stride(0), a_SLGrK.stride(),
         low.low_PAU.stride()[:2], scale,
-        IDS=low.top_k, TOP_K=0 if rows.in_order else rows.top_k, ROWS=rows.kind, SCALE=kind,
+        IDS=low.top_k, TOP_K=rows.top_k, ROWS=rows.kind, IN_ORDER=rows.in_order, SCALE=kind,
         RANK=rank, COLUMNS=columns, PARTS=parts, BLOCK_M=block_m, BLOCK_J=block_j,
         BLOCK_K=SCALE_GROUP if block_m <= 32 else SCALE_GROUP // 2, num_warps=4, num_stages=4,
     )  # fmt: skip
@@ -91,19 +91,19 @@ def _padded(columns: int) -> int:
 def _shrink(
     x, a, low, experts, assignments, slots, scaling, x_scale, ends, count, blocks, K, x_stride,
     a_strides, low_strides, scale_strides, IDS: tl.constexpr, TOP_K: tl.constexpr,
-    ROWS: tl.constexpr, SCALE: tl.constexpr, RANK: tl.constexpr, COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    ROWS: tl.constexpr, IN_ORDER: tl.constexpr, SCALE: tl.constexpr, RANK: tl.constexpr,
+    COLUMNS: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_J: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Store scaling x @ A.T for BLOCK_M rows, BLOCK_J columns and one part of K. TOP_K is 0 where
-    x has the order of compact rows."""
+    """Store scaling x @ A.T for BLOCK_M rows, BLOCK_J columns and one part of K. ROWS and IN_ORDER
+    are as in `Rows`."""
     if PDL:
         wait_then_launch_dependents()
     block, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     if ROWS == "compact":
         if block >= tl.load(experts):
             return
-        experts += 1
+        experts += 1  # behind the number of blocks
     expert = tl.load(experts + block).to(tl.int64)
     if expert < 0:
         return
@@ -126,7 +126,7 @@ def _shrink(
         return
     used_M = tl.max(mine_MJ.to(tl.int32), axis=1) > 0
     k = part * BLOCK_K + tl.arange(0, BLOCK_K)
-    if TOP_K > 0:
+    if not IN_ORDER:
         row_M = assignment_M // TOP_K
     row_M = row_M.to(tl.int64)
     x_ptrs = x + row_M[:, None] * x_stride + k[None, :]
@@ -201,13 +201,13 @@ def add_low_rank(
     first_slot = tl.maximum(tl.min(tl.where(slot_M < 0, last, slot_M)), 0)
     # More stages would not fit in shared memory with the largest tiles.
     STAGES: tl.constexpr = 2 if RANK <= 32 and COLUMNS == RANK else 1
-    # A slot's columns have the same places in a step, whatever other slots the tile has.
+    # Steps begin at multiples of SLOTS, so that the other rows of a tile change no bits of a row.
     for slot0 in tl.range(first_slot // SLOTS * SLOTS, last + 1, SLOTS, num_stages=STAGES):
         slot_J = slot0 + column_J // R
         mine_MS = slot_M[:, None] == (slot0 + tl.arange(0, SLOTS))[None, :]
         used_S1 = tl.max(mine_MS.to(tl.int32), axis=0)[:, None]
         used_J = tl.broadcast_to(used_S1, (SLOTS, R)).reshape(SLOTS * R)
-        used_J = tl.max_constancy(used_J, R) > 0
+        used_J = tl.max_constancy(used_J, R) > 0  # else Triton would load single values
         mine_M1 = (slot_M >= slot0)[:, None] & (slot_M < slot0 + SLOTS)[:, None]
         for first in tl.static_range(0, RANK, R):
             r, r_J = first + tl.arange(0, R), first + column_J % R
@@ -233,7 +233,7 @@ def add_low_rank(
 
 @triton.jit
 def _of_slots(low_MR, mine_MS):
-    """Return (M, S * R): a row's values where its slot's columns are, and zeros."""
+    """Return (M, S * R): low_MR (M, R) in the columns of each row's slot, and zeros elsewhere."""
     M: tl.constexpr = low_MR.shape[0]
     if mine_MS.shape[1] == 1:
         return low_MR
@@ -244,7 +244,7 @@ def _of_slots(low_MR, mine_MS):
 
 @triton.jit
 def _between(low, ok, addend, DTYPE: tl.constexpr, PARTS: tl.constexpr):
-    """Return the sum of the addends in B's dtype."""
+    """Return the sum of the addends (M, U), in DTYPE; zeros where not ok."""
     low_MR = tl.load(low, mask=ok, other=0.0)
     for part in tl.static_range(1, PARTS):
         low_MR += tl.load(low + part * addend, mask=ok, other=0.0)
@@ -255,9 +255,14 @@ def spread_low(
     low_PAU: torch.Tensor, slots_R: torch.Tensor, order_S: torch.Tensor, ends_L: torch.Tensor,
     top_k: int, out_SJ: torch.Tensor, weights_A: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write the sums of low's addends in the order of the experts' rows, at their slots' columns,
-    times the router weights if given; zeros at other slots' columns. Rows past the last expert's
-    stay untouched."""
+    """Write low of each expert-sorted row to the columns of its slot, and zeros to the others.
+
+    Args:
+        low_PAU, slots_R: as in `LowRank`.
+        order_S: int32, the assignment of each row. ends_L: int32, where each expert's rows end.
+        out_SJ: any float dtype, contiguous, J = slots * U. Rows past the last end stay untouched.
+        weights_A: fp32, contiguous: multiply each row by the weight of its assignment.
+    """
     (addends, _, columns), (rows, all_columns) = low_PAU.shape, out_SJ.shape
     if rows == 0:
         return
