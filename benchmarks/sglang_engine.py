@@ -12,10 +12,11 @@ captures CUDA graphs of the batches' sizes for decoding.
     python benchmarks/sglang_engine.py --tokens --quant none
 
 With --tokens the engines complete prompts greedily with a small checkpoint of random weights, then
-with a second one that they take from disk in place, and with the first one again. They also return
-the experts of each token. Exit code 1 if log probabilities of moekit's tokens differ by 0.3 or more
-from SGLang's, up to the first token that differs, or if moekit's completions change when the first
-checkpoint comes back. The report says how many tokens have the same experts.
+with a second one that they take from disk in place, with the first one again, and then one prompt
+at a time, which shows how much an engine differs from itself. They also return the experts of each
+token. Exit code 1 if log probabilities of moekit's tokens differ by 0.3 or more from SGLang's, up
+to the first token that differs, or if moekit's completions change when the first checkpoint comes
+back. The report says how many tokens have the same experts.
 """
 
 from __future__ import annotations
@@ -33,6 +34,12 @@ from typing import Any
 
 from vllm_engine import add_model, model_config, print_times, run
 from vllm_tokens import PROMPTS, SIZES, checkpoint, compare
+
+# Each step's name, the checkpoint that it takes from disk, and whether prompts run together.
+STEPS = (
+    ("first", None, True), ("other", "other", True), ("first again", "first", True),
+    ("one prompt at a time", None, False),
+)  # fmt: skip
 
 
 def main() -> None:
@@ -140,25 +147,33 @@ def _complete(args: argparse.Namespace) -> None:
         max_total_tokens=4096, cuda_graph_bs_decode=[1, 2, 4, 8], enable_return_routed_experts=True,
     )  # fmt: skip
     sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
-    for step, name in enumerate(("first", "other", "first")):
-        if step:
+    for name, taken, together in STEPS:
+        if taken is not None:
             while not engine.flush_cache().success:  # the last batch is ending
                 time.sleep(0.05)
-            done = engine.update_weights_from_disk(str(Path(args.folder, name)))
+            done = engine.update_weights_from_disk(str(Path(args.folder, taken)))
             assert done[0], done
-        outputs = engine.generate(
-            input_ids=PROMPTS, sampling_params=sampling, return_logprob=True,
-            return_routed_experts=True,
-        )  # fmt: skip
+        outputs = [
+            out
+            for batch in ([PROMPTS] if together else [[prompt] for prompt in PROMPTS])
+            for out in engine.generate(
+                input_ids=batch, sampling_params=sampling, return_logprob=True,
+                top_logprobs_num=2, return_routed_experts=True,
+            )
+        ]  # fmt: skip
         said = [
             {
                 "tokens": out["output_ids"],
                 "logprobs": [p[0] for p in out["meta_info"]["output_token_logprobs"]],
+                "best": [
+                    {token: p for p, token, _ in step}
+                    for step in out["meta_info"]["output_top_logprobs"]
+                ],
                 "experts": _experts(out["meta_info"]["routed_experts"]),
             }
             for out in outputs
         ]
-        print(f"\nTOKENS {json.dumps(said)}\tstep {step}, {name}", flush=True)
+        print(f"\nTOKENS {json.dumps(said)}\t{name}", flush=True)
     engine.shutdown()
 
 
@@ -174,6 +189,8 @@ def _compare(args: argparse.Namespace, folder: str) -> None:
     ours = _run("moekit", args, folder)
     right = ours[0][1] == ours[2][1] and ours[0][1] != ours[1][1]
     print(f"the first checkpoint {'came back' if right else 'DID NOT come back'}")
+    for kind, said in (("SGLang", stock), ("moekit", ours)):
+        print(f"{kind}, one prompt at a time: {compare(said[0][1], said[3][1])[0]}")
     for (name, theirs), (_, mine) in zip(stock, ours, strict=True):
         text, close = compare(theirs, mine)
         right &= close
