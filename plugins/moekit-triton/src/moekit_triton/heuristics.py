@@ -271,11 +271,12 @@ def dots_pay(problem: MoEProblem, rows: int, top_k: int) -> bool:
 
 
 def dot_products(problem: MoEProblem, rows: int, top_k: int) -> DotProducts:
-    """Return the plan: small programs of GEMM 1 unless there are too many, and programs of GEMM 2
-    as large as leave 2.5 to a multiprocessor."""
+    """Return the plan: small programs of GEMM 1 unless there are too many, or each has to wait for
+    adapters; and programs of GEMM 2 as large as leave 2.5 to a multiprocessor."""
     if INTERPRETED:  # the number of programs decides its time, not their size
         return DotProducts(DotTile(64), DotTile(64))
-    small = rows * top_k * problem.local_intermediate_size <= _SMALL_PROGRAMS_TO
+    inner = rows * top_k * problem.local_intermediate_size
+    small = problem.adapters is None and inner <= _SMALL_PROGRAMS_TO
     wanted = 5 * num_sms(problem) // 2
     down = next((n for n in (8, 4, 2) if rows * problem.hidden_size // n >= wanted), 1)
     return DotProducts(DotTile(2 if small else 8), DotTile(down, num_warps=8))
