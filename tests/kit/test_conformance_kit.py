@@ -207,15 +207,18 @@ def test_what_is_undeclared_is_one_line(pytester, monkeypatch):
         from moekit.testing import ExpertsConformance
 
         backends = Registry(plugins=registry().plugins)
-        few = frozenset({"none", "fp8_block"})
-        backends.register(replace(registry().expert("reference"), name="acme", schemes=few))
+        few = {"none": "plain", "fp8_block": "scaled"}
+        acme = replace(registry().expert("reference"), name="acme", schemes=frozenset(few))
+        backends.register(replace(acme, describe=lambda problem: few[problem.quant.name]))
 
         class TestAcme(ExpertsConformance):
             backend, backends, device = "acme", backends, "cpu"
         """
     )
-    result = pytester.runpytest_subprocess("-k", "scheme or undeclared or test_pack", "-rs")
-    result.assert_outcomes(passed=8, skipped=1)
+    result = pytester.runpytest_subprocess(
+        "-k", "scheme or undeclared or test_pack or any_device", "-rs"
+    )
+    result.assert_outcomes(passed=9, skipped=1)
     lines = [line for line in result.outlines if "scheme int8_w8a16" in line]
     assert len(lines) == 1 and "not declared, so refused: scheme fp8_tensor" in lines[0]
 
