@@ -150,6 +150,19 @@ def test_scales_that_overflow_are_refused(operator_device, backends):
         kernel.pack(dataclasses.replace(weights, w2_scale=torch.full_like(weights.w2_scale, 300.0)))
 
 
+@pytest.mark.parametrize("zeros", ["", "_zp"])
+def test_unscaled_sums_that_could_overflow_are_refused(backends, zeros):
+    """An element of the kit's cases was -inf on an H200, where -5842 was right."""
+    spec = backends.expert("marlin")
+    half = dict(dtype=torch.float16, device="sm90")
+    channel, grouped = (
+        spec.unsupported(make_problem("cpu", quant=f"int4_w4a16_{g}{zeros}").replace(**half))
+        for g in ("channel", "g128")
+    )
+    assert any("before it scales channels" in reason for reason in channel), channel
+    assert not any("channels" in reason for reason in grouped), grouped
+
+
 def test_blocks_follow_the_load(operator_device, backends):
     if operator_device.type != "cpu":
         pytest.skip("the stand-in keeps a record")

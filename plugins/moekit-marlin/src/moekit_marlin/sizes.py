@@ -54,6 +54,8 @@ def unsupported(problem: MoEProblem) -> list[str]:
     weight = problem.quant.weight
     if weight is not None and weight.microscaled and problem.dtype_name == "float16":
         return ["the operator multiplies power-of-two (e8m0) scales in bfloat16 only, not float16"]
+    if problem.quant.name.startswith("int4_w4a16_channel") and problem.dtype_name == "float16":
+        return ["the operator rounds sums to float16 before it scales channels: they may overflow"]
     if not padded_intermediate(problem):
         return [
             f"no tile of the operator divides hidden_size={problem.hidden_size}, padded "
