@@ -6,9 +6,8 @@ For each scheme two checkpoints of a Qwen3-MoE with one layer are made, and two 
 MOEKIT_VLLM=off and require. Each completes prompts of 3 to 200 tokens greedily with the first
 checkpoint. On a GPU it then takes the second one in place, and the first one back; the engine with
 moekit also sleeps at levels 1 and 2 and wakes up. With --ranks, engines of several ranks complete
-with the first checkpoint alone, see `vllm_engine.py`. Exit code 1 if log probabilities of moekit's
-tokens are 0.3 or more from vLLM's, up to the first token that differs, or if moekit does not
-complete the same after its first checkpoint came back.
+with the first checkpoint alone, see `vllm_engine.py`. Exit code 1 if moekit's completions are not
+close to vLLM's (`compare`), or not the same after its first checkpoint came back.
 """
 
 from __future__ import annotations
@@ -166,7 +165,8 @@ def run(mode: str, folder: Path, args: argparse.Namespace) -> dict[str, Completi
 def compare(stock: Completions, ours: Completions) -> tuple[str, bool]:
     """Compare tokens and log probabilities up to each prompt's first different token.
 
-    That token must be one of the best two of ``stock``, and nearly as probable as the other.
+    Close are log probabilities less than MOST_APART apart, if the first different token is one of
+    the best two of ``stock``, and less than that behind the token which ``stock`` took.
     """
     apart, margins = list[float](), list[float]()
     for a, b in zip(stock, ours, strict=True):
@@ -180,7 +180,7 @@ def compare(stock: Completions, ours: Completions) -> tuple[str, bool]:
     text = f"{len(apart) - len(margins)} of {len(apart)} tokens equal, log probabilities at most "
     text += f"{max(apart):.4f} apart"
     if margins:
-        text += f", and the best two of a token that differs at most {max(margins):.4f}"
+        text += f", the two of a token that differs at most {max(margins):.4f}"
     return text, right
 
 

@@ -275,8 +275,8 @@ def dot_products(problem: MoEProblem, rows: int, top_k: int) -> DotProducts:
     adapters; and programs of GEMM 2 as large as leave 2.5 to a multiprocessor."""
     if INTERPRETED:  # the number of programs decides its time, not their size
         return DotProducts(DotTile(64), DotTile(64))
-    inner = rows * top_k * problem.local_intermediate_size
-    small = problem.adapters is None and inner <= _SMALL_PROGRAMS_TO
+    elements = rows * top_k * problem.local_intermediate_size
+    small = problem.adapters is None and elements <= _SMALL_PROGRAMS_TO
     wanted = 5 * num_sms(problem) // 2
     down = next((n for n in (8, 4, 2) if rows * problem.hidden_size // n >= wanted), 1)
     return DotProducts(DotTile(2 if small else 8), DotTile(down, num_warps=8))
